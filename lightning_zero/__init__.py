@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 for _package, _ours in (
     ("lightning.fabric", "strategies.fabric"),
     ("lightning.pytorch", "strategies.trainer"),
-    # separate, since a project may import the strategy first: it is only partly imported when Lightning has been
+    # separate, since a project may import the strategy first, which is still incomplete when Lightning is imported
     ("lightning_zero.strategies.trainer", "planning.automatic"),
     ("lightning_fabric", "lightning_fabric"),
     ("pytorch_lightning", "pytorch_lightning"),

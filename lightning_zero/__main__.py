@@ -34,7 +34,7 @@ def main() -> int:
     menu.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
     try:
         try:
-            if sys.argv[1:2] == ["-sc"]:  # from a shell, at Tab
+            if sys.argv[1:2] == ["-sc"]:  # called by a shell when Tab is pressed
                 return menu.load("completion").answer(menu, sys.argv[1:])
             ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
             if ours[:1] == ["launch"]:

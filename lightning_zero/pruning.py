@@ -31,10 +31,10 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
     """Return masks that leave out the elements with the least magnitude in all parameters together. Collective.
 
     These are the elements that ``torch.nn.utils.prune.global_unstructured`` with ``L1Unstructured`` selects in the
-    whole parameters; among equal magnitudes, the first elements in the order of the parameters and their elements.
+    whole parameters. Among equal magnitudes, the first in the order of parameters and elements are left out.
 
     Args:
-        parameters: sharded, or ordinary ones that are the same on every rank.
+        parameters: sharded parameters, or ordinary parameters that are the same on every rank.
         amount: the fraction of all elements that is left out, 0 to 1.
         masks: earlier masks. Elements that they leave out stay left out, and count towards ``amount``.
 
@@ -92,7 +92,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
         need -= int(up_to[digit - 1]) if digit else 0
         threshold = threshold << _DIGIT | digit
 
-    # Of elements equal to the threshold, the first are left out: for each tensor, count those before this rank's.
+    # Of elements equal to the threshold, the first are left out: per tensor, count the equal ones before this rank's.
     ties = [sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks]
     own = torch.tensor(ties, device="cpu")
     in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
@@ -107,7 +107,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
 
 
 def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of this rank's magnitudes, as integers of the same order (NaN last), with their parts of the mask."""
+    """Chunks of this rank's magnitudes, as integers in the same order (NaN last), each with its part of the mask."""
     for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
         magnitudes = values.to(parameter.dtype).abs().to(dtype)  # a wider master is rounded to what users see
         yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
@@ -118,7 +118,7 @@ def _are_sharded(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
-    """Return the slot of one sharded tensor, which reduces for all tensors; None if none is sharded."""
+    """Return the slot of one sharded tensor, which reduces for all tensors; None if no tensor is sharded."""
     return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
@@ -158,8 +158,8 @@ class Pruning:
 
     At the start of each epoch, weights are chosen until the fraction ``amount`` is pruned; after each optimizer step,
     they are set to zero again. The fraction is logged as ``pruning/sparsity``. Checkpoints contain the masks, so a
-    resumed run continues with them. Works under DDP and on a single device as well; a rank keeps one byte for each
-    element of its shards.
+    resumed run continues with them. Pruning also works under DDP and on a single device; a rank keeps one byte for
+    each element of its shards.
 
     Args:
         amount: the fraction of the chosen parameters' elements to prune, 0 to 1; or a function that returns it for an
@@ -169,7 +169,7 @@ class Pruning:
 
     Attributes:
         sparsity: the fraction of the chosen elements that is pruned; None before the first epoch.
-        sparsity_of: the fraction of each chosen parameter, by name.
+        sparsity_of: the pruned fraction of each chosen parameter, by name.
 
     Raises:
         ValueError: if ``amount`` is not a fraction, or no parameter is chosen.
@@ -235,7 +235,7 @@ class Pruning:
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.on_train_end(trainer, pl_module)
         self._chosen = {}
-        # for a checkpoint saved after the run; the next run takes masks only from a checkpoint that it loads
+        # kept for a checkpoint saved after the run; the next run takes masks only from a checkpoint that it loads
         self._loaded, self._masks = self._masks, {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

@@ -20,7 +20,7 @@ SMALL = 2**16
 """Largest size in bytes of a small tensor, whose values take less time to write than ``torch.save``'s overhead."""
 
 _LOCAL_HEADER, _ENTRY = 30, 46  # bytes before the name in a zip's local header and in its directory entry
-_FOLDER = 0x10  # attribute bit; torch treats such a record as empty
+_FOLDER = 0x10  # attribute bit of folders; torch treats a record with this bit as empty
 
 
 class BrokenArchiveError(ValueError):
@@ -105,7 +105,7 @@ class Layout(NamedTuple):
 
 
 def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor:
-    """Load an archive's only tensor as a view of the buffer. It must not be modified, and is usually not aligned.
+    """Load an archive's only tensor as a view of the buffer. The view must not be modified, and is rarely aligned.
 
     ``torch.load`` copies the values, and takes fifty times as long as looking up the layout.
 
@@ -134,7 +134,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
 
 
 def archived(tensor: Tensor) -> bytearray:
-    """Return what ``torch.save`` writes for a contiguous CPU tensor, forty times as fast; only the file id differs."""
+    """Return ``torch.save``'s bytes for a contiguous CPU tensor, forty times as fast; only the file id differs."""
     template, start, checksums = _template(tensor.dtype, tuple(tensor.shape))
     archive = bytearray(template)
     values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -123,7 +123,7 @@ class Destination:
             self._fs.rm(self._old, recursive=True)
 
     def discard(self) -> None:
-        """Delete what was written so far; errors are ignored, so that the reason for discarding is reported instead."""
+        """Delete the files written so far; errors are ignored, so the reason for discarding is reported instead."""
         with suppress(OSError):
             if self._is_local:
                 remove_path(self.partial)
@@ -133,8 +133,8 @@ class Destination:
     def remove(self) -> None:
         """Remove the checkpoint at the path; to other processes, all of it disappears at once.
 
-        If this process dies during the removal, what remains is named like a partial file, so ``clear_leftovers``
-        deletes it.
+        If this process dies during the removal, the remaining files are at a partial path, so ``clear_leftovers``
+        deletes them.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed
@@ -150,7 +150,7 @@ class Destination:
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Delete partial files of dead processes in this folder, and restore a checkpoint that they had moved aside."""
+        """Delete partial files of dead processes in the path's folder, and restore checkpoints they moved aside."""
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):

@@ -108,8 +108,8 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         opened: a checkpoint in any form.
         dtype: for floating-point weights; None keeps the saved dtype. Conversions start from the fp32 master weights if
             the checkpoint has them.
-        prefix: export only names with this prefix, and strip it. None: the name of the transformers model within the
-            module, if there is exactly one.
+        prefix: export only names with this prefix, and strip it. None uses the name of the transformers model within
+            the module, if there is exactly one.
     """
     ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
     models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
@@ -148,7 +148,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         if weight.dtype not in DTYPES:
             raise ValueError(f"{opened.path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
     dtypes = {weight.dtype for weight in found.weights if weight.dtype.is_floating_point}
-    if config is not None and len(dtypes) == 1:  # `from_pretrained` loads weights in this dtype, not the saved one
+    if config is not None and len(dtypes) == 1:  # `from_pretrained` loads weights in this dtype, not in the saved one
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtypes.pop()).removeprefix("torch.")
     return found
 
@@ -224,7 +224,7 @@ def write_safetensors(
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
-        # Even after a crash here, readers see the old weights, the new weights or none, but never a mixture.
+        # Even after a crash here, readers see the old weights, the new weights or no weights, but never a mixture.
         if len(shards) > 1:
             for name in (paths.name, paths.index):
                 paths.remove(name)

@@ -214,7 +214,7 @@ class Folder:
         return wrong
 
     def tree(self) -> dict[str, Any]:
-        """Return the checkpoint as it was passed to the saving function. Call this once: it frees DCP's metadata.
+        """Return the checkpoint as it was passed to the saving function. Call this only once: it frees DCP's metadata.
 
         For many small tensors, the metadata are as large as the checkpoint.
         """

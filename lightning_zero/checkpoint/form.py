@@ -30,7 +30,7 @@ MANIFEST = "lightning_zero.json"
 """Manifest file, written last: sizes and checksums of all other files."""
 
 SAVE_ID = "lightning_zero"
-"""The ``save_id`` in DCP's metadata of a folder with a manifest; other programs write random ids, or none."""
+"""The ``save_id`` in DCP's metadata of a folder with a manifest; other programs write random ids, or no id."""
 
 
 def configs_of_models(module: Any) -> dict[str, str]:

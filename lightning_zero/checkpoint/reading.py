@@ -37,7 +37,7 @@ class OpenedCheckpoint:
             other entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``LazyTensor``.
         as_saved: the dictionary as it was passed to the saving function; DCP stores optimizer states by name.
         names_of_optimizers: each optimizer's parameter names in the order of their numbers; None if unknown.
-        trust: call it once ``verify`` has run for all shares; then pieces are no longer verified when they are read.
+        trust: function to call once ``verify`` has run for all shares, after which pieces are read unverified.
         pieces: the file of each piece of a ``LazyTensor``, by its ``stored_name``.
     """
 
@@ -77,7 +77,7 @@ class OpenedCheckpoint:
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection while thousands of long-lived objects are created, since each run would scan them."""
+    """Disable garbage collection while thousands of long-lived objects are created, as each collection scans them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -249,7 +249,7 @@ def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[str]]:
-    """Return an optimizer state by number, see ``by_number``, and the parameters' names in the order of their numbers.
+    """Return an optimizer state in numbered form (see ``by_number``), and the parameters' names in the same order.
 
     Args:
         what: name of the state, for the error message.

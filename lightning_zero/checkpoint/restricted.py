@@ -1,4 +1,4 @@
-"""Restricted unpickling of DCP metadata and ``torch.save`` files: lists the code that they name without running it."""
+"""Restricted unpickling of DCP metadata and ``torch.save`` files: the code that they name is listed, but not run."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def load_dcp_metadata(data: bytes) -> Any:
     """Load the ``Metadata`` from a ``.metadata`` file of ``torch.distributed.checkpoint``.
 
     Raises:
-        ForbiddenClassError: if the file names any other class, which is then neither imported nor called.
+        ForbiddenClassError: if the file names a class that is not allowed; it is neither imported nor called.
         Exception: of various classes, if the file is damaged.
     """
     return _MetadataUnpickler(io.BytesIO(data)).load()
@@ -96,7 +96,7 @@ def load_torch(
         may_have_configuration: False excludes OmegaConf, whose import takes 4 MB.
 
     Raises:
-        ForbiddenClassError: naming what is not allowed, and where; a ``CodeToRunError`` if loading it would run code.
+        ForbiddenClassError: naming forbidden classes and their places; a ``CodeToRunError`` if loading would run code.
         Exception: of various classes, if the file is damaged.
     """
     if weights_only is False:
@@ -115,7 +115,7 @@ def load_torch(
 
 
 def with_way_out(error: ForbiddenClassError) -> str:
-    """Return the error's message with the advice to pass ``weights_only=False``, for callers that accept it."""
+    """Return the error's message with the advice to pass ``weights_only=False``, for callers that have this option."""
     if isinstance(error, CodeToRunError):
         return str(error)
     return f"{error}, or pass weights_only=False if you trust the source of the file"
@@ -159,7 +159,7 @@ def _not_allowed(uses: list[Use]) -> list[Use]:
 
 
 def _without_advice(text: str) -> str:
-    """Remove torch's advice on loading the file anyway from its message."""
+    """Remove from torch's message the advice on loading the file anyway."""
     if "TorchScript" in text:
         return "it is a TorchScript archive"
     advice = re.compile(r"weights_only|trust|arbitrary code|safe_globals|Weights only load|^WeightsUnpickler error:$")
@@ -262,7 +262,7 @@ class Use:
 
     @property
     def runs_code(self) -> bool:
-        """Whether a class or function is known to run code. Others may run code as well."""
+        """Whether the class or function is known to run code. If False, it may still run code."""
         package, last, found = self.module.partition(".")[0], self.name.rpartition(".")[2], self._loaded()
         is_class = isinstance(found, type)
         if self.name in _VALUES.get(self.module, "").split() or (is_class and issubclass(found, BaseException)):

@@ -88,7 +88,7 @@ class Saver:
             gather: all-gathers a value.
 
         Raises:
-            CheckpointNotSavedError: on every rank, if writing failed; in the background ``finish`` raises it.
+            CheckpointNotSavedError: on every rank, if writing failed; for background saves, ``finish`` raises it.
         """
         # Connect before any collective: if the store's host is lost, connecting takes as long as the group's timeout.
         store = own_connection() if self._in_background and process_group.is_initialized() else None
@@ -124,9 +124,9 @@ class Saver:
         self._submit(save)
 
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
-        """Copy unguarded values, which may change at any time; returns a function that copies the guarded ones.
+        """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
 
-        Another thread must call the returned function: training waits for that before it changes guarded values.
+        Another thread must call the returned function, as training waits for that copy before changing guarded values.
         """
         guarded = [entry for entry in entries if entry.is_guarded]
         now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
@@ -206,7 +206,7 @@ class Saver:
 
         def run() -> None:
             if before is not None:
-                before.result()  # raises its exception
+                before.result()  # raises if the earlier job has failed
             job()
 
         self._jobs.append(self._executor.submit(run))
@@ -339,7 +339,7 @@ class StoreExchange:
                 self._wait("left")
 
     def _wait(self, what: str) -> list[int]:
-        """Wait until all ranks have written their key, and return the ranks that never will."""
+        """Wait until all ranks have written their keys, and return the ranks that never will."""
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:

@@ -110,7 +110,7 @@ class Content:
 
 
 def serialised(value: Any) -> bytes:
-    """Return what ``torch.save`` writes for a value."""
+    """Return the bytes that ``torch.save`` writes for a value."""
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -182,7 +182,7 @@ def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
 
 
 def _split(value: Any) -> tuple[Any, Any]:
-    """Return values other than sharded tensors, and sharded tensors (None if none), each in nested dicts and lists."""
+    """Return values other than sharded tensors, and the sharded tensors or None, each in nested dicts and lists."""
     if isinstance(value, WrapperTensor):
         return None, value
     if isinstance(value, (dict, list, tuple)):
@@ -239,7 +239,7 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
         stop = start + tensor.slot.local_numel if share.is_counted_here else start
         is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
         return Entry(names, share, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
-    # Other tensors are the same on every rank, or only rank 0's is written.
+    # Rank 0 alone writes any other tensor, whether or not it is the same on every rank.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
     return Entry(names, Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
@@ -300,7 +300,7 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: a file's name and size, and its pieces as ``[offset, length, crc32]``."""
+    """Record of one rank's output: a file's name and size, and its pieces as ``[offset, length, crc32]``."""
 
     file: str
     nbytes: int
@@ -327,7 +327,7 @@ def save_in_parts(
         written_by: versions, stage and world size, for the manifest.
 
     Raises:
-        CheckpointNotSavedError: on every rank, if one could not write. All files are removed then.
+        CheckpointNotSavedError: on every rank, if one rank could not write. Then all files are removed.
     """
     try:
         try:
@@ -345,7 +345,7 @@ def save_in_parts(
         if not failed:
             outcome = gather(outcome)[0]
             failed = {0: outcome} if outcome is not None else {}
-    except BaseException:  # another rank is gone, or Ctrl-C
+    except BaseException:  # another rank is gone, or the user pressed Ctrl-C
         if rank == 0:
             destination.discard()
         raise
@@ -356,7 +356,7 @@ def save_in_parts(
 
 
 def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
-    """Create the error that every rank raises if one could not write."""
+    """Create the error that every rank raises if one rank could not write."""
     return CheckpointNotSavedError(
         f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
         "removed; an earlier checkpoint at this path is unchanged."
@@ -364,7 +364,7 @@ def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
 
 
 def refusal_of(path: str, label: str) -> str | None:
-    """Return why a checkpoint must not be written to a path, or None if it may. See ``Destination``."""
+    """Return the reason why a checkpoint must not be written to a path, or None if it may. See ``Destination``."""
     try:
         Destination(path, label).check_replaceable()
     except Exception as error:
@@ -458,7 +458,7 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
 
 
 def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> Metadata:
-    """Return DCP's metadata for what all ranks have written; ``paths`` as in ``Content``.
+    """Return DCP's metadata for the output of all ranks; ``paths`` as in ``Content``.
 
     Raises:
         ValueError: if a tensor lacks the shards of some ranks.

@@ -83,8 +83,8 @@ class SlotWriter:
             own: this rank's own state, such as its position in the data.
 
         Returns:
-            A function that copies the guarded values and makes the slot whole. Another thread must call it: training
-            waits for that before it changes guarded values.
+            A function that copies the guarded values and makes the slot whole. Another thread must call it, since
+            training waits for that copy before it changes guarded values.
 
         Raises:
             OSError: if there is not enough room.
@@ -157,7 +157,7 @@ class SlotWriter:
         return begin, end
 
     def _described(self, entries: list[Entry], positions: list[int]) -> bytes:
-        """Return the pickled description of the values, as in ``Written.tensors``; cached while the layout is equal."""
+        """Return the pickled description of the values, as in ``Written.tensors``; cached until the layout changes."""
         layout = [(entry.names, entry.share, entry.dtype, entry.start, entry.stop) for entry in entries]
         if layout != self._layout:
             tensors = [
@@ -214,7 +214,7 @@ class Slot:
 
     @classmethod
     def at(cls, path: str) -> Slot | None:
-        """Read the slot in a file; None if it is not whole."""
+        """Read the slot in a file; return None if the slot is not whole."""
         with open(path, "rb") as file:
             head = file.read(_HEADER.size)
             if len(head) < _HEADER.size:
@@ -243,7 +243,7 @@ class Slot:
 
     @property
     def state(self) -> tuple[dict[str, tuple[Any, ...]], Any, dict[str, Any], Any]:
-        """Paths, the rest and other objects, as in ``Content``, and the rank's own state."""
+        """``paths``, ``rest`` and ``objects`` as in ``Content``, and the rank's own state."""
         _, _, state = self._trailer
         return pickle.loads(state)
 

@@ -1,4 +1,4 @@
-"""Load weights from a file: names and shapes immediately, values when the module is sharded, only this rank's shard."""
+"""Load weights from a file: names and shapes immediately, this rank's shard of values when the module is sharded."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Args:
         module: may be on the meta device, ordinary, or wholly or partly sharded.
         path: a ``.safetensors`` file; a ``torch.save`` file with a state dict or a Lightning checkpoint; or a folder
-            written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. One name is
-            enough for tied parameters.
-        strict: refuse tensors that are missing in the file or unknown to the module. Otherwise at least one must fit.
+            written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. For tied
+            parameters, the file needs only one of their names.
+        strict: refuse tensors that are missing in the file or unknown to the module. If False, at least one must fit.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
 
     Raises:
         FileNotFoundError: if there are no weights at the path.
-        ModuleNotFoundError: for safetensors files, if that package is not installed.
-        ValueError: if the file cannot be read, or naming all tensors that do not fit. Nothing has been loaded then.
+        ModuleNotFoundError: for safetensors files, if the package safetensors is not installed.
+        ValueError: if the file cannot be read, or does not fit (naming all tensors at fault). Nothing is loaded then.
 
     Example:
         >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, "weights.pt")

@@ -31,7 +31,7 @@ def parser() -> Menu:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] and arguments[0] in BENCHMARKS:
-        sys.argv = [str(SCRIPTS / f"{arguments[0]}.py"), *arguments[1:]]  # the command that results record
+        sys.argv = [str(SCRIPTS / f"{arguments[0]}.py"), *arguments[1:]]  # recorded as the command in results
     return parser().run(arguments)
 
 

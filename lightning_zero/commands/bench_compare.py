@@ -23,17 +23,17 @@ _UNITS = {
     **dict.fromkeys(("live_bytes", "resident_bytes", "allocated_bytes", "reserved_bytes"), "bytes"),
     **dict.fromkeys(("asked_bytes", "sent_bytes", "resident", "allocated", "peak", "bytes"), "bytes"),
 }
-"""Units by the names of readings in benchmark results. More is worse, for all of them."""
+"""Units of readings in benchmark results, by the name of the reading. For every reading, more is worse."""
 _DERIVED = {"about", "costs", "medians"}
 _PLACES = {"systems", "rounds", "series", "models", "strategies"}
-"""Names in results that say nothing about a reading."""
+"""Names in the path of a reading that are not printed."""
 _RESAMPLES = 2000
 
 Path_ = tuple[str, ...]
 
 
 class Series(NamedTuple):
-    """Readings of one quantity: ``"s"``, ``"x"`` (multiples of another system's), or ``"bytes"``, which hardly vary."""
+    """Readings of one quantity in ``"s"``, ``"x"`` (multiples of another system) or ``"bytes"`` (which hardly vary)."""
 
     unit: str
     values: list[float]
@@ -48,7 +48,7 @@ class Change:
         samples: number of readings behind each median.
         ratio: the new median divided by the old one.
         interval: 95 % interval of the ratio, by resampling; None with fewer than two readings on a side.
-        p: p-value of a two-sided Mann-Whitney U test; None likewise.
+        p: p-value of a two-sided Mann-Whitney U test; None in the same case.
         verdict: ``"slower"`` or ``"larger"``, ``"faster"`` or ``"smaller"``, or nothing.
     """
 
@@ -144,7 +144,7 @@ def compare(
 
 
 def _least_p(old: int, new: int) -> float:
-    """The smallest p that the test can give for these sample counts: all of one side below all of the other."""
+    """The smallest p that the test can give for these sample counts: all readings of one side are below the other's."""
     return 2 / math.comb(old + new, old)
 
 
@@ -222,7 +222,7 @@ def _result(file: Path) -> dict[str, Any]:
 def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:
     """The readings in a benchmark's result, each by its path of names.
 
-    A time counts only if it is in a list: a single time is a median of others.
+    A time counts only if it is in a list: a single time is a median of other readings.
     """
     found: dict[Path_, Series] = {}
     for path, value, is_listed in _numbers(result):
@@ -273,7 +273,7 @@ def _logged(metrics: Mapping[str, list[tuple[int, float]]]) -> dict[Path_, Serie
 
 
 def _relative(series: dict[Path_, Series], system: str | None) -> dict[Path_, Series]:
-    """Times as multiples of a system's median; memory as it is."""
+    """Express times as multiples of a system's median time; leave memory unchanged."""
     if system is None:
         return series
     found = {path: each for path, each in series.items() if each.unit == "bytes"}

@@ -60,7 +60,7 @@ def _are_betas(value: Any) -> bool:
     )
 
 
-# Values that the configured objects would accept and fail on later, when processes have been started.
+# For values that the configured objects would accept, but fail on later, when processes have been started.
 RULES: dict[str, Rule] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "a whole number, 0 to 4294967295"),
     **dict.fromkeys(("model.warmup_steps", "data.workers"), _whole(0)),
@@ -101,7 +101,7 @@ def check(config: DictConfig) -> DictConfig:
         if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
             raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
     if not resolved.trainer.get("enable_progress_bar", True):
-        resolved.callbacks.pop("progress", None)  # Lightning rejects one together with enable_progress_bar=false
+        resolved.callbacks.pop("progress", None)  # Lightning rejects a bar with enable_progress_bar=false
     _choose_devices(resolved.trainer)
     _check_types(resolved.trainer)
     _check_packages(resolved)
@@ -117,7 +117,7 @@ def _choose_devices(trainer: DictConfig) -> None:
         return
     trainer.accelerator = "gpu" if device_count() else "cpu"
     if trainer.accelerator == "cpu" and trainer.devices == "auto":
-        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # torchrun has started as many
+        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # as many as torchrun has started
 
 
 _KINDS: dict[Any, Rule] = {
@@ -146,7 +146,7 @@ def _check_types(trainer: DictConfig) -> None:
 
 
 def _rules_of(hint: Any) -> list[Rule]:
-    """Rules for a type, of which a value must meet at least one; none if the type is not checked."""
+    """Rules for a type; a value must meet at least one. The list is empty if the type is not checked."""
     if get_origin(hint) in (Union, UnionType):
         rules = [_rules_of(member) for member in get_args(hint)]
         return list(chain(*rules)) if all(rules) else []
@@ -155,7 +155,7 @@ def _rules_of(hint: Any) -> list[Rule]:
     return [_KINDS[hint]] if hint in _KINDS else []
 
 
-# By target: the package that the object imports, and the extra of lightning_zero that installs it.
+# By target: the package that the object imports, and the extra of lightning_zero that installs the package.
 EXTRAS = {
     "lightning_zero.zoo.digits.DigitsData": ("sklearn", "demo"),
     "lightning_zero.zoo.muon.muon_and_adamw": ("pytorch_optimizer", "optimizers"),
@@ -207,7 +207,7 @@ def _check_made(config: DictConfig) -> None:
     }
     lightning = logging.getLogger("lightning.pytorch")
     level = lightning.level
-    lightning.setLevel(logging.ERROR)  # the training process repeats its messages about the Trainer
+    lightning.setLevel(logging.ERROR)  # the training process repeats Lightning's messages about the Trainer
     try:
         for group, make in makers.items():
             try:
@@ -227,7 +227,7 @@ def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[
     from hydra.utils import get_object
 
     text = in_one_line(error)
-    if re.match(r"\w+=|offload: ", text):  # errors from the models, the data and offload: heads=3 must ...
+    if re.match(r"\w+=|offload: ", text):  # from the models, the data or offload, such as: heads=3 must ...
         return f"{group}.{text}"
     found = re.search(r"^full_key: (.+)$", str(error), flags=re.MULTILINE)
     key = found[1] if found else group

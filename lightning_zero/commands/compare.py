@@ -61,7 +61,7 @@ def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
-    """Return each job's results, or None if it failed, by the overrides in which the jobs differ."""
+    """Return each job's results, or None if the job failed, by the overrides in which the jobs differ."""
     from lightning_zero.reporting.records import OVERRIDES, labels_of, overrides_of
 
     files = sorted(folder.glob(f"*/{OVERRIDES}"), key=lambda file: (len(file.parts[-3]), file))

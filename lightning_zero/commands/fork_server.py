@@ -1,7 +1,7 @@
 """Imported first by the fork server of ``lightning-zero launch``, so that the server ends with the launcher.
 
-The server would notice the launcher's end by itself, but would take seconds to shut down with all that it has
-imported, while its processes continue.
+Without this module, the server would notice the launcher's end, but with its many imports would take
+seconds to shut down, while its processes continue.
 """
 
 import ctypes

@@ -1,7 +1,7 @@
 """`lightning-zero launch`: torchrun with fast restarts of processes, and a timeout for processes that hang.
 
-Processes are forked from a server that has imported torch and Lightning, so an attempt after a failure begins
-without seconds of imports. Rendezvous, restarts and elasticity are torchelastic's.
+Processes are forked from a server that has imported torch and Lightning, so a restart after a failure does
+not spend seconds on imports. Torchelastic provides rendezvous, restarts and elasticity.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _PRELOADED = [
     "lightning_zero.strategies.trainer",
 ]
 _PATIENCE = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
-"""In seconds. With torchrun's defaults, noticing a lost machine takes 15, and waiting for a replacement 30 more."""
+"""In seconds. With torchrun's defaults, noticing a lost machine takes 15 s, and waiting for a replacement 30 s more."""
 _GRACE = 2.0  # seconds for a hanging process to write its stack
 
 
@@ -64,7 +64,7 @@ def parser() -> Parser:
     made.add_argument("--rdzv-id", metavar="NAME", help="name of the job: the same name continues it later")
     made.add_argument("--log-dir", metavar="FOLDER", help="folder for the processes' output (default: the terminal)")
     made.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
-    made.add_argument("script", help="what each process runs")
+    made.add_argument("script", help="Python script that each process runs; with -m, the name of a module")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return made
 
@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> int:
         made.error(f"--nnodes {given.nnodes} requires --rdzv-endpoint HOST:PORT and --rdzv-id NAME on all machines")
     if not given.module and not os.path.isfile(given.script):
         made.error(f"there is no file {given.script}")
-    from lightning_zero.engine.comm.agent import number_of_gpus, run_processes  # imported here: they import torch
+    from lightning_zero.engine.comm.agent import number_of_gpus, run_processes  # here, because this imports torch
 
     ranks = number_of_gpus() if given.nproc_per_node == "gpu" else given.nproc_per_node
     if not (str(ranks).isdecimal() and int(ranks)):
@@ -127,7 +127,7 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:  # for torchelastic, a process that has ended without a result has not ended
+    except SystemExit as end:  # torchelastic waits for a result, which a process that exits does not return
         if end.code not in (None, 0):
             raise
     except KeyboardInterrupt:
@@ -139,14 +139,15 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
         # still be writing the file, and the launcher would fail to read it (torch 2.13).
         raise SystemExit(1) from None
     finally:
-        atexit._run_exitfuncs()  # multiprocessing's processes do not call them
+        atexit._run_exitfuncs()  # multiprocessing's processes skip exit functions
 
 
 def _end_hangs(folder: str, timeout: float, is_alone: bool) -> None:
-    """Kill hanging processes: those that do not wait for others, when no process has begun a step for a while.
+    """Kill hanging processes: those that do not wait for others, once no process has begun a step for ``timeout``.
 
-    If all processes of this machine wait, the hanging one is on another machine, whose launcher kills it. Only if that
-    does not happen within the same time again, or if there is no other machine, do they wait for each other.
+    If all processes of this machine wait, the hanging process is on another machine, whose launcher kills it. If there
+    is no other machine, or still no step has begun after twice the timeout, the processes wait for each other, and all
+    of this machine's processes are killed.
     """
     before: dict[int, int] = {}
     since = time.monotonic()

@@ -10,7 +10,7 @@ from lightning_zero.io.names import suggestion
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that ends with one line instead of its usage, and suggests names for misspelt values and options."""
+    """Parser that reports errors in one line, without its usage, and suggests names for misspelt values and options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Argparse's check of a value with choices; before Python 3.14 argparse itself suggests none."""
+        """Check a value against its choices, and suggest the nearest, which argparse cannot do before Python 3.14."""
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = suggestion(str(value), known)

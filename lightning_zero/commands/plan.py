@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
-            settings = {"machines": 1, **settings}  # the Trainer's machines do not apply to other --ranks
+            settings = {"machines": 1, **settings}  # --ranks also replaces the Trainer's number of machines
         plan = partial(
             make_plans,
             project.make_module,

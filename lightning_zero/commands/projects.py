@@ -101,7 +101,7 @@ def _batches(given: list[str]) -> Iterator[Any]:
     """The project's batches, or random ones of declared shapes: one tensor, or a tuple of several.
 
     Raises:
-        ValueError: if they are given in another form.
+        ValueError: if ``given`` has another form.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Launch the ranks of one job on this machine.
 
-Every job has its own processes, even within a sweep, and passes its config to them. Lightning's own launcher would
-instead run the command line again, which in a sweep is the whole sweep, and would leave MASTER_PORT, WORLD_SIZE and a
+Every job, even within a sweep, has its own processes and passes its config to them. Lightning's own launcher would
+instead run the command line again, which would repeat a whole sweep, and would leave MASTER_PORT, WORLD_SIZE and a
 process group behind in the process that starts the next job.
 """
 
@@ -38,8 +38,8 @@ def ranks_exist() -> bool:
 def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` on ``trainer.devices`` processes of this machine, and return when all have ended.
 
-    When one fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds. With ``resilience`` all are then
-    started again, and continue from the state that the previous ranks have kept.
+    When a process fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds. With ``resilience``, a
+    failure restarts all processes, which continue from the state that the previous ranks have kept.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(
@@ -62,8 +62,8 @@ def launch(job: Job, config: DictConfig) -> None:
 
 def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
     world_size = _world_size(config)
-    # As with torchrun, this process hosts the store: its port is open before the ranks learn its number, so no other
-    # program can take the port in between.
+    # As with torchrun, this process hosts the store: its port is open before the ranks learn the port's number, so
+    # no other program can take the port in between.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def interrupt(*_: object) -> NoReturn:
@@ -105,7 +105,7 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
     try:
         job(config)
     except Exception as error:
-        traceback.print_exc()  # here, because the launching process shows one rank's error only
+        traceback.print_exc()  # printed here, because the launching process shows one rank's error only
         sys.last_value = error  # as the interpreter does, for functions that run at exit
         sys.exit(1)
     if process_group.is_initialized():

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Context that shows progress; yields a function to call with the number of bytes done since its last call."""
+    """Context that shows progress; yields a function that takes the number of bytes done since its last call."""
     with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, delay=1) as bar:
         yield bar.update
 
@@ -35,7 +35,7 @@ def size_of(text: str) -> int:
 
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-"""Exit code of a command whose reader has closed the pipe, as for programs that SIGPIPE ends."""
+"""Exit code of a command whose reader has closed the pipe: the same as of a program that SIGPIPE has ended."""
 
 
 _stdout_for_json: TextIO | None = None
@@ -73,7 +73,7 @@ def discard_stdout() -> None:
 
 
 class OptionalStdout:
-    """Standard output of a job, whose training continues when the reader has closed the pipe."""
+    """Standard output of a job, with which training continues after the reader has closed the pipe."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout

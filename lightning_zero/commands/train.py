@@ -37,7 +37,7 @@ def train(config: DictConfig) -> None:
     from lightning_zero.monitoring import ZeroMonitor, report
     from lightning_zero.reporting import RunManifest
 
-    sys.stdout = cast(TextIO, OptionalStdout())  # until the end of the process, which flushes it once more
+    sys.stdout = cast(TextIO, OptionalStdout())  # not restored, because the process flushes stdout at its end
     # Validating on several ranks is intended; the treespec warning comes from Lightning itself with torch 2.13.
     for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
         warnings.filterwarnings("ignore", message=message)
@@ -47,14 +47,14 @@ def train(config: DictConfig) -> None:
     callbacks = [instantiate(callback) for callback in config.callbacks.values()]
     callbacks.append(RunManifest(config.folder, config=config))
     monitor = next((callback for callback in callbacks if isinstance(callback, ZeroMonitor)), None)
-    if monitor is None:  # the report needs one
+    if monitor is None:  # the report needs a monitor
         callbacks.insert(0, monitor := ZeroMonitor())
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)
     (metrics,) = trainer.validate(model, data, verbose=False)
 
-    is_sharded = engine_of(model) is not None  # then every rank takes part in the sample
+    is_sharded = engine_of(model) is not None  # if so, all ranks must call sample()
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None
     if trainer.is_global_zero:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
@@ -65,7 +65,7 @@ def job(config: DictConfig) -> float | None:
     """Hydra's function for each job: check the config, then train on existing ranks or launch processes.
 
     Returns:
-        What a sweeper minimizes: the validation metric named by ``objective``. None on ranks without the report.
+        The validation metric named by ``objective``, for a sweeper to minimize; None on ranks without the report.
     """
     from lightning_zero.commands.ranks import launch, ranks_exist
 
@@ -78,7 +78,7 @@ def job(config: DictConfig) -> float | None:
     except JobFailed as error:
         complain(str(error))
         if HydraConfig.get().mode is RunMode.MULTIRUN:
-            raise  # Hydra continues with the sweep's other jobs and raises this at the end
+            raise  # Hydra continues with the sweep's other jobs and raises this error at the end
         raise SystemExit(error.exit_code) from None  # for other exceptions Hydra prints two more lines
     results = Path(resolved.folder) / "results.json"
     if HydraConfig.get().mode is RunMode.RUN:
@@ -95,7 +95,7 @@ def job(config: DictConfig) -> float | None:
 
 
 def this_rank() -> int:
-    """The rank that torchrun, SLURM or another launcher gave this process, as Lightning reads it; 0 without one."""
+    """This process's rank from torchrun, SLURM or another launcher, as Lightning reads it; 0 without a launcher."""
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
@@ -141,7 +141,7 @@ def show_help(overrides: list[str]) -> None:
 
 def main(arguments: list[str]) -> int:
     """Run the app with Hydra's arguments and return the exit code."""
-    given = parser().parse_args(arguments)  # ends with one line where Hydra would print its usage
+    given = parser().parse_args(arguments)  # reports an error in one line, where Hydra would print its usage
     arguments = [argument for argument in arguments if argument != "--json"]
     wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
@@ -150,7 +150,7 @@ def main(arguments: list[str]) -> int:
             # Ranks started by torchrun or SLURM are one job, whose results go to rank 0's folder only.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]  # the name that shells complete
+        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]  # the command that shells complete
         app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
         code = 0
         try:

@@ -61,9 +61,9 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
 
     Raises:
         FileNotFoundError: if there is no checkpoint, or files of some ranks are missing.
-        ValueError: if ZeRO stages 1 to 3 did not write it, or the model was split by other parallelism as well; if its
-            files do not belong together; if it contains objects of classes other than DeepSpeed's, which are never
-            created.
+        ValueError: if the checkpoint was not written by ZeRO stages 1 to 3, or the model was split by other parallelism
+            as well; if the files do not belong together; if they contain objects of classes other than DeepSpeed's
+            (such objects are never created).
         DamagedCheckpointError: if one of its files cannot be read.
     """
     folder = _folder_of_tag(Path(path))
@@ -312,7 +312,7 @@ def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_F
 
 
 def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatLayout], stage: int) -> None:
-    """Check that the ranks' vectors have the sizes that the model's file specifies."""
+    """Check that the ranks' vectors have the sizes that the model file specifies."""
     for number, layout in enumerate(layouts):
         held = [flats[number].numel() if number < len(flats) else 0 for flats in masters]
         elements = sum(prod(fragments.shape) for fragments in layout.values())
@@ -377,7 +377,7 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
 def _optimizer_state(
     folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_FlatLayout], is_dealt: bool
 ) -> tuple[list[str], dict[str, Any]] | None:
-    """Return parameter names in the order of their numbers and the optimizer's state in torch's form, or None.
+    """Return the parameters' names, in the order of their numbers, and the optimizer's state in torch's form, or None.
 
     Args:
         states: the optimizer states of each rank.
@@ -415,7 +415,7 @@ def _state_value(
     folder: Path, name: str, key: str, per_rank: list[dict[str, Any]], fragments: _Fragments, masters: list[Tensor]
 ) -> Any:
     value = per_rank[0][key]
-    if not isinstance(value, Tensor):  # torch's Adam has a tensor as step count, DeepSpeed's a number
+    if not isinstance(value, Tensor):  # the step count: a tensor in torch's Adam, a number in DeepSpeed's
         return torch.tensor(float(value), device="cpu") if key == "step" else value
     if value.dim() == 0:
         return value.clone()

@@ -21,9 +21,10 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     """Open an FSDP checkpoint like ``open_checkpoint``, with its entries under Lightning's keys.
 
     Supports ``torch.distributed.checkpoint`` folders and ``torch.save`` files with full tensors, written by
-    Lightning's ``FSDPStrategy`` and ``ModelParallelStrategy`` or from torch's ``get_state_dict``, under any keys. The
-    weights are the only mapping from names to tensors or, among several, the mapping with the names of the optimizer's
-    parameters, or with a usual key. Optimizers are recognised by ``state`` and ``param_groups``, nested or flattened.
+    Lightning's ``FSDPStrategy`` and ``ModelParallelStrategy`` or with torch's ``get_state_dict``, under any keys. The
+    weights are the only mapping from names to tensors or, if there are several, the mapping that contains the names of
+    the optimizer's parameters or has a usual key. Optimizers are recognised by ``state`` and ``param_groups``, nested
+    or flattened.
 
     Args:
         path: a local path, or an fsspec URL.
@@ -94,7 +95,7 @@ def _weights_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, d
 
 
 def _optimizers_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Iterate over all optimizer states by parameter name, with their dotted keys."""
+    """Iterate over all optimizer state dicts, with their dotted keys."""
     for key, value in tree.items():
         if isinstance(value, dict) and _is_optimizer(value):
             yield f"{inside}{key}", value
@@ -107,7 +108,7 @@ def _is_optimizer(value: dict[str, Any]) -> bool:
 
 
 def _is_flattened(value: dict[str, Any]) -> bool:
-    """Whether keys are like ``state.NAME.exp_avg``, by ``StateDictOptions(flatten_optimizer_state_dict=True)``."""
+    """Whether keys are like ``state.NAME.exp_avg``, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``."""
     return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
 
 
@@ -156,7 +157,7 @@ def _nested(flattened: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any
 
 
 def _take(tree: dict[str, Any], dotted: str) -> None:
-    """Delete an entry and the containers that become empty. Modified dictionaries are copied."""
+    """Delete an entry and the containers that become empty. Nested dictionaries are copied before they change."""
     key, _, rest = dotted.partition(".")
     if rest:
         tree[key] = dict(tree[key])

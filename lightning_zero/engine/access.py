@@ -1,4 +1,4 @@
-"""Functions for user code with a sharded module: read its full values, run different numbers of forwards."""
+"""Functions for user code with a sharded module: read full values, run different numbers of forwards on each rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
-    """The reduced gradient of a parameter in its full shape; None if it has none. Collective.
+    """The reduced gradient of a parameter in its full shape; None if there is no gradient. Collective.
 
     Args:
         parameter: a parameter of a sharded or unsharded module.

@@ -1,7 +1,7 @@
 """Every private name of torch that this package uses, and every patch of torch, each with the reason.
 
 No other file spells ``torch._...``, a private name of a torch module or a private attribute of torch's objects, so only
-this one has to be checked against a new version of torch; ``tests/engine/test_compat.py`` has a test for each name.
+this file has to be checked against a new version of torch; ``tests/engine/test_compat.py`` has a test for each name.
 Checked with torch 2.13.0. Exceptions: private names of ``torch.distributed`` are in ``comm/process_group.py``, since
 only ``comm`` may import it; attributes of data loaders are in ``strategies/resuming.py``; and ``tensor._version``,
 ``module._parameters`` and ``operator._schema`` are read anywhere, since torch has had them for years, and wrapper
@@ -57,7 +57,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
-# Whether code runs in a backward, and in which one: recomputation calls module hooks there too.
+# Whether code runs in a backward, and in which one: recomputation calls module hooks in backward too.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 
@@ -67,7 +67,7 @@ def queue_callback(function: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
-# Remove the engine's saved-tensor hooks while the user's are on top of them, which the context manager cannot do.
+# Saved-tensor hooks are pushed in one hook of a module and popped in another, which no context manager can do.
 push_hooks: Callable[[Any, Any], None] = torch._C._autograd._push_saved_tensors_default_hooks
 pop_hooks: Callable[[], None] = torch._C._autograd._pop_saved_tensors_default_hooks
 
@@ -85,16 +85,16 @@ checkpoint_generator = _checkpoint_without_reentrant_generator
 
 
 def is_profiling() -> bool:
-    """Whether a profiler runs: a label costs microseconds in any case, this check some nanoseconds."""
+    """Whether a profiler runs. This check takes nanoseconds; a label takes microseconds even without a profiler."""
     return profiler._is_profiler_enabled
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
-# Like ``torch.utils.swap_tensors``, but that refuses objects with weak references, although these stay valid.
+# Like ``torch.utils.swap_tensors``, which needlessly refuses objects with weak references: the references stay valid.
 swap_tensor = torch._C._swap_tensor_impl
 
-# Fails on the device, in the order of its work, so that the host need not wait for the value.
+# Fails on the device, in the order of the device's queued work, so that the host need not wait for the value.
 assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
 
 slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
 
 
-# Identifies a storage while it lives, even without memory, like a released buffer's. Called for each saved tensor.
+# Identifies a storage while it lives, even after its memory is freed (a released buffer). Called for each saved tensor.
 address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # An attribute that ``nn.Parameter`` sets on tensors of other classes.
@@ -114,7 +114,7 @@ PARAMETER_MARK = "_is_param"
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """Number of tensors over a tensor's storage, to detect those that user code keeps."""
+    """Number of tensors over a tensor's storage, to detect tensors that user code keeps."""
     return torch._C._storage_Use_Count(address_of(tensor.untyped_storage()))
 
 
@@ -140,7 +140,7 @@ def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
     """Unpickle the ``data.pkl`` of a ``torch.save`` archive like ``torch.load(weights_only=True)``, over given memory.
 
     Args:
-        storage: returns the bytes of a storage, which tensors are then views of.
+        storage: returns the bytes of a storage, given its key; tensors are views of these bytes.
     """
 
     def load(reference: Any) -> Any:
@@ -178,7 +178,7 @@ def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
 
 
 def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
-    """Remove a tensor's post-accumulate-grad hooks, which the engine calls after its reduction; returns them."""
+    """Remove and return a tensor's post-accumulate-grad hooks, which the engine calls after its reduction."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     if hooks:
         tensor._post_accumulate_grad_hooks = OrderedDict()
@@ -196,7 +196,7 @@ def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-# Dictionaries of an optimizer's hooks by id; the engine calls the users' hooks where a class has its own method.
+# Dictionaries of an optimizer's hooks by id; the engine calls these where a class has its own ``load_state_dict``.
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
@@ -236,7 +236,7 @@ def flatten_weights(module: torch.nn.RNNBase) -> None:
 def never_traced(function: Any) -> Any:
     """Exclude a function's own code from ``torch.compile``; what it calls is compiled, unless it clears the eval frame.
 
-    Uses the C interface: projects that do not compile should not pay the half second that importing the compiler takes.
+    Uses the C interface, so that projects that do not compile do not spend half a second on importing the compiler.
     """
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
@@ -318,7 +318,7 @@ def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
 
 
 def taken_by_foreach(cls: type) -> Patch:
-    """Let ``foreach`` functions take a class: clipping then needs one reduction over ranks, not one per parameter."""
+    """Let ``foreach`` functions accept a class: clipping then needs one reduction over ranks, not one per parameter."""
 
     def install() -> Callable[[], None]:
         _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]

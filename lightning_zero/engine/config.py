@@ -38,11 +38,11 @@ class EngineConfig:
         stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too (SC20, section 5). The paper's
             names ``"os"``, ``"os+g"``, ``"os+g+p"`` are accepted as well.
         offload: model states to keep outside device memory: ``"cpu"`` keeps master weights and optimizer states in
-            host memory, ``"nvme"`` in files on a local disk; an ``OffloadConfig``, or a mapping of its fields, for
-            more. ``None`` keeps all of them on the device.
+            host memory, ``"nvme"`` in files on a local disk. An ``OffloadConfig``, or a mapping of its fields,
+            sets more options. ``None`` keeps all of them on the device.
         shard_within: at stage 3, the ranks that parameters and accumulating gradients are sharded over: ``"node"`` for
             those of each machine, or a number of adjacent ranks. Each parameter then crosses between machines once a
-            step. Master weights and optimizer state are sharded over all ranks; with ``None`` parameters are too.
+            step. Master weights and optimizer state are sharded over all ranks; with ``None``, so are parameters.
         compression: how traffic between machines is compressed, on CPUs over Gloo: ``"exact"`` sends lossless changes
             of parameters that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4 bits. A
             ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
@@ -56,7 +56,7 @@ class EngineConfig:
         reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
             ``None`` for the dtype in which they are accumulated: fp32 for all low-precision parameters.
         bucket_numel: elements above which a unit is split into several buckets, each with its own collectives, and the
-            gradient of one parameter reduced in chunks; at most a quarter of the model.
+            gradient of one parameter is reduced in chunks; at most a quarter of the model.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
         partition_activations: divide the inputs of modules that ``activation_checkpointing`` recomputes equally between
@@ -66,7 +66,7 @@ class EngineConfig:
             ``None`` accepts only known classes.
         allow_any_optimizer: ``True`` is another name for ``whole_parameters=False`` for unknown classes.
         compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered;
-            autocast would cast them to it anyway. ``None`` for their own dtype, which all other parameters keep.
+            autocast would cast them anyway. ``None`` keeps their own dtype, as for all other parameters.
         handshake_timeout: seconds to wait for the other ranks when user code reads a sharded tensor.
 
     Raises:
@@ -161,7 +161,7 @@ class EngineConfig:
 
     @property
     def compresses(self) -> CompressionConfig | None:
-        """``compression`` after its conversion in ``__post_init__``; None if it compresses nothing."""
+        """``compression`` after its conversion in ``__post_init__``; None if nothing is compressed."""
         compression = self.compression
         assert compression is None or isinstance(compression, CompressionConfig)
         return compression if compression and (compression.parameters or compression.gradients) else None
@@ -176,7 +176,7 @@ class EngineConfig:
 
     @property
     def keeps_whole(self) -> bool | Callable[[str, torch.Tensor], bool] | None:
-        """What optimizers of an unknown class need, by either option."""
+        """The option ``whole_parameters``, whichever of the two options sets it."""
         return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
@@ -215,7 +215,7 @@ class OffloadConfig:
         path: a folder on a fast local disk, for ``"nvme"``.
         fraction: share of the optimizer states and master weights to offload, starting with the last modules.
         sub_group: elements of master weights in one chunk of an update from disk. Three chunks are in host memory: one
-            is updated while the next is read and the last is written.
+            is updated while the next is read and the previous one is written.
         overlap: False does all work synchronously, with nothing in the background; for debugging.
 
     Raises:
@@ -295,11 +295,11 @@ class CompressionConfig:
     """How parameters and gradients that are sent between machines are encoded, over Gloo.
 
     Args:
-        parameters: after an update, where they are gathered in 16 bits: ``"exact"`` sends lossless changes of their
+        parameters: how updates of parameters gathered in 16 bits are sent: ``"exact"`` sends lossless changes of their
             bits; None sends their values. At stage 3 this requires ``shard_within``: otherwise other machines do not
             keep the former values.
-        gradients: on their way to the rank that owns them, which adds them up in fp32: ``"int8"``, ``"int4"``, or None
-            to send them as they are. Where machines have equally many ranks, each machine's sums are sent.
+        gradients: how gradients are sent to their owning rank, which adds them up in fp32: ``"int8"``, ``"int4"``, or
+            None to send them as they are. Where machines have equally many ranks, each machine's sums are sent.
         block: neighbouring gradients that share a scale; an even number.
         exempt_numel: gradients of parameters with fewer elements, or of one dimension, are sent as they are.
 
@@ -388,7 +388,7 @@ def default_folder() -> str:
     """The default folder for offloaded files: this user's own, in the folder for temporary files (``$TMPDIR``).
 
     Raises:
-        ValueError: if it is on a file system in memory.
+        ValueError: if the folder is on a file system in memory.
     """
     folder = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     if is_in_memory(folder):
@@ -447,7 +447,7 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Check that all given options exist.
 
     Raises:
-        TypeError: if one does not exist; the message has the nearest name, or all names.
+        TypeError: if an option does not exist; the message has the nearest name, or all names.
     """
     known = list(known)
     for name in given:

@@ -51,7 +51,7 @@ _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.We
 
 
 def engine_of(module: nn.Module) -> Engine | None:
-    """The engine that shards a module; None if there is none, or if it has been closed."""
+    """The engine that shards a module; None if the module has no engine, or if its engine has been closed."""
     reference = _engines.get(module)
     return reference() if reference is not None else None
 
@@ -66,7 +66,7 @@ class Engine(Optimizers):
 
     Args:
         module: the root module. Its parameters and buffers may be ordinary tensors, of which rank 0's values are used;
-            on the meta device, where each submodule initialises its own; or mapped from files
+            on the meta device, where each submodule initialises its own tensors; or mapped from files
             (``torch.load(mmap=True)``, safetensors), of which each rank reads only its shard. The module is sharded
             unit by unit, so values that are not in memory yet are never materialised all at once.
         optimizers: the optimizers of the module's parameters; the user keeps the same objects.
@@ -74,8 +74,8 @@ class Engine(Optimizers):
         device: the device of parameters and buffers; None for their current device, which must be the same for all.
         group: the data-parallel process group; None for the default one.
         mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, in place of a
-            group. The project has divided parameters over the second, as DTensors; the engine shards each rank's share
-            over the first.
+            group. The project has divided parameters over the second dimension, as DTensors; the engine shards each
+            rank's share over the first.
         options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
 
     Raises:
@@ -142,7 +142,7 @@ class Engine(Optimizers):
         except BaseException:
             self._clear_disk()
             raise
-        del sources, uncut  # and the values, which the buckets hold now
+        del sources, uncut  # frees the original values too; the buckets hold them now
         self.units = [Unit(plan, of_unit) for plan, of_unit in zip(plans, buckets)]
         for buffer in module.buffers():
             if not is_dtensor(buffer):
@@ -246,7 +246,7 @@ class Engine(Optimizers):
     def take_turn(self, position: int | None) -> None:
         """Join of uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
 
-        A rank without a batch takes part in the all-gathers of the others, and returns once they have reached its next
+        A rank without a batch takes part in the all-gathers of the others, and returns once those have reached its next
         batch or the end. At stages 1 and 2 ranks evaluate independently.
 
         Args:
@@ -286,7 +286,7 @@ class Engine(Optimizers):
     def no_sync(self) -> Iterator[None]:
         """Accumulate gradients locally at stage 1, without communication; stages 2 and 3 reduce every micro-batch.
 
-        With ``shard_within`` they reduce only within each machine.
+        With ``shard_within``, stage 3 reduces gradients only within each machine.
         """
         before = self.reducer.synchronise
         self.reducer.synchronise = False
@@ -335,7 +335,7 @@ class Engine(Optimizers):
             bucket.rejoin(self.communicator, self.rendezvous)
 
     def without_room(self, *, keeps_masters: bool) -> list[Shortage]:
-        """Where host memory is too small for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
+        """The hosts whose memory is too small for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
 
         Args:
             keeps_masters: whether this rank keeps the result of ``masters_by_name`` as well.
@@ -356,7 +356,7 @@ class Engine(Optimizers):
             device: the device of the full parameters and states; by default the engine's.
 
         Raises:
-            Exception: from a failed update, or else the first error. Everything is closed as with
+            Exception: from a failed update, otherwise the first error. Everything is closed as with
                 ``communicate=False``.
         """
         device = torch.device(device) if device is not None else self.communicator.device
@@ -389,7 +389,7 @@ class Engine(Optimizers):
             alone: use no collectives, and ignore master weights that a failed update has left incomplete.
         """
         for masters in self.masters:
-            if not masters.is_closed:  # by the engine of another module, whose parameters the same optimizer holds
+            if not masters.is_closed:  # closed by another module's engine if the two share the optimizer
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()

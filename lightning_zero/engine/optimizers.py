@@ -38,7 +38,7 @@ class Optimizers(StateDicts):
         self._is_updating = False
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the optimizers, also during a run: those that stay keep their state, the others are released.
+        """Replace the optimizers, also during a run: optimizers that stay keep their state; others are released.
 
         Raises:
             TypeError: for an optimizer that cannot update a shard of a parameter; nothing has been changed.
@@ -58,7 +58,7 @@ class Optimizers(StateDicts):
         self._give_owners()
 
     def _give_owners(self) -> None:
-        """Reshard buckets whose parameters an optimizer needs as a whole but was given only late. Collective.
+        """Reshard buckets with parameters that an optimizer needs whole but received after sharding. Collective.
 
         Raises:
             RuntimeError: if a parameter of such a bucket has a gradient; nothing has been changed.
@@ -117,7 +117,7 @@ class Optimizers(StateDicts):
         self.reducer.on_reduced = masters.begin if begins else None
         try:
             yield
-            masters.awaits_step = begins  # the same on every rank, whichever updates have begun on it
+            masters.awaits_step = begins  # the same on every rank, whichever updates have begun on this one
         except BaseException:
             masters.recover()  # so that no update waits for gradients that will not come
             raise
@@ -158,7 +158,7 @@ class Optimizers(StateDicts):
             bucket.wait()
 
     def _agree_on_changes(self) -> set[Bucket]:
-        """The buckets that no rank has written to since the last step, whose changes can be sent. Collective."""
+        """The buckets that no rank has written to since the last step, so that changes can be sent. Collective."""
         sending = [bucket for bucket in self.buckets if bucket.sends_changes]
         if not sending:
             return set()
@@ -167,7 +167,7 @@ class Optimizers(StateDicts):
 
     @property
     def updates(self) -> int | None:
-        """Number of updates of the master weights; None during an update, and after one that failed."""
+        """Number of updates of the master weights; None during an update, and after a failed update."""
         return None if self._is_updating or self._has_failed_update else self._updates
 
     @property
@@ -175,7 +175,7 @@ class Optimizers(StateDicts):
         return any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
 
     def _finish_updates(self) -> None:
-        """Wait for updates in the background; raises the error of one that failed, each time."""
+        """Wait for updates in the background. Raise the error of a failed update, at every call."""
         synchronize(self.background)
         for bucket in self.buckets:
             if bucket.update is not None:

@@ -20,7 +20,7 @@ class DeviceMemory:
     """Memory that torch's allocator has used on a device since the process began, or since its peaks were reset.
 
     Attributes:
-        allocated_peak: the most bytes that tensors had.
+        allocated_peak: the most bytes that tensors occupied.
         reserved_peak: the most bytes that the allocator had taken from the device.
         inactive_split_peak: the most bytes that no tensor used and that could not be given back, since tensors used
             other parts of the same segments.
@@ -47,7 +47,7 @@ class Report:
         world_size: number of ranks that have a part of the model states.
         tensor_parallel_size: number of ranks that share each tensor.
         numel: Psi, elements of all parameters.
-        padded_numel: ``numel`` with the alignment gaps and padding of the buckets.
+        padded_numel: ``numel`` including the alignment gaps and padding of the buckets.
         at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer, activations
             (of ``partition_activations``).
         peak: the same bytes when their total was highest since the last ``reset_peak``.

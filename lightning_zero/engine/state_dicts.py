@@ -1,4 +1,4 @@
-"""The part of an engine that reads and writes what a checkpoint contains: state dicts and master weights by name."""
+"""The part of an engine that reads and writes the contents of a checkpoint: state dicts and master weights by name."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class StateDicts:
         """The module's state dict, by default with full (unsharded) tensors on the CPU. Collective.
 
         Args:
-            leaf: what each tensor becomes: ``on_cpu``, ``on_meta`` for ranks that take part but do not write, or
+            leaf: the form of each tensor: ``on_cpu``, ``on_meta`` for ranks that take part but do not write, or
                 ``in_parts``, which leaves sharded tensors, gathers nothing and copies nothing.
             module: a submodule; the root module by default.
             without: names to leave out, without gathering them. The same on every rank.
@@ -90,8 +90,9 @@ class StateDicts:
     def load_masters(self, masters: dict[str, Tensor]) -> None:
         """Restore the fp32 master weights that belong to the current parameters. Collective with ``shard_within``.
 
-        Elements of a parameter that differ from the rounded master weight were changed since and keep their value.
-        Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master weights.
+        Elements of a parameter that differ from the rounded master weight were changed after the save and keep their
+        value. Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master
+        weights.
 
         Args:
             masters: full tensors by name.

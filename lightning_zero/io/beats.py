@@ -1,4 +1,4 @@
-"""Heartbeats: each process of a job records its progress in a file, by which the launcher detects a hanging process."""
+"""Heartbeats: each process of a job records its progress in a file, from which the launcher detects a hanging one."""
 
 from __future__ import annotations
 

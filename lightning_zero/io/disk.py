@@ -108,7 +108,7 @@ class DirectFile:
     whole block of ``ALIGNMENT`` bytes; all other data goes through the cache.
 
     Args:
-        path: must not exist yet, not even as a link.
+        path: the file's path, which must not exist yet, not even as a link.
         readable: whether this process reads the file as well; the file's mode is then 0600. Some network file systems
             only accept write-only files.
 
@@ -126,7 +126,7 @@ class DirectFile:
         with suppress(OSError, AttributeError):  # not supported by in-memory file systems and other operating systems
             direct = os.open(path, access | os.O_DIRECT)
             self._open.append(direct)
-            if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # or the path was replaced meanwhile
+            if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # otherwise the path was replaced meanwhile
                 self._direct = direct
         self.is_direct = self._direct is not None
 
@@ -177,7 +177,7 @@ class DirectFile:
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     raise
-                self.is_direct = False  # refused for this memory or file system: the next call tries again
+                self.is_direct = False  # refused for this memory or file system; the next call tries direct I/O again
         return call(self._cached, memory, position)
 
     def sync(self) -> None:

@@ -1,4 +1,4 @@
-"""Replace and remove files and folders so that other processes see either all of them or nothing."""
+"""Replace and remove files and folders so that other processes see each either whole or not at all."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 def replace(new: str, place: str, aside: str) -> None:
     """Rename ``new`` to ``place``. Any previous contents are then at ``new`` or ``aside``, or are gone.
 
-    All three are in one folder. Where the system cannot exchange two names, nothing is at ``place`` for a moment.
+    All three paths are in one folder. Where the system cannot exchange two names, nothing is at ``place`` for a moment.
     """
     try:
         os.rename(new, place)  # works if nothing is there, or replaces a file with a file

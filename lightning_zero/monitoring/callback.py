@@ -46,7 +46,7 @@ class _Copies(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """Values that each rank sends to the others: seconds in which it did not wait for them, and its mean loss."""
+    """Values that each rank sends to the others: the seconds not spent waiting for them, and its mean loss."""
 
     seconds: float
     loss: float | None
@@ -128,13 +128,13 @@ class Monitor:
         self.numel = 0
         self.metrics: dict[str, float] = {}
         self._step = self._observed_at = 0
-        self._began: float | None = None  # start of the measured time that has not been added yet
-        self._part, self._total = Measured(), Measured()  # since the last observation; before it
+        self._began: float | None = None  # start of the time to be added at the next pause; None while paused
+        self._part, self._total = Measured(), Measured()  # sums since the last observation; sums before it
         self._losses: list[tuple[int, Tensor]] = []  # left on the device: reading a value would synchronize
         self._copied: _Copies | None = None
         self._throughput: Throughput | None = None
         self._flops_per_batch: float | None = None
-        self._flop_counter: FlopCounter | None = None  # until the first micro-batch has ended
+        self._flop_counter: FlopCounter | None = None  # kept only until the first micro-batch has ended
         self._counts = False  # whether the counter has been entered
         self._time_band, self._loss_band = self._make_band(), self._make_band()
 
@@ -174,7 +174,7 @@ class Monitor:
             self._losses.append((step, loss))
         if self._began is None:
             if engine_of_run(trainer) is None:
-                self._note_peak(model_state_bytes(trainer))  # with the gradients, which a validation would drop
+                self._note_peak(model_state_bytes(trainer))  # includes the gradients, which a validation would drop
             self._resume(trainer)
         else:
             part.steps += 1
@@ -370,7 +370,7 @@ class ZeroMonitor(Monitor, Callback):
 
 
 def _first_dimension(batch: Any) -> int:
-    """Number of samples in a batch: the first dimension of its first tensor; 1 if it has no such tensor."""
+    """Number of samples in a batch: the first dimension of its first non-scalar tensor; 1 without such a tensor."""
     return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
@@ -393,7 +393,7 @@ def _flops_a_second(given: float | str | Path | None) -> float | None:
 
 
 def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
-    """All-gather a rank's figures with the ZeRO engine; with other strategies return this rank's own."""
+    """All-gather a rank's figures with the ZeRO engine; with other strategies return only this rank's figures."""
     if (engine := engine_of_run(trainer)) is None:
         return [own]
     with engine.phases("wait for the other ranks", "the monitor"):

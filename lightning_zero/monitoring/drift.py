@@ -14,7 +14,7 @@ from torchmetrics import CatMetric
 from lightning_zero.monitoring.evaluation import EvaluationCallback
 
 _BINS = 10
-_LEAST = 1e-4  # the fraction of values that an empty bin counts as
+_LEAST = 1e-4  # minimum fraction of values in a bin, also if the bin is empty
 
 
 class Drift(NamedTuple):
@@ -23,7 +23,7 @@ class Drift(NamedTuple):
     Attributes:
         psi: the population stability index over the reference's deciles; 0 for equal distributions.
         ks: the Kolmogorov-Smirnov statistic: the largest distance between the distribution functions, 0 to 1.
-        p: the probability of such a statistic for two samples from one distribution.
+        p: the probability that two samples from one distribution have a ``ks`` at least this large.
     """
 
     psi: float
@@ -40,7 +40,7 @@ def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[st
 
     Raises:
         ImportError: if scipy is not installed.
-        ValueError: if a quantity of the reference is missing in the recent values, or has no values in either.
+        ValueError: if a quantity of the reference is missing from the recent values, or is empty on either side.
     """
     try:
         from scipy.stats import ks_2samp
@@ -60,7 +60,7 @@ def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[st
 
 
 def _psi(reference: np.ndarray, recent: np.ndarray) -> float:
-    # Deciles or, for a quantity with few distinct values, those values.
+    # Bin edges: deciles or, for a quantity with few distinct values, those values.
     edges = np.unique(np.quantile(reference, np.linspace(0, 1, _BINS + 1)[1:-1]))
 
     def parts(values: np.ndarray) -> np.ndarray:
@@ -75,13 +75,13 @@ class DriftMonitor(EvaluationCallback):
     """Records values from an evaluation or prediction on all ranks, and compares them with a reference.
 
     Args:
-        values: a function of a step's outputs and its batch that returns tensors by quantity name, from inputs or
-            outputs; every element counts as one value.
+        values: a function of a step's outputs and its batch that returns tensors (of inputs or outputs) by quantity
+            name; every element counts as one value.
         reference: a file that an earlier run saved; None compares nothing.
         save_to: the file (``.npz``) to save this run's values in; None saves nothing.
-        psi_above: the population stability index from which a quantity has drifted.
-        ks_above: the Kolmogorov-Smirnov statistic from which a quantity has drifted, if it is significant.
-        on_drift: called on rank 0 with the figures of the quantities that have drifted, if any: it may start a
+        psi_above: the population stability index above which a quantity has drifted.
+        ks_above: the Kolmogorov-Smirnov statistic above which a quantity has drifted, if the statistic is significant.
+        on_drift: called on rank 0 with the figures of the quantities that have drifted, if any; for example to start a
             retraining.
 
     Attributes:
@@ -125,7 +125,7 @@ class DriftMonitor(EvaluationCallback):
         if not trainer.is_global_zero:
             return
         if self._save_to is not None:
-            np.savez(self._save_to, **recent)  # type: ignore[arg-type]  # mypy takes the values for options
+            np.savez(self._save_to, **recent)  # type: ignore[arg-type]  # mypy mistakes the values for options
         if self._reference is None:
             return
         self.found = drift_of(self._reference, recent)

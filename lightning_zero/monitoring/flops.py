@@ -17,7 +17,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 class FlopCounter(TorchDispatchMode):
-    """Adds up the operations that run in its context, without hooks on modules, which torch's FlopCounterMode needs.
+    """Counts floating-point operations in its context, without the module hooks that torch's FlopCounterMode needs.
 
     Attributes:
         total: floating-point operations so far.

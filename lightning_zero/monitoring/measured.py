@@ -25,7 +25,7 @@ class Measured:
     """Sums over the steps in a part of a fit, without validation.
 
     Attributes:
-        seconds, steps, batches, samples: this rank's sums; a step has as many batches as are accumulated.
+        seconds, steps, batches, samples: this rank's sums; a step has one batch for each accumulated micro-batch.
         items: number of items that the module or the user counts, such as tokens.
         waited: seconds by (phase, unit).
         traffic: counts by (``"elements"``, ``"bytes"`` or ``"calls"``, kind of collective, link).
@@ -48,7 +48,7 @@ class Measured:
                 setattr(self, each.name, mine + others)
 
     def waited_for_ranks(self) -> float:
-        """Seconds in which this rank waited for others, or for what they sent."""
+        """Seconds that this rank waited for other ranks or for their data."""
         return sum(seconds for (phase, _), seconds in self.waited.items() if phase in _RANK_WAITS)
 
     def waited_by_unit(self) -> Counter[str]:

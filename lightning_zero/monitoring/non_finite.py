@@ -20,19 +20,19 @@ from lightning_zero.engine.compat import tree_leaves
 
 
 class NonFiniteError(FloatingPointError):
-    """A loss or gradient is infinite or not a number. The weights are those before the step."""
+    """A loss or gradient is infinite or not a number. The weights are still those from before the step."""
 
 
 class Finder:
     """Ends a fit at its first loss or gradient that is not finite, before the optimizer uses it.
 
-    The error names rank, step, micro-batch, module and parameters. To find them, the step's micro-batches are computed
-    again with hooks, from the same weights, buffers and random numbers. Each step costs the norm of this rank's
-    gradients, a wait for the norm, the exchange of one number, and a copy of the module's buffers. Works with every
-    strategy.
+    The error names rank, step, micro-batch, module and parameters. To find the cause, the step's micro-batches are
+    computed again with hooks, from the same weights, buffers and random numbers. Each step costs the norm of this
+    rank's gradients, a wait for the norm, the exchange of one number, and a copy of the module's buffers. Works with
+    every strategy.
 
     With manual optimization the step is not computed again, and with ``16-mixed`` only losses are checked, since
-    infinite gradients are part of its search for a loss scale.
+    its search for a loss scale produces infinite gradients.
 
     Raises:
         NonFiniteError: on every rank, within the fit.
@@ -100,7 +100,7 @@ class Finder:
             watch, broken = _computed_again(trainer, module, micro_batch)
             if watch.first is not None:
                 found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
-            elif broken:  # on every rank, if gradients are averaged during backward
+            elif broken:  # true on every rank if gradients are averaged during backward
                 found = _Found(number, 1, rank, f"{place}: all values before the gradients are finite", broken)
             if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
@@ -145,7 +145,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Watch, list[str]]:
-    """Compute a micro-batch again; return what hooks have found, and the parameters with non-finite gradients."""
+    """Compute a micro-batch again; return the hooks' findings, and the parameters with non-finite gradients."""
     _set_rng_states(micro_batch.rng_states)
     strategy = trainer.strategy
     no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
@@ -156,7 +156,7 @@ def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _Mic
         result = _call_strategy_hook(trainer, "training_step", *arguments.values())
         loss = result["loss"] if isinstance(result, dict) else result
         watch.note(loss, "the loss")
-        loss.backward()  # on every rank, since it gathers parameters at stage 3
+        loss.backward()  # on every rank, since backward gathers parameters at stage 3
     return watch, _broken_gradients(module)
 
 
@@ -209,7 +209,7 @@ def _watching(module: nn.Module) -> Iterator[_Watch]:
     watch, handles = _Watch(), []
     for name, inner in module.named_modules():
         if not name:
-            continue  # DDP calls the whole module for a training step
+            continue  # DDP calls the root module itself for a training step
         title = f"{name} ({type(inner).__name__})"
         handles.append(
             inner.register_forward_pre_hook(

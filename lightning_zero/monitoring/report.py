@@ -69,8 +69,8 @@ class Figure(NamedTuple):
     """A main result.
 
     Attributes:
-        name: its row in a job's table.
-        heading: its column in a sweep's table; "" if it has no column.
+        name: label of the result's row in a job's table.
+        heading: header of the result's column in a sweep's table; "" if it has no column.
         note: what the value refers to, or should be compared with.
     """
 
@@ -156,7 +156,7 @@ def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> Path | str:
     """Plot training and validation loss of each run, label -> results, to a PNG at ``path``.
 
     Returns:
-        ``path``, or what to install for a plot.
+        ``path``, or a message that names the missing package.
     """
     if importlib.util.find_spec("matplotlib") is None:
         return 'none: the package matplotlib is missing: pip install "lightning_zero[demo]"'

@@ -25,7 +25,7 @@ _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
 _OFFLOADS: dict[str, Any] = {
     "none": None,
     "cpu": "cpu",
-    "nvme": {"optimizer": "nvme", "path": "."},  # any folder, as no file is made: the temporary one may be in memory
+    "nvme": {"optimizer": "nvme", "path": "."},  # any folder: no file is made; the default may be in memory
     "activations": {"optimizer": None, "activations": "cpu"},
 }
 
@@ -43,7 +43,7 @@ class Plan:
         accumulate: micro-batches per step.
         activation_checkpointing: whether blocks are recomputed in backward.
         parameters: number of elements in all parameters.
-        peak_bytes: peak on the device by category, and the sum under ``"total"``.
+        peak_bytes: bytes on the device at the peak, by category, and their sum under ``"total"``.
         host_bytes: bytes in the host's memory: offloaded states, buffers for states on a disk, and the copies that
             ``resilience`` keeps.
         disk_bytes: bytes offloaded to a disk.
@@ -53,7 +53,7 @@ class Plan:
         waiting_seconds: the part of the step in which the device waits for communication or the host.
         samples_per_second: over all ranks; None where the machine's speed is unknown.
         fits: whether the peak is within 90 % of the device's memory; None where that size is unknown.
-        assumptions: assumptions made where the project reads values.
+        assumptions: assumptions made where the project reads tensor values.
         shard_within: as in ``ZeroStrategy``, at stage 3.
         compression, tensor_parallel_size, partition_activations: as in ``ZeroStrategy``.
     """
@@ -128,8 +128,8 @@ def make_plans(
         resources: the machine's speed; None for plans without times.
         memory: the device's memory in bytes; None for plans that do not say whether they fit.
         accumulate: micro-batches per step, or several choices.
-        shard_within: choices at stage 3.
-        compression: choices, by name; at stage 3 with ``shard_within`` only.
+        shard_within: choices for stage 3.
+        compression: choices by name; at stage 3 only with ``shard_within``.
         tensor_parallel: choices for ``tensor_parallel_size``, without ``shard_within``.
         left_out: a list that receives a sentence for each choice of ``compression`` that can compress nothing.
 
@@ -152,7 +152,7 @@ def make_plans(
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
-        if compress is not None and stage == 3 and within is None:  # machines do not keep the former parameters
+        if compress is not None and stage == 3 and within is None:  # no former parameters to apply changes to
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
@@ -217,13 +217,13 @@ def make_plans(
 
 
 def samples_of(batch: Any) -> int | None:
-    """The common first dimension of a batch's tensors; None if there is none."""
+    """The first dimension that all of a batch's tensors share; None if their first dimensions differ."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """The batch with another number of samples, by repeating or dropping some.
+    """The batch with another number of samples, by repeating or dropping samples.
 
     Raises:
         ValueError: if the batch's tensors have no common first dimension.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from lightning_zero.planning.timeline import Resources
 
 _REST = 1.3
-"""Bytes per byte of model states that a training run is assumed to take where it cannot be planned."""
+"""Bytes that a training run is assumed to take per byte of its model states, if the run cannot be planned."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,11 @@ class AutomaticStrategy(TrainerStrategy):
 
     The machine is measured, and the training run is planned on fake tensors as in ``lightning-zero plan``. Losses and
     weights do not depend on the stage. If no stage fits, these are tried in turn: offload to the host's memory (not on
-    a CPU, where this is the device's memory), ``activation_checkpointing="units"``, and both. Rank 0 reads one sample
+    a CPU, where it is the device's memory too), ``activation_checkpointing="units"``, and both. Rank 0 reads one sample
     of the training data if the dataset is map-style.
 
     Arguments:
-        resources: the machine's speed instead of a measurement: a file that ``lightning-zero doctor --json`` has
+        resources: the machine's speed, in place of a measurement: a file that ``lightning-zero doctor --json`` has
             written, or the contents of its entry ``"resources"``.
         options: as for ``ZeroStrategy``, except those that the advisor chooses.
 
@@ -210,7 +210,7 @@ def sample_batch(trainer: Trainer) -> Any:
 
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
-    """Choose the lowest stage whose model states, by the paper's formula with 30 % for all else, fit, or offload."""
+    """Choose the lowest stage that fits by the paper's formula plus 30 % for all else, or stage 3 with ``offload``."""
     mesh = Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {

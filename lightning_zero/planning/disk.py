@@ -22,7 +22,7 @@ def disk_bandwidth(folder: str) -> float:
     file = SwapFile(folder, _BYTES)
     extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _BYTES, _EXTENT)], Ring(_EXTENT)
     seconds = []
-    for _ in range(_REPEATS + 1):  # the first, into blocks that were never written, is discarded
+    for _ in range(_REPEATS + 1):  # the first run, into blocks that were never written, is discarded
         started = time.perf_counter()
         stream(extents, lambda *_: None, ring)
         seconds.append(time.perf_counter() - started)

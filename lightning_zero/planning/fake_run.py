@@ -53,7 +53,7 @@ class _Pretending:
             yield
 
     def model_to_device(self) -> None:
-        """Replace meta tensors with fake ones; not earlier, as fake modules cannot be converted to other dtypes."""
+        """Replace meta tensors with fake ones, only now, because fake modules cannot be converted to other dtypes."""
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         assert self.model is not None
@@ -90,7 +90,7 @@ class _Pretending:
         return 0
 
     def most_loaded(self, rank: int) -> int:
-        """The rank that holds the most."""
+        """The rank that holds the most elements."""
         return rank
 
     def teardown(self) -> None:
@@ -135,7 +135,7 @@ class _PretendingZero(_Pretending):
 
     def traffic(self) -> dict[str, int]:
         assert self.engine is not None
-        sent = self.engine.report().bytes  # also enters the optimizer states in the ledger
+        sent = self.engine.report().bytes  # report() also enters the optimizer states in the ledger
         shared = self._recorder.tensor_parallel_bytes
         return {**sent, "tensor_parallel": shared} if shared else sent
 
@@ -178,7 +178,7 @@ class _PretendingZero(_Pretending):
 
 
 class _PretendingDDP(_Pretending):
-    """Mixin for one rank under ``DistributedDataParallel``: it holds all states and averages gradients in backward.
+    """Mixin for a rank under ``DistributedDataParallel``: the rank holds all states and averages gradients in backward.
 
     Arguments:
         ranks: number of ranks.
@@ -201,7 +201,7 @@ class _PretendingDDP(_Pretending):
         assert self.model is not None
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._now["parameters"] = sum(parameter.nbytes for parameter in self.model.parameters())
-        # DDP's default copies each gradient to a bucket and back
+        # by default, DDP copies each gradient to a bucket and back
         self._buckets = [torch.empty_like(parameter) for parameter in trained] if self._ranks > 1 else []
         self._now["reduction"] = sum(bucket.nbytes for bucket in self._buckets)
         self._trained_bytes = sum(parameter.nbytes for parameter in trained)
@@ -268,7 +268,7 @@ class FakeRun:
             buffers, and all other tensors that the project makes).
         report_peak: bytes by category when the engine's sum alone is highest, as in the ``Report`` of a real run; under
             DDP, after a step.
-        host_bytes: bytes offloaded to the host's memory, with the buffers for states on a disk, and those that
+        host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps in shared memory.
         disk_bytes: bytes of states on a disk.
         traffic: bytes per step by kind of collective.
@@ -318,7 +318,7 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
 
 
 class _Batches:
-    """A loader that repeats one batch; the Trainer would take a list for a list of loaders."""
+    """A loader that repeats one batch. The Trainer would take a list of batches for a list of loaders."""
 
     def __init__(self, batch: Any, count: int) -> None:
         self._batch, self._count = batch, count
@@ -388,16 +388,16 @@ def fake_run(
 
     Args:
         make_module: called in a context in which parameters are made on the meta device.
-        batch: as the project's loader gives it, on the CPU.
+        batch: a batch as the project's loader gives it, on the CPU.
         ranks: the world size.
         stage: the ZeRO stage; None for DDP.
         accumulate: micro-batches per step.
         precision: the Trainer's ``precision``.
         clip: the Trainer's ``gradient_clip_val``.
-        transport: between the ranks, ``"nccl"``, ``"gloo"`` or ``"shared memory"``; determines a reduction's buffers.
+        transport: ``"nccl"``, ``"gloo"`` or ``"shared memory"``, which differ in the buffers of a reduction.
         with_values: compute with real tensors, to check the results of fake ones.
-        rank: the rank to run as; with tensor parallelism, along the data-parallel dimension. If another rank holds
-            more because parameters stay whole, the run is repeated as that rank.
+        rank: the rank to run as; with tensor parallelism, its position along the data-parallel dimension. If another
+            rank holds more because parameters stay whole, the run is repeated as that rank.
         machines: number of machines, with equally many ranks on each.
         options: options of ``ZeroStrategy``.
 

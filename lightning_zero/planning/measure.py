@@ -23,10 +23,10 @@ _SIZES = (2**14, 2**24)
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
-    """Measure this machine; with several ranks, in as many processes over the transport that the engine would use.
+    """Measure this machine; with several ranks, in one process per rank, over the engine's transport.
 
     Returns:
-        The resources available to one rank while all are busy, and a description of the measurement.
+        The resources available to one rank while all ranks are busy, and a description of the measurement.
 
     Raises:
         RuntimeError: if a rank cannot be measured.

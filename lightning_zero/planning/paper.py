@@ -67,7 +67,7 @@ def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
-        # No reduction in chunks: thousands are slow on fake tensors, and the model states are the same.
+        # No reduction in chunks: thousands of chunks are slow on fake tensors, and do not change the model states.
         whole = max(parameter.numel() for parameter in module.parameters())
         engine = pretending(ranks, Recorder())(module, [optimizer], stage=stage, device="cpu", bucket_numel=whole)
         for _ in range(2):

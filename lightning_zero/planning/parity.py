@@ -28,10 +28,10 @@ class Comparison:
 
     Attributes:
         stage: the ZeRO stage.
-        is_equal: whether all losses of all ranks, and all weights after each step, have the same bits.
-        step: the first step that differs, counted from 0; None if no step does.
-        loss: the ranks' losses at that step under DDP and under ZeRO; None if they are equal.
-        weights: the largest difference after that step, by parameter name; only parameters that differ.
+        is_equal: whether all losses of all ranks, and all weights after each micro-batch, have the same bits.
+        step: the first micro-batch with a difference, counted from 0; None if nothing differs.
+        loss: the ranks' losses for that micro-batch under DDP and under ZeRO; None if they are equal.
+        weights: the largest difference after that micro-batch, by parameter name; only parameters that differ.
     """
 
     stage: int
@@ -55,8 +55,8 @@ def probe(
 ) -> list[Comparison]:
     """Train a project for a few steps under DDP and each stage, in forked processes on the CPU.
 
-    Every run begins with the same weights, seeds and batches; each rank has its own batches. Only the project's module
-    is used: its callbacks and validation are left out.
+    Every run begins with the same weights, seeds and batches; each rank has its own batches. Of the project,
+    only the module is used; callbacks and validation are left out.
 
     Args:
         project: the project; its module is made once, with values.

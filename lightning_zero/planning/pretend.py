@@ -81,8 +81,8 @@ class PretendWatch:
 
 
 _CHANGES = Quantised(4, 128)
-"""Stands in for the encoding of changes, whose length depends on values, which a plan does not have. AdamW's changes
-take 2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3, and encoding takes about as long as here."""
+"""Stands in for the encoding of changes: its length depends on values, which a plan does not have. AdamW's changes take
+2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3, and their encoding takes about as long as this one."""
 
 
 _LENGTH = 8
@@ -119,7 +119,7 @@ class _PretendTransport(Transport):
         return Started([lengths, messages], [full])
 
     def _sent_of(self, nbytes: int) -> Callable[[], None]:
-        """Record a collective in which a rank sends all but its own part of a full buffer; returns the wait for it."""
+        """Record a collective in which a rank sends all but its own part of a full buffer; return the wait for it."""
         sent = nbytes * (self._size - 1) / self._size
         return partial(self._recorder.wait, self._recorder.launch(sent, nbytes * self._leaving))
 
@@ -200,7 +200,7 @@ class PretendCommunicator(Communicator):
 
     Args:
         size: the number of ranks.
-        device: where the flat buffers are.
+        device: the device of the flat buffers.
         recorder: records the collectives.
         transport: one of ``TRANSPORTS``.
         rank: this rank's position along the data-parallel dimension.
@@ -237,7 +237,7 @@ class PretendCommunicator(Communicator):
             made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)
             return BucketCollectives(made if len(members) > 1 else None, self.counters, (), self.watch, link)
 
-        # In a ring every byte crosses the boundary of each machine; with two levels it reaches each machine once.
+        # In a ring, every byte crosses each machine's boundary; with two levels, every byte reaches each machine once.
         leaving = groups_here * ((size - 1) / size if transport == "nccl" else (machines - 1) / machines)
         self.is_on_one_machine = machines == 1
         self.may_compress = machines > 1 and transport != "nccl"
@@ -391,7 +391,7 @@ class _NotedFile(SwapFile):
 
 
 class PretendSwap(Swap):
-    """Swap for states on a disk, which needs no disk if tensors are fake. Everything runs in the calling thread."""
+    """Swap for states on a disk, without files if tensors are fake. Everything runs in the calling thread."""
 
     def __init__(self, folder: str, sub_group: int, recorder: Recorder) -> None:
         super().__init__(folder, sub_group)

@@ -41,7 +41,7 @@ class Project:
         """The first batch.
 
         Raises:
-            ValueError: if there is none.
+            ValueError: if there is no batch.
         """
         for batch in self.batches():
             return batch
@@ -53,7 +53,7 @@ class _FitCalled(BaseException):
 
 
 def of_script(script: Path, arguments: list[str]) -> Project:
-    """The project that a script trains; runs the script up to its first ``Trainer.fit``. Devices need not exist.
+    """Run a script up to its first ``Trainer.fit``, and return its project. The script's devices need not exist.
 
     Args:
         script: path of a Python script.
@@ -135,7 +135,7 @@ def _trainer_classes() -> list[Any]:
 
 @contextmanager
 def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -> Iterator[None]:
-    """Context in which every Trainer is made for one process on the CPU; records each Trainer's original arguments."""
+    """Context in which every Trainer is made for one process on the CPU, after its arguments are noted in ``made``."""
     make, here = trainer_class.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
     signature = inspect.signature(make)
 
@@ -151,7 +151,7 @@ def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -
 
 @contextmanager
 def _run_as(script: Path, arguments: list[str]) -> Iterator[None]:
-    """Context with a script's command line and module search path; its output goes to stderr."""
+    """Context with a script's command line and module search path; the script's output goes to stderr."""
     with (
         patch.object(sys, "argv", [str(script), *arguments]),
         patch.object(sys, "path", [str(script.parent), *sys.path]),

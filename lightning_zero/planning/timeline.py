@@ -30,7 +30,7 @@ class Resources:
         host_bandwidth: bytes per second that an update of offloaded states reads and writes in the host's memory.
         disk_bandwidth: bytes per second that an update of states on a disk reads and writes there, together.
         overlaps: whether collectives and updates in the host's memory overlap with computation on the device. On a CPU
-            they compete for the same cores.
+            all three compete for the same cores.
         memory: the device's memory in bytes; None if unknown.
     """
 
@@ -75,7 +75,8 @@ class Recorder(TorchDispatchMode):
     Args:
         tensor_parallel_size: number of ranks in each collective that is an operator; only modules divided by tensor
             parallelism have such collectives.
-        leaving: bytes that a machine's ranks together send to other machines per byte that a rank sends in these.
+        leaving: bytes that a machine's ranks together send to other machines per byte that a rank sends in
+            these collectives.
 
     Attributes:
         events: recorded events in order.
@@ -110,16 +111,16 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, nbytes: float, leaving: float = 0.0) -> int:
-        """Record a collective in which this rank sends ``nbytes`` and its machine ``leaving``; returns its number."""
+        """Record a collective in which this rank sends ``nbytes``, and its machine ``leaving``; return its number."""
         self._collectives += 1
         self.events.append(Event("launch", nbytes=nbytes, number=self._collectives, leaving=leaving))
         return self._collectives
 
     def launch_tensor_parallel(self, nbytes: int, times: int = 1) -> int:
-        """Record a collective of tensor-parallel ranks over a full buffer of ``nbytes``; returns its number.
+        """Record a collective of tensor-parallel ranks over a full buffer of ``nbytes``; return its number.
 
         Args:
-            times: how many times a rank sends all but its own part.
+            times: how many times a rank sends all of the buffer but its own part.
         """
         sent = times * nbytes * (self._together - 1) / self._together
         return self.launch(sent, sent * self._leaving)

@@ -1,4 +1,4 @@
-"""Dispatch modes for fake tensors: one tracks memory, one answers value-dependent operators."""
+"""Dispatch modes for fake tensors: one tracks memory, another answers value-dependent operators."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # not an operator
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # not dispatched
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -111,7 +111,7 @@ class Assumptions(TorchDispatchMode):
     Operators on real tensors alone, such as a batch's token ids and masks, are computed.
 
     Attributes:
-        made: each assumption with the project's line that needs it.
+        made: each assumption, with the line of the project that needs it.
     """
 
     def __init__(self) -> None:
@@ -164,7 +164,7 @@ def _all_of(mask: Tensor) -> tuple[Tensor, ...]:
 
 
 def _line_of_the_project() -> str:
-    """The innermost line in the stack outside installed packages and this one."""
+    """The innermost line in the stack that is outside installed packages and this package."""
     frames = [
         frame
         for frame in traceback.extract_stack()

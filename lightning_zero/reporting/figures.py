@@ -96,7 +96,7 @@ def bars(values: Mapping[str, float], unit: str) -> str:
 
 @contextmanager
 def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Axes, Callable[[], str]]]:
-    """Context with axes in the reports' style, and a function that returns the figure as SVG after the context.
+    """Context with axes in the reports' style, and a function that returns the figure as SVG after the context ends.
 
     Args:
         named: legend entries, which need room under the axes.
@@ -130,7 +130,7 @@ def _thinned(curve: Curve) -> Sequence[tuple[int, float]]:
 
 
 def _unit(most: float) -> tuple[str, float]:
-    """The largest unit in which the number is at least one, and its size."""
+    """The largest unit in which the number of bytes is at least one, and its size in bytes."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if most >= scale:
             return unit, scale

@@ -49,7 +49,8 @@ class _Hash:
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """Fingerprint files, and all files in folders, by relative name, size and content.
 
-    Above ``MOST_BYTES`` or ``MOST_FILES``, only evenly spread files are read, and of large ones only beginning and end.
+    Above ``MOST_BYTES`` or ``MOST_FILES``, only evenly spread files are read, and of large files only the
+    beginning and the end.
 
     Raises:
         FileNotFoundError: a path does not exist.

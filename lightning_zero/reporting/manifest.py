@@ -1,4 +1,4 @@
-"""Manifest of a run: what is needed to repeat it, then its duration and the engine's memory and communication."""
+"""Manifest of a run: what is needed to repeat the run, later its duration and the engine's memory and communication."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class RunManifest(Callback):
     """Writes ``manifest.json`` when training begins, and completes it when training ends. Rank 0 writes.
 
     The manifest has the configuration, the working directory's git commit, the installed packages, the machine, seeds,
-    the strategy with its options, and a fingerprint of the training data; then the duration of the fit, and the
-    engine's memory and communication. ``lightning-zero report`` reads it.
+    the strategy with its options, and a fingerprint of the training data. The end of training adds the duration of
+    the fit, and the engine's memory and communication. ``lightning-zero report`` reads the manifest.
 
     Arguments:
-        folder: where to write it; by default the logger's folder, or the Trainer's ``default_root_dir``.
+        folder: where to write the manifest; by default the logger's folder, or the Trainer's ``default_root_dir``.
         data: files or folders to fingerprint, as rank 0 sees them. By default samples of the training dataset are read
             once more, as ``dataset[index]``.
         config: the configuration, such as Hydra's; by default the saved hyperparameters of the module and the data
@@ -63,7 +63,7 @@ class RunManifest(Callback):
             self._of_files = fingerprint_of_files(self._data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        folder = self._folder or trainer.log_dir or trainer.default_root_dir  # log_dir is collective
+        folder = self._folder or trainer.log_dir or trainer.default_root_dir  # reading log_dir is collective
         if not trainer.is_global_zero:
             return
         self._path = Path(folder) / NAME
@@ -136,7 +136,7 @@ class RunManifest(Callback):
 
 
 def commit_of(folder: Path) -> dict[str, Any] | None:
-    """Commit of the git repository around a folder, and whether tracked files have changed; None if there is none."""
+    """Commit of the git repository around a folder, and whether tracked files changed; None without a repository."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -170,7 +170,7 @@ _SECRET = re.compile(r"(?:^|[._-])(?:password|passwd|secret|api_?key|(?:access|a
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: classes and dtypes by name, others as ``{"repr": ...}``.
+    """Convert a value to JSON types: classes and dtypes by name, other objects as ``{"repr": ...}``.
 
     Passwords and keys, which a report must not show, are replaced by ``"***"``.
     """

@@ -19,7 +19,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
 
     Returns:
         ``peak_bytes``, by category when the engine holds the most, as in ``Report.peak``; ``process_peak_bytes``, when
-        the whole process does, with activations; ``host_bytes``; ``assumptions``.
+        the whole process holds the most, with activations; ``host_bytes``; ``assumptions``.
 
     Raises:
         NotPredicted: the manifest is incomplete, or its module cannot be made here.
@@ -45,7 +45,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
             accumulate=manifest["accumulate_grad_batches"],
             precision=manifest["precision"],
             clip=manifest["gradient_clip_val"],
-            transport=strategy.get("transport", "nccl"),  # DDP's buckets do not depend on it
+            transport=strategy.get("transport", "nccl"),  # DDP's buckets do not depend on the transport
             **options,
         )
     except NotPredicted:

@@ -21,7 +21,7 @@ Curve = list[tuple[int, float]]
 OVERRIDES = ".hydra/overrides.yaml"
 _EVENTS = "events.out.tfevents.*"
 _DEPTH = 3
-"""Levels of folders from the given one down to a run's: one for a sweep, two for a day of runs."""
+"""Most folder levels from the given folder down to a run's folder: one for a sweep, two for a day of runs."""
 
 
 class ReportError(Exception):

@@ -38,7 +38,7 @@ def summarize(
     Args:
         runs: one run, or the jobs of a sweep.
         declared: figures for the cost estimate.
-        predict: makes a prediction from a manifest, or raises ``NotPredicted``; None for none.
+        predict: makes a prediction from a manifest, or raises ``NotPredicted``; None for no prediction.
     """
     jobs = [_job(run, declared, predict) for run in runs]
     costs = [job["cost"] for job in jobs if job["cost"]]
@@ -139,7 +139,7 @@ def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[
 
 
 def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Metrics grouped by figure: training and validation, step and epoch, or ZeroMonitor's with the same unit."""
+    """Metrics by figure: all curves of one metric (training, validation, step, epoch), or ZeroMonitor's of one unit."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in metrics.items():
         part, _, rest = name.removeprefix(_PREFIX).partition("/")
@@ -176,7 +176,7 @@ def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def _throughput(run: Run) -> dict[str, Any] | None:
-    """What was counted, and the rate per second, from the results of ``lightning-zero train`` or from ZeroMonitor."""
+    """The counted unit, and its rate per second, from the results of ``lightning-zero train`` or from ZeroMonitor."""
     if run.results.get("per_second"):
         return {"counted": run.results["counted"], "per_second": run.results["per_second"]}
     found = {
@@ -184,6 +184,6 @@ def _throughput(run: Run) -> dict[str, Any] | None:
         for name, curve in run.metrics.items()
         if (match := re.fullmatch(rf"(?:{_PREFIX})?throughput/(\w+)_per_sec", name))
     }
-    general = ("samples", "batches", "flops")  # used only without a rate that the module counts itself, such as tokens
+    general = ("samples", "batches", "flops")  # used only if the module reports no rate of its own, such as tokens
     counted = min(found, key=lambda name: general.index(name) if name in general else -1, default=None)
     return None if counted is None else {"counted": counted, "per_second": found[counted]}

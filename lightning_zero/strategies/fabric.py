@@ -36,8 +36,8 @@ from lightning_zero.strategies.same_batches import SameBatches
 class FabricStrategy(ZeroProcesses):
     """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that are passed to ``Fabric.setup``.
 
-    Each module that is set up has its own engine, until the module is deleted or the strategy torn down. An optimizer
-    may be set up together with its module, before or after it, and may hold parameters of several modules.
+    Each module that is set up has its own engine, until the module is deleted or the strategy is torn down. An
+    optimizer may be set up together with its module, before or after it, and may hold parameters of several modules.
 
     Arguments:
         {options}
@@ -93,7 +93,7 @@ class FabricStrategy(ZeroProcesses):
         return self.setup_module(module), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard a module in place, including optimizers over its parameters that were set up before. Collective."""
+        """Shard a module in place, and the optimizers over its parameters that were set up before. Collective."""
         consolidate(module, self._handshake_timeout)
         engine = Engine(
             module,
@@ -106,7 +106,7 @@ class FabricStrategy(ZeroProcesses):
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer update this rank's shards of each module whose parameters it holds, also of later ones."""
+        """Make an optimizer update this rank's shards of all modules whose parameters it holds, also later ones."""
         check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
@@ -130,7 +130,7 @@ class FabricStrategy(ZeroProcesses):
         return self._state_of(optimizer, on_cpu)
 
     def _state_of(self, value: Any, leaf: Leaf) -> Any:
-        """The state dict of a module or optimizer, with ``leaf`` applied to each tensor; other values as they are."""
+        """The state dict of a module or optimizer, with ``leaf`` applied to each tensor; other values unchanged."""
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             for engine in self.engines:
@@ -159,7 +159,7 @@ class FabricStrategy(ZeroProcesses):
         # In a full checkpoint, a filter runs on rank 0 only, and may read values.
         parts = self._saves_in_parts or (self._assembles_in_background and filter is None)
         leaf = self._leaf(parts=parts, keeps=self.is_global_zero)
-        # The rendezvous raises within seconds if not every rank calls this.
+        # The rendezvous raises within seconds if not every rank calls this method.
         with self.engines[0].rendezvous.met("what fabric.save() writes") if self.engines else nullcontext():
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
@@ -247,7 +247,7 @@ class _Sharded(nn.Module):
 
 
 def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
-    """An optimizer's parameter names in the order of its groups, prefixed by the module's key if there are several."""
+    """An optimizer's parameter names in group order, prefixed by the module's key if there are several modules."""
     modules = {key: _unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
     names = {
         id(parameter): name if len(modules) == 1 else f"{key}.{name}"

@@ -31,7 +31,7 @@ def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
 
     Args:
         trainer: a trainer whose data is not set up yet.
-        before: the result of ``global_batch`` on the previous ranks.
+        before: the result of ``global_batch`` with the previous number of ranks.
 
     Raises:
         ValueError: if no whole number of micro-batches achieves this.

@@ -25,9 +25,9 @@ _NOTE_BYTES = 256
 
 
 def name_of_job() -> str | None:
-    """The name by which restarted processes find what earlier ones have left; None if nothing provides a name.
+    """The name by which restarted processes find the files of earlier ones; None if the launcher provides no name.
 
-    It depends on the command line, since several programs may run within one SLURM job.
+    The name depends on the command line, since several programs may run within one SLURM job.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if "SLURM_JOB_ID" in os.environ:
@@ -41,7 +41,7 @@ def name_of_job() -> str | None:
 
 
 class JobFolder:
-    """A job's folder, as used by one of its processes; removed when all those on the machine have ended without errors.
+    """A job's folder, as used by one of its processes; removed when all processes on the machine end without errors.
 
     Args:
         parent: a folder in memory that belongs to this user alone.
@@ -78,7 +78,7 @@ class JobFolder:
         Finalize(None, self._end_process, exitpriority=10)  # also called when a multiprocessing process exits
 
     def begin(self) -> None:
-        """Keep the folder at exit: a fit begins, or a run of this process has failed."""
+        """Keep the folder at exit, since a fit begins, or a run of this process has failed."""
         self._is_running = True
         with suppress(OSError):
             os.remove(os.path.join(self.path, f"{_ENDED}{self._rank}"))
@@ -108,7 +108,7 @@ def _lock(file: int) -> None:
     """Lock a file; retry while another rank holds the lock briefly to test whether the file's process still runs.
 
     Raises:
-        BlockingIOError: if it stays locked.
+        BlockingIOError: if the file stays locked.
     """
     deadline = time.monotonic() + _PATIENCE
     while True:

@@ -1,4 +1,4 @@
-"""A fit's states that a job has kept: which are complete, which one it continues from, and how often it has died."""
+"""The states of a fit that a job has kept: which are complete, which to continue from, how often the job has died."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class KeptStates:
         return sources
 
     def opened(self, path: Any) -> dict[str, Any] | None:
-        """The checkpoint in the slots, if the path stands for slots. Collective.
+        """The checkpoint in the slots if the path stands for slots, otherwise None. Collective.
 
         Raises:
             DamagedCheckpointError: on every rank, if a value in a slot has changed.
@@ -132,10 +132,10 @@ class KeptStates:
         return opened.checkpoint
 
     def _brought_here(self, copies: dict[About, dict[Place, str]]) -> list[Slot]:
-        """All ranks' slots in this machine's folder; other machines send those that it lacks. Collective.
+        """All ranks' slots, in this machine's folder; other machines send the slots that it lacks. Collective.
 
         Raises:
-            DamagedCheckpointError: if a slot is intact nowhere, or there is no room for it.
+            DamagedCheckpointError: if no machine has an intact copy of a slot, or there is no room for it.
         """
         mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
         bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
@@ -163,7 +163,7 @@ class KeptStates:
         return [slot for path in paths if (slot := Slot.at(path)) is not None]
 
     def _verifies(self, about: About) -> bool:
-        """Whether this rank is the one that verifies this slot in its machine's folder."""
+        """Whether this rank verifies this slot in its machine's folder."""
         neighbours = self._places[self._place]
         return neighbours[about.rank % len(neighbours)] == self._rank
 
@@ -176,7 +176,8 @@ class KeptStates:
             limit: number of deaths after one step that stops the job; None if this attempt was already counted.
 
         Returns:
-            The index of the slots that contain the state: all ranks write to slots with the same index at a time.
+            The index of the slots that contain the state (at any time, all ranks write to slots with the same index);
+            None for a checkpoint on disk.
 
         Raises:
             RuntimeError: at the limit.
@@ -206,11 +207,11 @@ class KeptStates:
 
     @property
     def _leads(self) -> bool:
-        """Whether this is the first of the ranks that share the folder."""
+        """Whether this rank is the first of the ranks that share the folder."""
         return self._rank == self._places[self._place][0]
 
     def remove_all_but(self, spared: set[str]) -> None:
-        """Remove slots in this machine's folder that no rank writes in this attempt, left by one with other ranks.
+        """Remove slots that an attempt with other ranks left in this machine's folder and that no rank writes now.
 
         Args:
             spared: names of slots that are still needed.
@@ -228,7 +229,7 @@ class KeptStates:
 
     @property
     def _died(self) -> str:
-        """File that lists the newest step at each start after a death, until the fit has ended."""
+        """File that lists the newest kept step at each start after a death, until the fit has ended."""
         return os.path.join(self._folder, _DEATHS)
 
     @property
@@ -237,11 +238,11 @@ class KeptStates:
         return os.path.join(self._folder, f"{_FAILURES}{self._rank}")
 
     def failures_after(self, step: int) -> int:
-        """The largest number of failures of one rank after a step. Collective."""
+        """The number of failures after a step on the rank that has the most. Collective."""
         return max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
 
     def note_failure(self, step: int) -> None:
-        """Note that an error ends this attempt. If it recurs after the same step, the state before may be the cause."""
+        """Note that an error ends this attempt. If another follows the same step, the kept state may be the cause."""
         _append(self._failed, step)
 
     def forget_deaths(self) -> None:

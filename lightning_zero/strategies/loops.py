@@ -1,4 +1,4 @@
-"""Patch Lightning's evaluation loops to report each batch to the engine (join: uneven inputs), and SIGTERM checks."""
+"""Patch Lightning's loops: report evaluation batches to the engine (join: uneven inputs), replace SIGTERM checks."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _BETWEEN_BATCHES = "_broadcast_sigterm_tensor"
 
 
 def attend(trainer: Trainer, engine: Engine) -> None:
-    """Wrap ``run`` of the evaluation loops: report the end of a loop that this rank skips to the engine.
+    """Wrap ``run`` of the evaluation loops: report to the engine the end of a loop that this rank skips.
 
     A loop without any batch on this rank is skipped, and Lightning calls no strategy hook for a skipped loop.
     """
@@ -108,7 +108,7 @@ def _evaluation_loops(trainer: Trainer) -> list[Any]:
 
 
 class Around:
-    """Wrapper around a method of an object, which may be Lightning's own or a project's replacement.
+    """Wrapper around an object's method, whether it is Lightning's own or a project's replacement.
 
     Attribute access, copying and pickling are forwarded to the method, so a copied trainer never refers to the engine.
     """
@@ -134,7 +134,7 @@ class Around:
     @staticmethod
     def take_off(holder: Any, name: str) -> None:
         """Undo ``put``."""
-        own = getattr(holder, "__dict__", {}).get(name)  # a `range` as the dataloader has no attributes
+        own = getattr(holder, "__dict__", {}).get(name)  # a dataloader may be a `range`, which has no `__dict__`
         if isinstance(own, Around):
             method = own._method
             delattr(holder, name)

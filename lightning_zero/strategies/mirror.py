@@ -38,7 +38,7 @@ class Mirror:
         return self._ring.behind
 
     def exchange(self, contents: Tensor | None, index: int) -> None:
-        """Send a slot's contents, and write those received from the previous machine. Collective, in any thread.
+        """Send a slot's contents, and write the contents received from the previous machine. Collective, in any thread.
 
         Args:
             contents: the contents of this rank's slot; None if there are none.
@@ -83,7 +83,7 @@ def send_file(path: str, sender: int, receives: bool, rank: int, broadcast: Call
         broadcast: function that broadcasts a value from one rank to all.
 
     Returns:
-        What prevented this rank from writing the file, or None.
+        The reason why this rank could not write the file, or None.
     """
     error: str | None = None
     with ExitStack() as files:

@@ -1,6 +1,7 @@
 """Optimizer-in-backward for a Trainer: decide whether updates of offloaded states may start before backward ends.
 
-They may if no hook between backward and the optimizer step can read or change a gradient, or read the old parameters.
+They may start early if no hook between backward and the optimizer step can read or change a gradient, or read the old
+parameters.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class EarlyUpdates:
 
     @contextmanager
     def around_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> Iterator[None]:
-        """Wrap one of the Trainer's backward passes; if allowed, updates start within the last one before a step."""
+        """Wrap one of the Trainer's backward passes; if allowed, updates start within the last pass before a step."""
         is_automatic = trainer.lightning_module.automatic_optimization  # then there is exactly one optimizer
         optimizer: Optimizer | None = trainer.optimizers[0] if is_automatic and trainer.optimizers else None
         trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
@@ -88,7 +89,8 @@ def _read_directly(loss: Tensor) -> set[str] | None:
     """Return the names of parameters that the loss reads outside of their modules' forward, for example in a penalty.
 
     Such a parameter receives several gradients, so its update must wait the first time; in later steps it is known
-    that more than one will come. Returns None if the autograd graph does not show beforehand which gradients will come.
+    that more than one gradient comes. The result is None if the autograd graph does not show in advance which gradients
+    will come.
     """
     found: set[str] = set()
     seen, ahead = set(), [loss.grad_fn]

@@ -62,7 +62,7 @@ class ZeroProcesses(ParallelStrategy):
 
     ``lightning.pytorch``, ``pytorch_lightning``, ``lightning.fabric`` and ``lightning_fabric`` each define their own
     base classes, launchers and exceptions, under the same names. So classes to derive from, test for or catch are
-    looked up in ``lightning``; functions are the same in all of them.
+    looked up in ``lightning``; functions are the same in all namespaces.
 
     Attributes:
         stage: the stage as a number.
@@ -127,7 +127,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """Numbers of ranks along ``data_parallel`` and ``tensor_parallel``, by the options; None without a mesh."""
+        """Numbers of ranks along ``data_parallel`` and ``tensor_parallel``, given the options; None without a mesh."""
         tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
         if tensor is None:
             return None
@@ -171,7 +171,7 @@ class ZeroProcesses(ParallelStrategy):
         return self.num_nodes * self.num_processes == 1
 
     def _configure_launcher(self) -> None:
-        self._config_of_run()  # refuses unsupported precisions, since the Trainer may have set another one
+        self._config_of_run()  # refuses unsupported precisions, since the Trainer may have set another precision
         self._check_mesh()
         own = ["checkpoint='sharded'"] * self._saves_in_parts + ["async_save=True"] * self._saves_in_background
         if own and not self._has_default_io:
@@ -196,7 +196,7 @@ class ZeroProcesses(ParallelStrategy):
         if not self._is_single:
             if _distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
-                self._mesh = None  # its groups have failed
+                self._mesh = None  # the mesh's groups have failed
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options_at_start)
             lifelines_over()
             self._make_mesh()
@@ -221,7 +221,7 @@ class ZeroProcesses(ParallelStrategy):
         return (self.options.group_timeout or default_pg_timeout).total_seconds()
 
     def _config_of_run(self) -> EngineConfig:
-        """The engine's options, completed by the two that follow from the precision and the timeout."""
+        """The engine's options, completed by the two options that follow from the precision and the timeout."""
         plugin = getattr(self, self._arguments_of_base[-1])  # `precision_plugin` of a Trainer, `precision` of Fabric
         dtype = _compute_dtype_of(plugin, self.lightning)
         return replace(self.config, compute_dtype=dtype, handshake_timeout=self._handshake_timeout)
@@ -247,7 +247,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank must not communicate; also after a failure, when callbacks may still save and log."""
+        """Whether this rank must not communicate; true also after a failure, when callbacks may still save and log."""
         return self._is_cut_off or not _distributed_is_initialized()
 
     @property
@@ -256,7 +256,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @contextmanager
     def _blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
-        """Announce to the other ranks in which operation this rank waits, and explain its error if a rank failed."""
+        """Announce to the other ranks in which operation this rank waits; if a rank fails, explain the error."""
         communicator = self._communicator
         with communicator.waiting(what, everyone) if communicator is not None else explained(what):
             yield
@@ -288,7 +288,7 @@ class ZeroProcesses(ParallelStrategy):
             return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather_values(self, value: Any) -> list[Any]:
-        """All-gather a picklable value; returns the values in the order of ranks."""
+        """All-gather a picklable value, and return the values in the order of ranks."""
         if self._is_alone:
             return [value]
         with self._blocked_in("an exchange about a checkpoint"):
@@ -380,7 +380,7 @@ class ZeroProcesses(ParallelStrategy):
         return result
 
     def _finish_saving(self) -> None:
-        """Wait for background saves. A failed one raises on every rank, or is logged after another exception."""
+        """Wait for background saves. A failed save raises on every rank, or is logged after another exception."""
         if self._ended_by is None:
             if self._saves_in_background:
                 self._alike(self._saver.close)
@@ -401,7 +401,7 @@ class ZeroProcesses(ParallelStrategy):
         raise NotImplementedError
 
     def _close(self, engines: Iterable[Engine], error: Exception | None = None, **options: Any) -> None:
-        """Close all engines, even if closing one fails. Raises the first error, or logs it after another exception."""
+        """Close all engines, even if closing one fails. The first error is raised, or logged if the run has failed."""
         for engine in engines:
             try:
                 # After a failure the other ranks may be at any point, so closing must not communicate.
@@ -455,7 +455,7 @@ class ZeroProcesses(ParallelStrategy):
 
 
 class _Telling:
-    """Launcher mixin that notifies the strategy of an exception first, since callbacks may then save a checkpoint."""
+    """Launcher mixin that notifies the strategy of an exception before callbacks, which may then save a checkpoint."""
 
     strategy: Callable[[], ZeroProcesses | None]
 

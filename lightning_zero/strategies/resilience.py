@@ -2,8 +2,8 @@
 
 Between two batches, where all ranks run a collective anyway, each rank begins to copy its shards to one of its two
 slots, in the background of the next forward and backward pass. A rank enters the next such collective only when its
-copy is complete. So when ranks leave it, the last copy is complete on all of them, and the other slot may be
-overwritten.
+copy is complete. So when ranks leave that collective, the last copy is complete on all ranks, and the other slot
+may be overwritten.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Resilience:
         resume(path, weights_only=weights_only)
 
     def opened(self, path: Any) -> dict[str, Any] | None:
-        """The checkpoint in slots, if the path is one of theirs. Collective.
+        """The checkpoint in the slots if the path stands for slots, otherwise None. Collective.
 
         Raises:
             DamagedCheckpointError: on every rank, if a value in a slot has changed.
@@ -193,7 +193,7 @@ class Resilience:
         """After the ranks' collective: begin to copy the state, if it has changed.
 
         Args:
-            has_failed: whether some rank's last copy could not be made; its slot is then overwritten.
+            has_failed: whether the last copy could not be made on some rank; that copy's slot is then overwritten.
             is_end: whether training ends.
         """
         if has_failed:
@@ -215,7 +215,7 @@ class Resilience:
         self._copy = self._executor.submit(self._complete, complete, index)
 
     def _complete(self, complete: Callable[[], None], index: int) -> None:
-        """Complete a copy and send it to its mirror; after an error send nothing (the other machine waits)."""
+        """Complete a copy and send it to its mirror; after an error send empty contents (the other machine waits)."""
         error = None
         try:
             complete()

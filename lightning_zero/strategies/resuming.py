@@ -38,7 +38,7 @@ def rng_state(device: torch.device) -> Rng:
 
 
 def set_rng_state(state: Rng, device: torch.device) -> None:
-    """Set states from ``rng_state``, also after ``in_tensors``. Generators missing in ``state`` do not change."""
+    """Set states from ``rng_state``, even if converted by ``in_tensors``. Generators without a state do not change."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
@@ -61,7 +61,7 @@ class DataLoadingState:
     """Data-loading state: the order of an epoch's samples, and how many batches were trained on before the checkpoint.
 
     Lightning alone would restart the epoch in another order and with batches that were already trained on. Here each
-    dataloader's sampler starts again from the random state of its first start, and is advanced by the finished batches.
+    dataloader's sampler starts again from the random state in which it first started, and skips the finished batches.
     No sample is read for this. An unfinished optimizer step (saved within the step, or between micro-batches, whose
     gradients no checkpoint contains) is repeated from its first micro-batch. Lightning alone
     handles loaders without samplers (a stream, a queue, any other iterable), and stateful loaders, whose state it saves
@@ -93,7 +93,7 @@ class DataLoadingState:
             Around.take_off(loader, "_get_iterator")
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's entries ``rng`` and ``data``; a checkpoint needs them after ``in_tensors``."""
+        """Return this rank's entries ``rng`` and ``data``; for a checkpoint, ``in_tensors`` must convert them."""
         if self._saved is not None:
             return self._saved
         return self._step[1] if self._step is not None and self._is_within_step else self._now()
@@ -141,7 +141,7 @@ class DataLoadingState:
 
     @property
     def _data(self) -> dict[str, Any] | None:
-        """The saved position in the data, or None: outside of the current epoch, or with unsuitable loaders."""
+        """The saved position in the data, or None if it is in another epoch or the loaders are unsuitable."""
         data = self._saved["data"] if self._saved is not None else None
         if data is None or not self._has_order or data["epoch"] != self._epoch:
             return None
@@ -220,7 +220,7 @@ def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
 
 
 def _go_by_samplers(loaders: list[Any]) -> bool:
-    """Whether all loaders are distinct, map-style, read by samplers with a length, and keep no state of their own."""
+    """Whether all loaders are distinct, map-style and sized, use samplers, and keep no state of their own."""
     return len(set(map(id, loaders))) == len(loaders) and all(
         isinstance(each, DataLoader)
         and not isinstance(each, _Stateful)

@@ -34,7 +34,7 @@ class SameBatches:
         self._seen.clear()
 
     def compare(self, tensor: TensorParallel, module: nn.Module, batch: Any, step: str) -> None:
-        """Compare a batch with the other ranks', if a comparison is due.
+        """Compare a batch with the other ranks' batches, if a comparison is due.
 
         Args:
             batch: nested lists, tuples and dictionaries.

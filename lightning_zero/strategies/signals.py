@@ -23,7 +23,7 @@ _HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class Signals:
-    """Signal handlers of one Trainer run in a job with several processes, created before the Trainer's own."""
+    """Signal handlers of one Trainer run in a job with several processes, created before the Trainer's own handlers."""
 
     def __init__(self, trainer: Any, communicator: Communicator | None, resilience: Resilience | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator
@@ -85,7 +85,7 @@ class Signals:
     def before_batch(self) -> None:
         """Before each batch of an evaluation loop: end the loop if all ranks have recorded the signal.
 
-        Each rank that received the signal records in the store at which batch it noticed. If ranks communicate in every
+        A rank that received the signal records in the store the batch where it noticed. If ranks communicate in every
         batch, no rank is beyond the largest recorded batch once all ranks have recorded one, so all end at the next
         batch. Without communication each rank ends independently.
         """

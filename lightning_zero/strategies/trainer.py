@@ -95,7 +95,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
-    is_distributed = True  # Lightning reads it to split data over the ranks and to honour `sync_dist`
+    is_distributed = True  # Lightning reads this attribute to split data over the ranks and to honour `sync_dist`
 
     def setup_environment(self) -> None:
         self._has_come_back = self._has_tried_to_come_back = False
@@ -219,7 +219,7 @@ class TrainerStrategy(TrainerCheckpoints):
         ]
 
     def _cuts(self, trainer: Trainer) -> bool:
-        """Whether this run needs an engine: it fits, shards parameters, or some parameters are deferred."""
+        """Whether this run needs an engine: if it fits, or if parameters are sharded, divided or deferred."""
         module = self.lightning_module
         return (
             trainer.state.fn == TrainerFn.FITTING or self._is_sharded or has_dtensors(module) or awaits_values(module)
@@ -273,7 +273,7 @@ class TrainerStrategy(TrainerCheckpoints):
         with self.engine.no_sync() if self.engine is not None else nullcontext():
             yield
 
-    # -- loops of uneven length, and those that a signal ends -------------------------------------------------------
+    # -- loops of uneven length, and loops that a signal ends -------------------------------------------------------
 
     def _take_turns(self) -> None:
         engine, signals = self.engine, self._signals
@@ -355,7 +355,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def _gather_for_main_process(self) -> None:
         """Make the state dict full on each host's first rank.
 
-        Processes that Lightning has spawned end with the run, and that rank sends its state dict to the main process.
+        Processes that Lightning has spawned end with the run; the first rank sends its state dict to the main process.
         """
         leaf = on_cpu if self.local_rank == 0 else on_meta
         self.lightning_module.register_state_dict_post_hook(lambda _, state, *__: state.update(walk({**state}, leaf)))

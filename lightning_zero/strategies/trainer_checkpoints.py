@@ -73,7 +73,7 @@ class TrainerCheckpoints(ZeroProcesses):
         if not self._is_cut_off:
             return True
         if self._mesh is not None:
-            return False  # its groups have failed as well
+            return False  # the mesh's groups have failed as well
         if self.engine is None:
             return True
         if not self._has_tried_to_come_back:
@@ -228,18 +228,18 @@ class TrainerCheckpoints(ZeroProcesses):
         return about
 
     def _names_in_optimizers(self) -> list[list[str]]:
-        """For each optimizer, the parameters' names in the order of its groups, by which its state numbers them."""
+        """For each optimizer, the parameters' names in the order of its groups, in which its state numbers them."""
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         return [names_in(optimizer, names) for optimizer in self.optimizers]
 
     def remove_checkpoint(self, filepath: Any) -> None:
-        """Remove a checkpoint atomically, after all checkpoints saved since then have been written."""
+        """Remove a checkpoint atomically, after all checkpoints saved so far have been written."""
         if self.is_global_zero:
             act = remove if self._has_default_io else self.checkpoint_io.remove_checkpoint
             self._saver.then(partial(act, filepath))
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
-        """Load a checkpoint, but leave weights and optimizer state in it: each rank later reads its shards of them.
+        """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards.
 
         Checksums detect damage here. If ``ckpt_path="last"`` resolved to a damaged checkpoint, or to something that is
         not a checkpoint, the newest undamaged checkpoint of the Trainer's callbacks is loaded instead.
@@ -248,7 +248,7 @@ class TrainerCheckpoints(ZeroProcesses):
             FileNotFoundError: if there is nothing at the path.
             DamagedCheckpointError: if the checkpoint is incomplete or altered.
             NoCheckpointError: if the path contains no checkpoint.
-            ValueError: if a newer version wrote it, or it names classes that are not allowed.
+            ValueError: if a newer version wrote the checkpoint, or it names classes that are not allowed.
         """
         self._alike(self._saver.finish)
         if self._resilience is not None and (kept := self._resilience.opened(checkpoint_path)) is not None:
@@ -279,7 +279,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._resilience is not None and self.engine is None:
-            self._convert_module()  # if converted as late as by Lightning, 64-true would round loaded values to fp32
+            self._convert_module()  # now: Lightning's later conversion would round loaded values to fp32 in 64-true
         with self._letting_frozen_be_missing():
             check_module(self.lightning_module, checkpoint["state_dict"], strict)
             with taking_values(self.lightning_module, is_deferred) as targets:
@@ -322,7 +322,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     def on_train_start(self) -> None:
         super().on_train_start()
-        self._loaded = self._loaded or {}  # from here on a callback restores what this run has saved
+        self._loaded = self._loaded or {}  # from here on, callbacks only restore checkpoints of this run
         if self._data_loading is not None:
             self._data_loading.restore_rng()
 

@@ -129,5 +129,5 @@ class LanguageModel(Supervised):
         return batch[0].numel()
 
     def sample(self) -> str:
-        """Generate text after the prompt; if the module is sharded, on every rank."""
+        """Generate text after the prompt; if the module is sharded, every rank has to call this."""
         return self.gpt.generate(self.prompt.encode(), length=400).decode("utf-8", errors="replace")

@@ -14,7 +14,7 @@ def muon_and_adamw(
     adamw_lr: float = 3e-4,
     weight_decay: float = 0.1,
 ) -> Optimizer:
-    """Make pytorch_optimizer's Muon, some of whose groups are updated by AdamW.
+    """Make pytorch_optimizer's Muon, which updates some of its groups with AdamW.
 
     Args:
         params: parameters, of which Muon updates those with two dimensions; or groups, of which Muon updates those with

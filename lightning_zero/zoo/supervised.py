@@ -18,7 +18,7 @@ class Supervised(LightningModule):
     """Trains on batches of inputs and class numbers; ``forward`` returns logits, with the classes last.
 
     Arguments:
-        name, metric: The validation metric, computed from logits and targets.
+        name, metric: The validation metric's name, and the metric, which is computed from logits and targets.
         optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
         warmup_steps: Optimizer steps until the full learning rate; cosine decay to a twentieth of it follows.
     """
@@ -45,7 +45,7 @@ class Supervised(LightningModule):
         warmup, total_steps = self.warmup_steps, int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:
-            """Hand-written: torch's cosine saves its length, so the rate would rise if a run is resumed for longer."""
+            """Hand-written: torch's cosine saves its length, so the rate would rise in a run resumed for longer."""
             if step < warmup:
                 return (step + 1) / warmup
             progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

@@ -39,7 +39,7 @@ def text_files(root: Path, suffix: str = "") -> list[Path]:
     """Return the files under ``root`` with a suffix, in the same order on every machine (by relative name)."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # not walked
+        folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # skipped folders are not walked
         found += [Path(folder, name) for name in names if name.endswith(suffix) and name not in SKIPPED_FOLDERS]
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
@@ -118,7 +118,7 @@ class TextData(LightningDataModule):
         )
         if len(self.train) < self.batch_size:
             raise ValueError(f"batch_size={self.batch_size}: there are only {len(self.train)} windows for training")
-        # Fixed order that mixes the files, so that a validation of a few batches sees more than the first file.
+        # A fixed order that mixes the files, so that a validation of a few batches sees more than the first file.
         order = torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))
         self.validation = Subset(validation, order.tolist())
 

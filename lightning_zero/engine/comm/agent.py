@@ -21,7 +21,7 @@ def run_processes(options: Mapping[str, Any], function: Callable[..., None], *ar
 
     Args:
         options: torchrun's options, by their long names without dashes.
-        function: defined at the top level of a module; called in forked or spawned processes.
+        function: a top-level function of a module, called in forked or spawned processes.
 
     Returns:
         A description of the failure if no restarts are left, otherwise None.

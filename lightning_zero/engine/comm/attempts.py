@@ -1,8 +1,8 @@
 """Attempts at a job whose processes an agent (torchrun) restarts after one has died.
 
-All attempts share the agent's store, where the processes of the previous attempt have left their addresses, to which
-new ones would connect. So each attempt has its own keys there. A number from the environment cannot tell attempts
-apart: TORCHELASTIC_RESTART_COUNT counts the restarts of one machine (pytorch/pytorch issue 108158).
+All attempts share the agent's store, in which the processes of the previous attempt have left their addresses; new
+processes would connect to these. So each attempt has its own keys in the store. A number from the environment cannot
+tell attempts apart: TORCHELASTIC_RESTART_COUNT counts the restarts of one machine (pytorch/pytorch issue 108158).
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from datetime import timedelta
 from lightning_zero.engine.comm.process_group import Store, TCPStore, named_store
 
 _KEY = "lightning_zero/attempt"
-_GRACE = 0.3  # seconds for which a process whose peer is gone can still report this
+_GRACE = 0.3  # seconds in which a process can still report that a peer is gone
 
 
 def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store | None:
-    """The part of the agent's store for the processes of this attempt; None if no agent provides one. Collective.
+    """The part of the agent's store for the processes of this attempt; None if no agent provides a store. Collective.
 
     Args:
         address, port: the store's address and port.
@@ -40,7 +40,7 @@ def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: tim
 
 
 def _gather(store: Store, size: int, timeout: timedelta) -> str:
-    """On the first rank: choose a name, and confirm it to all ranks that have registered under it."""
+    """On the first rank: choose a name, and confirm it once all other ranks have registered under it."""
     name = secrets.token_hex(8)
     store.set(_KEY, name)
     guests = [f"{_KEY}/{name}/{rank}" for rank in range(1, size)]
@@ -50,7 +50,7 @@ def _gather(store: Store, size: int, timeout: timedelta) -> str:
 
 
 def _join(store: Store, rank: int, deadline: float) -> str:
-    """Register under the first rank's name until that rank confirms: the store may hold an earlier attempt's values."""
+    """Register under the name in the store until the first rank confirms: the name may be an earlier attempt's."""
     own, name = secrets.token_hex(8), ""
     while time.monotonic() < deadline:
         if store.check([_KEY]) and (found := store.get(_KEY).decode()) != name:
@@ -64,7 +64,7 @@ def _join(store: Store, rank: int, deadline: float) -> str:
 
 
 def will_be_repeated() -> bool:
-    """Whether an agent starts the processes again when one has died."""
+    """Whether an agent restarts all processes if one dies."""
     try:
         return int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     except (KeyError, ValueError):
@@ -75,7 +75,7 @@ def leave_soon(reason: str) -> None:
     """End this process in a moment, whatever it is doing: the next attempt begins once all old processes are gone.
 
     Args:
-        reason: printed first.
+        reason: why the process ends; printed first.
     """
 
     def leave() -> None:

@@ -18,8 +18,9 @@ class BackendTransport(Transport):
     Slices of unequal lengths are passed as lists of tensors.
 
     Args:
-        gathers, reductions: a process group for each. Ranks with different data may complete a gradient before or after
-            the next gather starts; in a single group's queue, all ranks would need the same order.
+        gathers, reductions: a process group for gathers, and another for reductions. Depending on its data, a rank may
+            complete a gradient before or after the next gather starts; in a single group's queue, all ranks would need
+            the same order.
     """
 
     def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None:
@@ -56,5 +57,5 @@ def _are_equal(ranges: Ranges) -> bool:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """View complex values as pairs of real ones, whose sums are the same: NCCL has no complex dtypes."""
+    """View complex values as pairs of real values, whose sums are the same: NCCL has no complex dtypes."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -1,7 +1,7 @@
 """Background work on values that the engine keeps: copies for a checkpoint, and updates of offloaded states.
 
 Parameters' shards, optimizer states and tensors that users derived from parameters are read and written at a few places
-in the engine, each of which calls ``synchronize`` first. Forward and backward need not: they read gathered values.
+in the engine, each of which calls ``synchronize`` first. Forward and backward do not: they read gathered values.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ from collections.abc import Callable
 from threading import Event, Lock
 
 _under_way: list[BackgroundWork] = []
-_lock = Lock()  # threads that read ahead synchronize, too
+_lock = Lock()  # threads that read ahead call ``synchronize``, too
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of the threads
+    os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of its parent's threads
 
 
 class BackgroundWork:
     """A task in another thread; until it ends, no other thread reads or writes the values it works on.
 
-    As a context manager, it ends when the context does.
+    Used as a context manager, the task ends when the context does.
 
     Args:
-        owner: the object that is responsible for the task's errors: ``wait`` raises them, and so does ``synchronize``
-            for this owner. None if errors are reported in another way.
-        is_awaited: whether ``synchronize`` waits for it.
-        cut_short: cancels what the task still waits for; called before ``synchronize`` waits for the task.
+        owner: the object to which the task's errors are reported: ``wait`` raises them, and so does ``synchronize`` if
+            it is called with this owner. None if errors are reported in another way.
+        is_awaited: whether ``synchronize`` waits for the task.
+        cut_short: cancels inputs that the task still awaits; called before ``synchronize`` waits for the task.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class BackgroundWork:
         self.end(error)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Mark the task as done, or as failed. Only the first call counts."""
+        """Mark the task as done, or as failed. Only the first call has an effect."""
         if not self._ended.is_set():
             self._error, self._cut_short = error, None  # ``cut_short`` usually refers to this work's owner
             self._ended.set()

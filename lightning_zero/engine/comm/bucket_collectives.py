@@ -20,7 +20,7 @@ class Pending:
 
     Args:
         what: what the collective is for, in words, for the error message.
-        started: the transport's part; by default nothing is left to wait for.
+        started: the collective that the transport has started; by default there is nothing to wait for.
         watch: watches the wait; required if there is anything to wait for.
     """
 
@@ -45,7 +45,7 @@ class Pending:
         return result
 
     def let_go(self) -> None:
-        """Give up the result. Peers still get what they need. (A garbage collection may call this in any thread.)"""
+        """Give up the result. Peers still get what they need. (The garbage collector may call this in any thread.)"""
         if self._waits and not self._ends_by_itself:
             self.wait()
 
@@ -98,8 +98,8 @@ class BucketCollectives:
     ) -> Pending:
         """Update a buffer by exchanging changes; see ``Transport.exchange_changes``.
 
-        Messages from other machines' ranks count as if they were as long as this rank's; those within this machine, as
-        plain values.
+        Messages from ranks on other machines are counted as if they were as long as this rank's message, and exchanges
+        within this machine as plain values.
 
         Args:
             own: this rank's slice of the buffer, with the former values.
@@ -119,9 +119,9 @@ class BucketCollectives:
 
         Args:
             flat: 1-D and contiguous. Its contents are used up.
-            codec: encodes what travels. Over Gloo and shared memory, received values are added up in the buffer's own
-                dtype, to this rank's unencoded slice; other backends add up in the codec's dtype.
-            what: what the sum is, for the error message.
+            codec: encodes the values to be sent. Over Gloo and shared memory, received values are added to this rank's
+                unencoded slice in the buffer's own dtype; other backends sum in the codec's dtype.
+            what: what is summed, in words, for the error message.
         """
         assert self._transport is not None, "over one rank, a bucket keeps its gradients as they come"
         self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)

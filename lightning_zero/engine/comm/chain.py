@@ -15,8 +15,8 @@ from lightning_zero.engine.comm.transport import Started
 class Chain:
     """Begins second halves in background threads, so that callers do not wait for the first halves.
 
-    Each exchange has its own thread, since ranks may begin gathers in different orders. The threads are daemons, not an
-    executor's: they wait for other ranks, and must not keep the interpreter from exiting.
+    Each exchange has its own thread, since ranks may begin gathers in different orders. The threads are daemons
+    outside of any executor: they wait for other ranks, and must not keep the interpreter from exiting.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,8 @@ class Chain:
         """Chain two exchanges into one: a thread awaits the first, and then begins the second with its result.
 
         Args:
-            after: the previous exchange's event: the second half begins once it is set, in the same order on all ranks.
+            after: the previous exchange's event: this second half begins once that event is set, so that the order of
+                second halves is the same on all ranks.
 
         Returns:
             The whole exchange, and an event that is set once its second half has begun or has failed to begin.

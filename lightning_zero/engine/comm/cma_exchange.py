@@ -1,8 +1,8 @@
-"""Exchanges between ranks of one machine, which read each other's memory where the system permits that.
+"""Exchanges between ranks of one machine, which read each other's memory where the system permits it.
 
-Over Gloo, several threads copy bytes into the kernel and out of it (the loopback device). Here there is one copy, by
-cross-memory attach (``process_memory.py``), and sockets only carry signals: what is ready, and what has been read.
-Measured in ``docs/explanation/performance.md``.
+Over Gloo, several threads copy bytes into the kernel and out of it (the loopback device). Here bytes are copied
+once, by cross-memory attach (``process_memory.py``), and sockets only carry signals: that memory is ready, or has been
+read. Measurements are in ``docs/explanation/performance.md``.
 """
 
 from __future__ import annotations
@@ -30,30 +30,30 @@ from lightning_zero.engine.plan.topology import Topology
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # seconds to connect
-_CHUNK = 2**15  # elements added up at a time: they stay in the cache, and the thread uses no further cores
+_CHUNK = 2**15  # elements added up at a time: few enough to stay in the cache, and for torch to use one core
 
 _exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
 
 
 class Exchange:
-    """An exchange in flight. It ends when this rank has read from all others, and they have read from it.
+    """An exchange in flight. It ends when this rank has read from all others, and all others from this rank.
 
     Args:
-        kept: tensors that the others read, which are kept until the end.
-        take: called with (position of the peer, its process, address) in the transport's thread, for one peer after
+        kept: tensors that the other ranks read; kept until the end.
+        take: called with (position of the peer, its process ID, address) in the transport's thread, for one peer after
             another, once the memory at the address is ready.
         timeout: the timeout of the wait.
     """
 
     def __init__(self, kept: Any, take: Callable[[int, int, int], None], timeout: timedelta) -> None:
         self._kept, self.take, self._timeout = kept, take, timeout
-        self.taken = 0  # peers read so far, in their order
+        self.taken = 0  # number of peers read so far, in their order
         self._over = threading.Event()
         self._failure: str | None = None
 
     def end(self, failure: str | None = None) -> None:
         self._failure = failure
-        self._kept, self.take = None, lambda *_: None  # both hold on to tensors
+        self._kept, self.take = None, lambda *_: None  # both keep tensors alive
         self._over.set()
 
     def wait(self) -> None:
@@ -73,12 +73,12 @@ class CrossMemoryExchanges:
 
     Args:
         rank: this process's rank.
-        peers: rank, process and two sockets of each other rank, in the order in which gradients are added up; the
+        peers: rank, process ID and two sockets of each other rank, in the order in which gradients are added up; the
             second socket is for small messages.
         timeout: the timeout of each exchange.
 
     Attributes:
-        small: exchanges of small messages, which read no memory.
+        small: exchanges of small messages, without reading other processes' memory.
     """
 
     def __init__(
@@ -89,25 +89,25 @@ class CrossMemoryExchanges:
         self._processes = [process for _, process, _, _ in peers]
         # Guards the attributes below. Reentrant: garbage collection may end the transport during any allocation.
         self._lock = threading.RLock()
-        self._exchanges: dict[Key, Exchange] = {}  # in flight; the thread that removes one ends it
-        self._failure: str | None = None  # of all exchanges begun from here on
+        self._exchanges: dict[Key, Exchange] = {}  # in flight; the thread that removes an exchange ends it
+        self._failure: str | None = None  # why all exchanges begun from now on fail
         self._closing = False
-        self._late: deque[Key] = deque()  # begun after messages from peers had arrived
+        self._late: deque[Key] = deque()  # exchanges begun after messages from peers had arrived
         self._awake, self._woken = socket.socketpair()
-        self._awake.setblocking(False)  # a full socket wakes the thread as well
-        # a message under a key has an exchange's address; one under the key with ~tag says that a peer has read
+        self._awake.setblocking(False)  # if the socket is full, the thread wakes up anyway
+        # a message under an exchange's key has an address; a message under the key with ~tag says that a peer has read
         self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
         _exchanges_of_process.add(self)
-        # Not an executor's: the thread runs as long as the group, and the interpreter must not wait for it at exit.
+        # Not an executor's thread: it runs as long as the group, and the interpreter must not wait for it at exit.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-shared-memory", daemon=True)
         self._thread.start()
 
     def gather(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
-        """Exchange slices: fill those of the other ranks from their memory, while they read this rank's slice.
+        """Exchange slices: fill the other ranks' slices from their memory, while they read this rank's slice.
 
         Args:
-            tag: every rank begins the exchanges of one tag in the same order.
+            tag: the exchange's tag; every rank begins the exchanges with one tag in the same order.
             slices: 1-D, one per rank.
         """
 
@@ -128,9 +128,10 @@ class CrossMemoryExchanges:
 
         Args:
             tag: see ``gather``.
-            own: this rank's spans of the sum, one after another; other ranks have spans of the same lengths.
-            sent: for each rank, the spans that it is to add to its own.
-            wire: the dtype in which values travel.
+            own: this rank's contribution as consecutive spans; the other ranks' contributions have spans of the same
+                lengths.
+            sent: by rank, the spans that each other rank adds to its own.
+            wire: the dtype in which values are sent.
             factor: multiplies all values before they are added up; a power of two multiplies the sum instead, which
                 gives the same digits.
         """
@@ -180,7 +181,7 @@ class CrossMemoryExchanges:
             failure = self._failure
             if failure is None:
                 self._exchanges[key] = exchange
-            is_late = key in self._signals.received  # for later messages the thread finds the exchange
+            is_late = key in self._signals.received  # if messages arrive later, the thread finds the exchange
         if failure is not None:
             exchange.end(failure)
             return exchange
@@ -191,7 +192,7 @@ class CrossMemoryExchanges:
         return exchange
 
     def _end(self, key: Key, failure: str | None = None) -> None:
-        """End an exchange, unless another thread already has."""
+        """End an exchange, unless another thread has already ended it."""
         with self._lock:
             exchange = self._exchanges.pop(key, None)
         if exchange is not None:
@@ -204,7 +205,7 @@ class CrossMemoryExchanges:
         with self._lock:
             self._failure, self._closing = self._failure or reason, True
             unfinished = list(self._exchanges)
-        # Shut before the tensors kept for peers are freed: a peer that reads freed memory must see the shutdown.
+        # Shut the sockets before freeing tensors kept for peers: a peer that reads freed memory must see the shutdown.
         self._signals.shut(reason)
         self.small.shut(reason)
         for key in unfinished:
@@ -212,7 +213,7 @@ class CrossMemoryExchanges:
         self._wake()
 
     def close(self) -> None:
-        """Begin no more exchanges. Those in flight are finished, here or in the thread, since peers need them."""
+        """Begin no more exchanges. The thread finishes those in flight, since peers need them."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -264,7 +265,7 @@ class CrossMemoryExchanges:
         return poll
 
     def _go_on(self, key: Key) -> None:
-        """Read from the peers that are ready, in their order; end the exchange if all have read."""
+        """Read from the peers that are ready, in their order; end the exchange once all ranks have read."""
         exchange, (tag, ordinal) = self._exchanges.get(key), key
         if exchange is None:
             return
@@ -286,7 +287,7 @@ class CrossMemoryExchanges:
             self._end(key)
 
     def _has_ended(self, position: int) -> bool:
-        """Whether a peer has closed its connection, even with unread messages: memory read from it may be wrong."""
+        """Whether a peer has closed its connection, even with unread messages: the memory read may be wrong."""
         poll = select.poll()
         poll.register(self._signals.sockets[position], select.POLLRDHUP)
         return bool(poll.poll(0))
@@ -326,8 +327,9 @@ def connect(
             a group.
 
     Returns:
-        The machines of all ranks; and the exchanges within this rank's group, None on every rank if some rank cannot
-        read the memory of another rank in its group, or if groups have one rank or different numbers of ranks.
+        The machines of all ranks, and the exchanges within this rank's group. The exchanges are None on every rank if
+        some rank cannot read the memory of another rank in its group, or if groups have one rank or different numbers
+        of ranks.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -340,7 +342,7 @@ def connect(
                 where = listener.getsockname(), probe.data_ptr(), probe.tolist()
                 said = process_memory.memory_domain(), os.getpid(), *where
         every = exchange_objects(said)
-        # A rank that cannot report its machine counts as alone on one.
+        # A rank that cannot report its machine counts as alone on a machine.
         topology = Topology(tuple(number if each is None else each[0] for number, each in enumerate(every)))
         groups = groups_of(topology)
         if None in every or (not groups.has_two_levels and len(groups.nodes) > 1):
@@ -373,7 +375,7 @@ def connect(
 
 
 def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
-    """Which ranks share a machine, as far as they can tell; a rank that cannot tell counts as alone on a machine.
+    """Find which ranks share a machine; a rank that cannot report its machine counts as alone on a machine.
 
     Args:
         exchange_objects: all-gathers a small object.
@@ -385,7 +387,7 @@ def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
 
 
 def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
-    """Whether the memory of any process cannot be read, or differs from what that process has sent."""
+    """Whether the memory of any process cannot be read, or differs from the values that the process has sent."""
     try:
         for _, process, _, address, expected in told:
             process_memory.read_memory(process, address, found := torch.empty_like(probe))
@@ -397,7 +399,7 @@ def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
 
 
 def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:
-    """Connect two sockets to each lower rank, by rank and number; both sides then have the same numbers."""
+    """Connect two sockets to each lower rank, by (rank, number); both sides then number the sockets alike."""
     lines: dict[tuple[int, ...], socket.socket] = {}
     for other, name in enumerate(names):
         for number in range(2):

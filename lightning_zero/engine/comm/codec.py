@@ -17,10 +17,10 @@ class Codec(Protocol):
         """The dtype of encoded values."""
 
     def encode(self, values: Tensor) -> Tensor:
-        """Encode 1-D values to be sent; returns the same tensor if the encoding changes nothing."""
+        """Encode 1-D values to be sent; return the same tensor if the encoding changes nothing."""
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Decode to ``numel`` values of a dtype; returns the same tensor if the encoding changes nothing."""
+        """Decode to ``numel`` values of a dtype; return the same tensor if the encoding changes nothing."""
 
     def add(self, total: Tensor, encoded: Tensor) -> None:
         """Add encoded values to a total, in the total's dtype."""
@@ -95,7 +95,7 @@ class Quantised:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 2 or 4 bits into bytes; each byte has one code from each of ``8 / bits`` equal parts."""
+    """Pack codes of 2 or 4 bits into bytes. A byte has a code from each of ``8 / bits`` equal parts of ``codes``."""
     many = 8 // bits
     parts = torch.nn.functional.pad(codes, (0, -len(codes) % many)).tensor_split(many)
     packed = parts[0].clone()
@@ -115,14 +115,14 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 
 _HEADER = 8  # bytes, the first of which is the width in bits; 0 for plain values
 _LARGEST = {2: 1, 4: 7, 8: 126}
-"""The largest difference, in either direction, that a code of each width can hold. One code is for escapes."""
+"""The largest difference, in either direction, that a code of each width can hold. One code marks escapes."""
 
 
 def encode_changes(values: Tensor, new: Tensor) -> Tensor:
     """Encode the difference between new and former values as bytes, and update the values in place.
 
     Args:
-        values: the former values: 1-D, 16-bit floats; the receivers have the same.
+        values: the former values, which the receivers also have: 1-D, 16-bit floats.
         new: the new values, in any dtype.
     """
     new = new.to(values.dtype)
@@ -144,7 +144,7 @@ def encode_changes(values: Tensor, new: Tensor) -> Tensor:
 
 
 def apply_changes(values: Tensor, message: Tensor) -> None:
-    """Update the same former values in place with a message from ``encode_changes``."""
+    """Update former values in place with a message that ``encode_changes`` made from the same former values."""
     bits, message = int(message[0]), message[_HEADER:]
     if not bits:
         values.view(torch.uint8).copy_(message)

@@ -30,8 +30,8 @@ from lightning_zero.engine.plan.topology import Topology
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
-# Message tags: of the control plane, which uses the next one for small messages; of reductions; and of bucket 0's
-# gathers, with the other buckets' after it.
+# Message tags: of the control plane, which uses the next tag for small messages; of reductions; and of bucket 0's
+# gathers, followed by the tags of the other buckets' gathers.
 _CONTROL_TAG, _REDUCE_TAG, _GATHER_TAG = 7697, 7701, 7702
 
 _communicators = itertools.count()
@@ -57,8 +57,8 @@ class Everyone(NamedTuple):
     Attributes:
         rank, size: this rank's number, and the number of ranks.
         control: the control plane.
-        watch: watches their waits; None if there is only one rank.
-        name: the same on every rank, and new for each communicator; empty if there is only one rank.
+        watch: watches the ranks' waits; None if there is only one rank.
+        name: a name, the same on every rank and new for each communicator; empty if there is only one rank.
     """
 
     rank: int
@@ -72,7 +72,7 @@ class Communicator:
     """A data-parallel group. With one rank it communicates nothing and counts nothing.
 
     Args:
-        group: the process group, ``None`` for the default one; ignored where none is initialised.
+        group: the process group, ``None`` for the default one; ignored if no process group is initialised.
         device: the device of the flat buffers.
         shard_within: see ``EngineConfig``.
         mesh: a device mesh with the data-parallel and the tensor-parallel dimension, instead of a group.
@@ -81,13 +81,13 @@ class Communicator:
         rank, size: this rank's number in the group, and the group's size.
         everyone: the ranks of all tensor-parallel groups together.
         tensor: the ranks that share this rank's tensors.
-        counters: count what has been communicated.
-        mesh: the mesh of ranks: two-dimensional if collectives have two levels, or shards are within groups of ranks.
+        counters: counters of the communication.
+        mesh: the mesh of ranks: two-dimensional if collectives have two levels, or ``shards_within`` is set.
         control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
-        may_compress: whether values cross between machines and can be encoded for this: from a CPU, over Gloo.
-        gathering: the ranks between which parameters are gathered; fewer than all where shards are within groups.
+        may_compress: whether values cross between machines and can be encoded: from a CPU, over Gloo.
+        gathering: the ranks between which parameters are gathered; fewer than all if ``shards_within`` is set.
         watch: watches the waits for other ranks; only with several ranks.
     """
 
@@ -118,7 +118,7 @@ class Communicator:
             self._choose_transports(backend, first_tag + _GATHER_TAG, first_tag + _REDUCE_TAG, shard_within)
 
     def _meet(self) -> int:
-        """Agree with all ranks on a name, and begin to watch over the waits. Collective.
+        """Agree with all ranks on the engine's name, and begin to watch its waits. Collective.
 
         Returns:
             The first tag of this engine's messages.
@@ -128,18 +128,18 @@ class Communicator:
         self._timeout = process_group.timeout_of(self.group, self.device)
         has_cpu = process_group.serves_cpu(everywhere)
         control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
-        # rank 0 chooses the name for keys in the store: after a failure the ranks' counts may differ
+        # rank 0 chooses the number in the name of store keys: after a failure the ranks' counts may differ
         number = torch.tensor(next(_communicators), device="cpu")
         with explained("setting up the sharded module"):
             dist.broadcast(number, all_ranks[0], control_group)
         name = f"{all_ranks[0]}/{number.item()}"
-        # each module of a process has its own engine, and the order in which engines communicate may depend on data
+        # each module's engine has its own tags: the order in which a process's engines communicate may depend on data
         first_tag = int(number) % 2**11 << 20
         control_tag = first_tag + _CONTROL_TAG
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
         self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
-        self._control_group, self._numbers = control_group, list(range(self.size))  # numbers as the watch uses them
+        self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks' numbers in the watch
         if self.tensor.size == 1:
             self.control = control
             return first_tag
@@ -234,11 +234,11 @@ class Communicator:
     def _transport(
         self, backend: str, groups: Sequence[Sequence[int]] | None, gather_tag: int, reduce_tag: int
     ) -> GlooTransport | BackendTransport:
-        """A transport within the group that contains this rank; without groups, between all ranks. Collective."""
+        """Make a transport within the group that contains this rank; without groups, between all ranks. Collective."""
         if backend == "gloo":
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
-        # In the group itself, other collectives (Lightning's, once a batch) would wait for all earlier gathers.
+        # New groups: in the group itself, other collectives (Lightning's, once a batch) would wait for earlier gathers.
         between = self._alike if groups is None else self._renumbered(groups)
         return BackendTransport(*(self._new_group(backend, between) for _ in ("gathers", "reductions")))
 
@@ -249,7 +249,7 @@ class Communicator:
     # -- other values on the group's device -------------------------------------------------------------------------
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
-        """Fill ``flat`` from its owners, ``ranges[r]`` from rank r: one broadcast each, for rare uses."""
+        """Fill each ``ranges[r]`` of ``flat`` from its owner, rank r, by one broadcast per rank: for rare uses."""
         if self.size == 1:
             return
         waits = []
@@ -261,7 +261,7 @@ class Communicator:
         Pending(what, Started(waits, [flat]), self.watch).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor in place over all ranks, on their device: NCCL then reduces offloaded state, too."""
+        """Reduce a small tensor in place over all ranks, on their device: NCCL can then reduce offloaded states."""
         if self.everyone.size == 1:
             return tensor
         on_device = tensor.to(self.device)
@@ -294,7 +294,7 @@ class Communicator:
                 process_group.broadcast_coalesced(self.group, on_device, MESSAGE_BYTES)
 
     def activation_parts(self) -> ActivationParts:
-        """The object that divides activations, with a group apart from the module's collectives. Collective."""
+        """Make the object that divides activations, with a process group of its own. Collective."""
         backend = process_group.backend_name(self.group, self.device)
         return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
 
@@ -314,16 +314,16 @@ class Communicator:
     def background_group(self) -> ProcessGroup | None:
         """A group for a thread that communicates in the background, over the CPU. The first call is collective.
 
-        None with one rank.
+        Returns None if there is only one rank.
         """
         if self.size > 1 and self._background_group is None:
-            # All ranks first meet here: each then waits in the store, where it would not notice that another has ended.
+            # All ranks meet first: a rank that waits in the store for the group would not notice that another ended.
             self.control.any_rank([False], "making the background group")
             self._background_group = self._new_group("gloo", self._alike)
         return self._background_group
 
     def _new_group(self, backend: str, groups: Sequence[Sequence[int]]) -> ProcessGroup:
-        """Make several groups with the user's timeout; returns the one that contains this rank. Collective.
+        """Make several groups with the user's timeout, and return the group that contains this rank. Collective.
 
         Args:
             groups: ranks as numbered in the default group. Every rank is in one group.
@@ -337,7 +337,7 @@ class Communicator:
         return self._own_groups[-1]
 
     def close(self) -> None:
-        """Close the watch over the waits and the transports, and end the groups made here."""
+        """Close the transports and the watch over the waits, and end the groups made here."""
         if self.everyone.watch is not None:
             for collectives in self._along.values():
                 collectives.close()

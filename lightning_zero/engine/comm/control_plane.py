@@ -1,6 +1,6 @@
 """Exchanges of small Python values between ranks over the CPU; parameters and gradients go by transports.
 
-They synchronise no device: all tensors here are small, and in host memory.
+These exchanges synchronise no device: all tensors here are small, and in host memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class ControlPlane:
         rank: this rank's number in the group.
         watch: watches the waits; None with one rank.
         counters: count calls of kind "control".
-        tag: the tag of messages; ``tag + 1`` is used as well.
+        tag: the tag of messages; ``tag + 1`` is the tag of small messages.
 
     Attributes:
         tag: the given tag.
-        small: exchanges messages of up to ``SMALL`` bytes in the quickest way, where the ranks share a machine.
+        small: the quickest way to exchange messages of up to ``SMALL`` bytes, if the ranks share a machine; else None.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class ControlPlane:
         self.small: SmallMessages | None = None
         self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
         self._watch_or_none, self.tag, self._small_tag = watch, tag, tag + 1
-        self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have left
+        self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have been sent
 
     @property
     def _watch(self) -> Watch:
@@ -109,7 +109,7 @@ class ControlPlane:
         if self._rank == 0:
             message = b"".join(bytes_of(tensor.contiguous()) for tensor in tensors)
             small.send(self._small_tag, [message] * len(small.ranks))
-            torch.autograd.graph.increment_version(tensors)  # as on the other ranks
+            torch.autograd.graph.increment_version(tensors)  # as ``copy_`` does on the other ranks
             return
         (message,) = small.receive(small.begin(self._small_tag), [small.ranks.index(0)])
         values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
@@ -125,7 +125,7 @@ class ControlPlane:
             return all_gather_objects(value, self._group)
 
     def is_alike(self, text: str) -> bool:
-        """Whether every rank has the same text, of any length; takes one small message for any number of ranks."""
+        """Whether every rank has the same text, of any length. The ranks exchange only a small digest."""
         if self._is_alone:
             return True
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
@@ -133,7 +133,7 @@ class ControlPlane:
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
 
     def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:
-        """Send numbers to some ranks, which call ``hear``. Does not block; see ``wait_until_told``."""
+        """Send numbers to some ranks, which call ``hear``, without blocking; see ``wait_until_told``."""
         message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._counters.add("control", message.numel(), message.nbytes)
         for rank in ranks:

@@ -6,14 +6,14 @@ from collections import Counter
 from typing import Literal
 
 Link = Literal["within", "across"]
-"""Whether the ranks of a group share a machine, or are spread over several (also if this is not known)."""
+"""The ranks of a group share a machine ("within"), or are on several machines or unknown machines ("across")."""
 
 
 class Counters:
     """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control" ...) and link.
 
     One all-gather of a bucket counts the whole padded bucket once, as the paper counts its communication volume
-    (SC20, section 7): the wire carries (N - 1) / N of it each way.
+    (SC20, section 7): each rank sends and receives (N - 1) / N of it.
 
     With ranks on several machines, slices of ranks on this machine count as "within", all others as "across"; where
     collectives have two levels, only slices that this rank exchanges with other machines count as "across".

@@ -1,11 +1,11 @@
 """End waits for other ranks with an error if a rank fails or is killed, or the ranks wait for each other for ever.
 
-The first such reason goes to all ranks over the lifelines, and ends all waits there within seconds.
+The first such failure is reported to all ranks over the lifelines, and ends all their waits within seconds.
 
-A rank that has waited for a while sends the first rank what it waits for, and what it has begun before. Two such
-notices can prove a deadlock: rank r waits for a collective that rank s has not begun, and s, which can begin nothing
-before its own wait is over, waits for one that r has not begun (or for a rank that waits for r, and so on). A rank that
-is merely slow waits for nothing, and so is never mistaken for one that diverged.
+A rank that has waited for a while notifies the first rank of its wait, and of the collectives that it has begun. Two
+such notices can prove a deadlock: rank r waits for a collective that rank s has not begun, and s, which can begin
+nothing before its own wait is over, waits for a collective that r has not begun (or for a rank that waits for r, and so
+on). A rank that is merely slow sends no notice, and so is never mistaken for a rank that has diverged.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _UNUSED_TAG = 7699
 _SIGNS_OF_GLOO = "gloo/", "pair closure"  # in messages of Gloo's errors, which have no class of their own
 
 listeners: dict[str, Callable[[], None]] = {}
-"""Reactions to messages of other kinds (``Lifelines.say``), called in the thread of the lifelines."""
+"""Functions to call, by kind, for messages of other kinds (``Lifelines.say``); called in the lifelines' thread."""
 
 
 class _Wait(NamedTuple):
@@ -67,7 +67,7 @@ class _Watchdog(Lifelines):
         self._wait: _Wait | None = None
         self._announced: _Wait | None = None
         self._announcing = Lock()
-        # On the first rank, by rank: its wait, the collectives that it has begun, and its closed engines.
+        # On the first rank: each rank's wait, the collectives that it has begun, and its closed engines.
         self._notices: dict[int, tuple[_Wait, Counter[str], list[str]]] = {}
         super().__init__(group)
 
@@ -111,7 +111,7 @@ class _Watchdog(Lifelines):
             yield
         except RuntimeError as error:
             reason = reason_soon()
-            cause = error if reason is None else None  # else its text about closed connections explains nothing
+            cause = error if reason is None else None  # with a reason, the error's text about connections adds nothing
             raise RuntimeError(f"{wait.what} did not complete: {reason or self._blame(error)}") from cause
         finally:
             self._wait = outer
@@ -137,13 +137,13 @@ class _Watchdog(Lifelines):
                 if self._wait is wait and self._announced is not wait:
                     self._announced = wait
                     text = json.dumps([*wait, self._begun.copy(), self._closed_engines])
-                    if self._rank == 0:  # this thread would also have to read its own message, of any length
+                    if self._rank == 0:  # a long message would block this thread, which also receives it
                         self._take(WAITS, 0, text)
                     else:
                         self.say(WAITS, text)
 
     def _take_notice(self, rank: int, text: str) -> None:
-        """On the first rank: record a rank's wait, and end all waits of a cycle that it closes."""
+        """On the first rank: record a rank's wait, and end the waits of a cycle that this wait closes."""
         self._notices.pop(rank, None)
         if text:
             *wait, begun, closed = json.loads(text)
@@ -197,7 +197,7 @@ class Watch:
         return Watch(self._group, self._name, list(members))
 
     def begin(self, what: str) -> int:
-        """Count a collective of this name, which all ranks begin in the same order; returns its ordinal."""
+        """Count a collective, and return its ordinal; all ranks begin collectives of one name in the same order."""
         return self._watchdog.begin(f"{self._name}: {what}")
 
     def waiting(
@@ -211,7 +211,7 @@ class Watch:
             may_be_refused: whether code inside checks ``refusal``, so that a deadlock need not end all waits.
 
         Raises:
-            RuntimeError: in place of one raised inside, with the reason if it is known: which rank failed, or which
+            RuntimeError: in place of a RuntimeError from inside, with the reason if known: which rank failed, or which
                 ranks wait for each other.
         """
         ordinal = self.begin(what) if ordinal is None else ordinal
@@ -264,7 +264,7 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
 
 
 def explain(error: BaseException) -> None:
-    """Explain a transport's error that ended a wait in the project's own code: its text becomes the reason."""
+    """Replace the text of a transport's error, which ended a wait in the project's own code, by the reason."""
     is_of_gloo = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_GLOO)
     is_of_transport = isinstance(error, DistError) or is_of_gloo
     if is_of_transport and (reason := reason_soon()) is not None:
@@ -287,7 +287,7 @@ def reason_soon() -> str | None:
 def fail(reason: str) -> None:
     """Report this rank's failure to every rank of the default process group, and end their waits.
 
-    The process group is unusable afterwards. But if all ranks fail at once, none waits, and the group stays intact.
+    The process group is unusable afterwards. But if all ranks fail at once, no rank waits, and the group stays intact.
     """
     if failure() is not None or not _all_fail():
         end_all_waits(reason)
@@ -298,14 +298,14 @@ def _all_fail() -> bool:
     with suppress(RuntimeError):  # the store's host may be gone
         number, deadline = store.add(key, 1), time.monotonic() + _AT_ONCE
         while time.monotonic() < deadline:
-            if store.add(key, 0) >= number + -number % size:  # counts earlier failures of all ranks, too
+            if store.add(key, 0) >= number + -number % size:  # the number includes earlier failures of all ranks
                 return True
             time.sleep(0.01)
     return False
 
 
 def end_all_waits(reason: str) -> None:
-    """End every wait over the process groups of this process, here and on other ranks. The first reason counts."""
+    """End every wait over the process groups of this process, here and on other ranks. Only the first reason counts."""
     if failure() is None:
         for watchdog in _watchdogs.values():
             watchdog.failure = reason
@@ -320,14 +320,14 @@ def _end_waits(reason: str) -> None:
 
 
 def _sever(group: ProcessGroup) -> None:
-    """End all communication in a group: on this rank and, over Gloo, on the ranks that wait for it."""
+    """End all communication in a group: on this rank and, over Gloo, on the ranks that wait for this rank."""
     for backend in process_group.backends_of(group):
         if backend.name().lower() != "gloo":
             backend.abort()
             continue
         # Gloo closes all connections when one receive times out (its abort() does not end waits). A receive from a rank
-        # that is gone fails at once and closes none, so this receives from each rank; after the first timeout the
-        # others fail at once.
+        # that is gone fails at once and closes no connection, so the loop receives from each rank; after the first
+        # timeout the other receives fail at once.
         for peer in range(group.size()):
             if peer != group.rank():
                 with suppress(RuntimeError):

@@ -1,7 +1,7 @@
 """Transport over Gloo: direct exchanges between pairs of ranks, straight between the slices of the flat buffers.
 
-They overlap with computation and are several times as fast as Gloo's own collectives (see
-``docs/development/benchmarks.md``). Each rank adds in a fixed order of its own, whatever arrives first.
+These exchanges overlap with computation and are several times as fast as Gloo's own collectives (see
+``docs/development/benchmarks.md``). Each rank adds in a fixed order of its own, whichever slice arrives first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class GlooTransport(Transport):
     Args:
         group: a Gloo process group.
         gather_tag: the tag of bucket 0's gathers; the other buckets' tags follow. Ranks that gather in different
-            orders wait, and never mix up buckets.
+            orders wait for each other, and never mix up buckets.
         reduce_tag: the tag of reductions.
         members: the group's ranks that take part, in the order of their slices; by default all.
     """
@@ -51,7 +51,7 @@ class GlooTransport(Transport):
         return Started([work.wait for work in works], [full])
 
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
-        # ``data``, so that autograd does not count a gather's writes
+        # slices of ``data``, so that writes do not increment the version that autograd checks
         slices, tag = slices_of(full.data, ranges), self._gather_tag + number
         # Receivers do not know how long a message is, so its length comes first.
         length = torch.tensor([len(message)], device="cpu")
@@ -80,7 +80,7 @@ class GlooTransport(Transport):
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         slices, dtype = slices_of(flat, ranges), flat.dtype
-        # a copy if the other slices are encoded, so that the buffer need not be kept for this one
+        # a copy if the other slices are encoded, so that the buffer need not be kept for this rank's slice
         own = slices[self._rank] if codec.dtype == dtype else slices[self._rank].clone()
         works: list[Any] = []
         sent, received = [], []

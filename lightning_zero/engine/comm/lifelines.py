@@ -1,9 +1,9 @@
 """TCP connections between the processes of a group, through which every rank learns at once that another has ended.
 
 A collective fails when its connections close, but a wait in the process group's store does not, nor does a wait for a
-rank that itself waits for the ended process. So each rank has a connection to the first rank, which the system closes
-when a process ends, however it ends; the first rank passes the news on. A stopped process keeps its connection, because
-the system answers for it. A machine that is gone does not answer TCP's keepalive probes.
+rank that itself waits for the ended process. So each rank has a connection to the first rank. The system closes it when
+either process ends for any reason, and the first rank passes the news on. A stopped process keeps its connection,
+because the system answers for it. A machine that is gone does not answer TCP's keepalive probes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _all: weakref.WeakSet[Lifelines] = weakref.WeakSet()
 
 
 class Lifelines:
-    """This rank's connection to the first rank of its group; on the first rank, the connections of all.
+    """This rank's connection to the first rank of its group; on the first rank, the connections of all ranks.
 
     Args:
         group: the process group, all of whose ranks create this object at the same point.
@@ -65,15 +65,15 @@ class Lifelines:
         else:
             self._line = _connect(store, key, self._rank)
             self._lines = [_Line(self._line, 0)] if self._line is not None else []
-        # Not an executor's: the thread runs as long as the group, and the interpreter must not wait for it at exit.
+        # Not an executor's thread: it runs as long as the group, and the interpreter must not wait for it at exit.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-lifelines", daemon=True)
         self._thread.start()
         _all.add(self)
-        # multiprocessing's processes do not run `atexit`
+        # processes of ``multiprocessing`` do not run ``atexit`` handlers
         self._at_exit = util.Finalize(None, self._part, (LEFT,), exitpriority=100)
 
     def hear(self, kind: str, rank: int, text: str) -> None:
-        """Handle a message: its kind, the group's rank that sent it or was lost, and a text. Called in the thread."""
+        """Handle a message: its kind, the group's rank that sent it or was lost, and a text. Called in ``_thread``."""
         raise NotImplementedError
 
     def say(self, kind: str, text: str = "") -> None:
@@ -125,7 +125,7 @@ class Lifelines:
         self._close_sockets()
 
     def _read(self, line: _Line) -> bool:
-        """Handle the messages that have arrived; False at the end of the connection."""
+        """Handle the messages that have arrived; return False at the end of the connection."""
         messages = line.read()
         for kind, rank, text in messages or ():
             if line.rank is not None:
@@ -164,7 +164,7 @@ class _Line:
         self.socket, self.rank, self._rest = connected, rank, b""
 
     def read(self) -> list[Any] | None:
-        """Wait for messages, each (kind, rank, text); None at the end of the connection."""
+        """Wait for messages, and return a (kind, rank, text) for each; None at the end of the connection."""
         try:
             data = self.socket.recv(2**16)
         except OSError:
@@ -185,7 +185,7 @@ def _message(kind: str, rank: int, text: str = "") -> bytes:
 
 
 def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
-    """Connect to the first rank; None if that fails: then this rank does not learn of ended ranks."""
+    """Connect to the first rank; return None if that fails, in which case this rank does not learn of ended ranks."""
     deadline, error = time.monotonic() + _TIMEOUT, None
     while time.monotonic() < deadline:
         try:
@@ -203,11 +203,11 @@ def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
 
 
 def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:
-    """A connection to the first rank, which has answered."""
+    """Connect to the first rank, and wait for its answer."""
     connected = socket.create_connection((host, port), timeout=_TIMEOUT)
     try:
         connected.sendall(introduction)
-        while (byte := connected.recv(1)) != b"\n":  # the welcome, and nothing after it
+        while (byte := connected.recv(1)) != b"\n":  # read the welcome, and nothing after it
             if not byte:
                 raise ConnectionError  # the other end is not the first rank
     except OSError:
@@ -251,7 +251,7 @@ def _own_address(store: Any) -> str:
 
 
 def _close_copies() -> None:
-    """Close a forked process's copies, which would keep connections open after its parent has ended."""
+    """Close a forked process's copies of sockets, which would keep connections open after its parent has ended."""
     for lifelines in _all:
         lifelines._close_sockets()
 

@@ -23,7 +23,7 @@ class Phases:
     Otherwise a phase costs a function call and two comparisons.
 
     Attributes:
-        measures: whether to measure; a monitor sets it.
+        measures: whether to time phases; set by a monitor.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -37,9 +37,9 @@ class Phases:
         """Context of one phase: ``"gather"``, ``"wait for gather"``, ``"forward"`` and so on.
 
         Args:
-            phase: what is done.
+            phase: the name of the phase.
             unit: the name of the unit; the root unit's is "".
-            on_stream: measure the time on an accelerator's current stream, for which the host does not wait.
+            on_stream: whether to measure the time on an accelerator's current stream, for which the host does not wait.
         """
         if not self.measures and not is_profiling():
             return _NOTHING
@@ -65,7 +65,7 @@ class Phases:
                 self._ahead.append((key, before, after))
 
     def take(self) -> dict[tuple[str, str], float]:
-        """Seconds by (phase, unit) since the last call; phases that the device has not completed come next time."""
+        """Seconds by (phase, unit) since the last call; later calls return phases that the device has not completed."""
         while self._ahead and self._ahead[0][2].query():
             key, before, after = self._ahead.popleft()
             self._seconds[key] += before.elapsed_time(after) / 1000

@@ -106,7 +106,7 @@ def destroy(group: ProcessGroup | None = None) -> None:
 
 
 def backend_name(group: ProcessGroup | None = None, device: torch.device | None = None) -> str:
-    """The backend's name in lower case, such as "nccl" or "gloo"; with a device, that of the backend that serves it."""
+    """The backend's name in lower case, such as "nccl" or "gloo"; with a device, the name of the device's backend."""
     return dist.get_backend(group) if device is None else backend_of(group or default_group(), device).name().lower()
 
 
@@ -139,7 +139,7 @@ def default_store() -> Store:
 
 
 def named_store(name: str, store: Store | None = None) -> Store:
-    """The part of a store whose keys begin with a name; None for the default process group's store."""
+    """The part of a store, by default the default process group's, whose keys begin with a name."""
     return dist.PrefixStore(name, store or default_store())
 
 

@@ -59,13 +59,13 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
 
 
 def let_read(ancestor: int) -> bool:
-    """Let a process and its descendants read this one's memory, where only Yama forbids this.
+    """Let a process and its descendants read this process's memory, where only Yama forbids it.
 
     If each rank names its own parent, ranks can read each other's memory where one process has started all ranks, or
-    rank 0 all others (``prctl(2)``, PR_SET_PTRACER).
+    rank 0 has started all others (``prctl(2)``, PR_SET_PTRACER).
 
     Args:
-        ancestor: the process; 0 takes the permission back.
+        ancestor: the process's ID; 0 revokes the permission.
 
     Returns:
         Whether Yama accepts such permissions.

@@ -1,7 +1,8 @@
 """The rendezvous of ranks before an implicit collective: an error within seconds, not a hang, if a rank is missing.
 
 ``if rank == 0: print(p.norm())`` is right under DDP, where every rank holds all of ``p``. Where ``p`` is sharded, the
-same line needs every rank. Such collectives are rare, so ranks can afford to meet in the process group's store first.
+same line is a collective of every rank. Such collectives are rare, so ranks can afford to meet in the process group's
+store first.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ class Absence:
 
     Attributes:
         ranks: the absent ranks.
-        announce: to be called with a bucket's number before its gather, so that absent ranks take part; None if no rank
-            is absent, or another rank announces.
+        announce: a function to call with a bucket's number before its gather, so that absent ranks take part; None if
+            no rank is absent, or another rank announces.
         is_turn: whether a turn of uneven inputs is running: ranks with which this rank shares no gathers may be at
-            another point.
+            another point of the program.
     """
 
     ranks: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Rendezvous:
             self._store = named_store(f"lightning_zero/rendezvous/{everyone.name}")
 
     def meet(self, what: str) -> None:
-        """Return when every rank has called this with the same argument.
+        """Wait until every rank has called this method with the same argument.
 
         Args:
             what: the operation of this rank, with the parameter's name.
@@ -86,7 +87,7 @@ class Rendezvous:
             )
 
     def _exchange(self, what: str, watch: Watch) -> str:
-        """Wait for the other ranks; returns why the rendezvous failed (other ranks' requests); empty if all agree.
+        """Wait for the other ranks, and return why the rendezvous failed (other ranks' operations), or "" if all agree.
 
         The store is polled, since the end of a rank does not end a wait in the store.
         """
@@ -94,7 +95,7 @@ class Rendezvous:
         keys = [f"meeting/{number}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
         deadline, pause = time.monotonic() + self._timeout, 1e-4
-        while not self._store.check(keys):  # one request for all of them
+        while not self._store.check(keys):  # one request for all keys
             ended = set(watch.ended)  # read before the store: a rank may arrive and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in ended):
                 raise RuntimeError("cancelled")
@@ -107,7 +108,7 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         asked = [each.decode() for each in self._store.multi_get(keys)]
-        if number >= 2:  # all ranks have read the keys of the rendezvous before the last
+        if number >= 2:  # all ranks have read the keys of the last rendezvous but one
             self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
         different = [rank for rank, other in enumerate(asked) if other != what]
         return f"rank(s) {different} asked for {asked[different[0]]}" if different else ""
@@ -132,7 +133,7 @@ class Rendezvous:
         """Check that every rank still has a batch of the evaluation loop, or a forward to run.
 
         Raises:
-            RuntimeError: on the ranks that have one, if others do not.
+            RuntimeError: on the ranks that have a batch or a forward left, if other ranks have none.
         """
         if self.absence.ranks:
             raise RuntimeError(

@@ -31,7 +31,7 @@ def have_all_come(state: Any, patience: float) -> bool:
         store.wait(["0"], timedelta(seconds=patience))
         store.wait(["verdict"], timedelta(seconds=2 * patience))
         return store.get("verdict").decode() == "yes"
-    except RuntimeError:  # a rank is missing, or was the store's host
+    except RuntimeError:  # a rank is missing, or the store's host is gone
         if rank == 0:
             with suppress(RuntimeError):
                 store.set("verdict", "no")

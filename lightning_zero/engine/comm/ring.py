@@ -13,7 +13,7 @@ _MESSAGE = 2**26  # bytes
 
 
 class Ring:
-    """A ring: each rank sends to the rank ``distance`` ahead, and receives from the one as far behind. Collective.
+    """A ring: each rank sends to the rank ``distance`` ahead, and receives from the rank as far behind. Collective.
 
     Args:
         distance: the receiver's rank minus the sender's.

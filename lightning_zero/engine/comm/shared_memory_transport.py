@@ -12,7 +12,7 @@ from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transpor
 
 
 class SharedMemoryTransport(Transport):
-    """Exchanges with a single copy; sums in the dtype in which gradients are kept, in the order of ``GlooTransport``.
+    """Copies each slice only once; sums in the dtype in which gradients are kept, in the order of ``GlooTransport``.
 
     Codecs must encode each element independently, as casts do: large ranges are added up in parts.
 

@@ -1,8 +1,8 @@
 """Messages of a few KiB between ranks of one machine: small values, and the signals of large exchanges.
 
-A large exchange wakes a thread, which reads the other process's memory: some hundred microseconds whatever its
+A large exchange wakes a thread, which reads the other process's memory. This takes some hundred microseconds for any
 size, and Gloo's collectives take longer. A message of a few KiB is in the kernel as soon as it is sent, and the waiting
-thread receives it from there: some ten microseconds.
+thread receives it from there, which takes some ten microseconds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 SMALL = 2**16
-"""The bytes per rank up to which an exchange is small. A socket's buffer holds a few such messages."""
+"""The number of bytes per rank up to which an exchange is small. A socket's buffer holds a few such messages."""
 
 Key = tuple[int, int]
-"""An exchange's key: its tag, and how many with that tag this rank has begun before, in the same order on all ranks."""
+"""An exchange's key: its tag, and the number of earlier exchanges with this tag, in the same order on all ranks."""
 
 _HEAD = struct.Struct("<qq")  # a key
 _SLICE = 20  # milliseconds after which a wait checks whether another thread has received its message
@@ -35,7 +35,7 @@ _SLICE = 20  # milliseconds after which a wait checks whether another thread has
 class SmallMessages:
     """Messages to and from the other ranks of a group, all on this machine.
 
-    A socket accepts no more while its buffer is full of unreceived messages. Another thread sends the rest later,
+    A socket accepts no more messages while its buffer is full of unreceived ones. Another thread sends the rest later,
     so that a rank may begin any number of exchanges before it waits for one.
 
     Args:
@@ -72,7 +72,7 @@ class SmallMessages:
         return key
 
     def post(self, key: Key, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Send messages of an exchange to some peers, by position. They may overtake unsent ones, whose keys differ."""
+        """Send an exchange's messages to some peers, by position. They may overtake unsent messages with other keys."""
         head, are_unsent = _HEAD.pack(*key), False
         for position, message in messages:
             try:
@@ -134,13 +134,13 @@ class SmallMessages:
                 self.register(poll, receives=True)
             elif time.monotonic() > deadline:
                 raise RuntimeError(f"not finished after {self._timeout:.0f} s")
-            poll.poll(_SLICE)  # another thread may receive the message that it announces
+            poll.poll(_SLICE)  # another thread may receive the message that the poll announces
 
     def take_in(self, ready: Container[int] | None = None) -> list[Key]:
-        """Receive the messages that have arrived; returns the keys of their exchanges.
+        """Receive the messages that have arrived, and return the keys of their exchanges.
 
         Args:
-            ready: descriptors of sockets with at least one message, from each of which one is received.
+            ready: descriptors of sockets with at least one message; one message is received from each.
         """
         keys = []
         for position, connected in enumerate(self.sockets):
@@ -150,7 +150,7 @@ class SmallMessages:
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
-                    continue  # the peer left messages unread; those that it has sent come next
+                    continue  # the peer left messages unread; the messages that it has sent come next
                 except OSError:
                     message = b""
                 if not message:

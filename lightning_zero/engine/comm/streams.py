@@ -41,8 +41,8 @@ class Streams:
 def own_stream(device: torch.device) -> torch.Stream:
     """The calling thread's own stream of a device.
 
-    Always the same stream: torch hands out 32 streams per device in turn, those of collectives among them. A new
-    thread's current device is the first one, where every rank of a machine would otherwise create a context.
+    The stream is always the same, since torch hands out 32 streams per device in turn, including those of collectives.
+    A new thread's current device is the first device, where every rank of a machine would otherwise create a context.
     """
     streams: dict[torch.device, torch.Stream] = _own.__dict__.setdefault("streams", {})
     if device not in streams:
@@ -58,7 +58,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Make a stream current once it has waited for the present one; does nothing if both are equal, or on the CPU."""
+    """Context in which a stream is current after waiting for the present one; no effect if equal, or on the CPU."""
     if home is None or (stream := torch.accelerator.current_stream(home.device)) == home:
         return nullcontext()
     home.wait_stream(stream)
@@ -66,9 +66,9 @@ def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def wait_for(others: Iterable[torch.Stream | None], stream: torch.Stream | None) -> None:
-    """Let a stream wait for others, before it uses what they have computed, or frees memory that they have used.
+    """Let a stream wait for others, before it uses their results, or frees memory that they have used.
 
-    For memory, ``record_stream`` would work as well, but after it the allocator cannot tell for a while what is free.
+    For memory, ``record_stream`` would work as well, but then the allocator does not know for a while what is free.
     """
     for other in others:
         if stream is not None and other is not None and other != stream:

@@ -1,8 +1,8 @@
 """Tensor parallelism together with ZeRO: the ranks that share each tensor, and the tensors as the module uses them.
 
 A project divides its module's parameters over the ``tensor_parallel`` dimension of a device mesh and makes them
-DTensors. The engine works on each rank's own share of these, along ``data_parallel``; they are DTensors again only
-while a module computes.
+DTensors. The engine works on each rank's own share, along ``data_parallel``; the parameters are DTensors again
+only while a module computes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def device_mesh(device: torch.device, data_parallel_size: int, tensor_parallel_s
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise a ValueError unless a mesh has the two dimensions and all ranks."""
+    """Raise a ValueError unless a mesh has these two dimensions and contains all ranks."""
     if tuple(mesh.mesh_dim_names or ()) != (DATA, TENSOR):
         raise ValueError(
             f"mesh has the dimensions {mesh.mesh_dim_names}, and must have {(DATA, TENSOR)}: "
@@ -56,11 +56,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter as the project has divided it.
+    """How the project has divided a parameter.
 
     Attributes:
         share: this rank's share.
-        placements, stride: the DTensor's; ``placements`` is None for an ordinary tensor.
+        placements, stride: those of the DTensor; ``placements`` is None for an ordinary tensor.
     """
 
     share: Share
@@ -72,15 +72,15 @@ class TensorParallel:
     """The ranks along the tensor-parallel dimension that share the tensors of one engine's module.
 
     Args:
-        mesh: a mesh with both dimensions; None without tensor parallelism: then nothing is communicated here.
+        mesh: a mesh with both dimensions; None without tensor parallelism, in which case nothing is communicated.
 
     Attributes:
         rank, size: this rank's number along the dimension, and the number of ranks.
-        ranks: these ranks, as numbered in the default group; only if there are several.
-        groups: the ranks of each tensor-parallel group; likewise.
-        group: the process group of these ranks; likewise.
+        ranks: the ranks along the dimension, as numbered in the default group; only if there are several.
+        groups: the ranks of each tensor-parallel group; only if ``ranks`` exists.
+        group: the process group of ``ranks``; only if ``ranks`` exists.
         control: the control plane, for Python values.
-        counters: count what is communicated here.
+        counters: count this communication.
     """
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
@@ -144,7 +144,7 @@ class TensorParallel:
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Context of a wait for these ranks."""
+        """Context of a wait for the tensor-parallel ranks."""
         return self._watch.waiting(what)
 
     def whole(self, own: Tensor, share: Share) -> Tensor:
@@ -234,11 +234,11 @@ class ActivationParts:
         self._tensor.counters.add("activations", flat.numel(), flat.nbytes)
 
     def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
-        """Start to fill a tensor, of which each rank has an equal range; returns a function that waits for it.
+        """Start to fill a tensor, of which each rank has an equal range, and return a function that waits for the end.
 
         Args:
             flat: 1-D, with this rank's range in its place.
-            mark: ``mark_of`` the tensor that this rank had; on a device, a difference between ranks ends the program.
+            mark: the ``mark_of`` this rank's tensor; on an accelerator, a difference between ranks ends the program.
 
         Raises:
             RuntimeError: in the wait, if ranks had different tensors.
@@ -282,9 +282,9 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def are_divided(types: Iterable[type]) -> bool:
-    """Whether any of these classes is for tensors that torch divides over ranks, or is communicating between them.
+    """Whether any of these classes is for tensors that torch divides over ranks, or for results of its collectives.
 
-    Such a tensor wraps others; a dispatch mode that returns NotImplemented sees each operator again on those.
+    Such a tensor wraps others; a dispatch mode that returns NotImplemented sees the operator again on the wrapped ones.
     """
     return any(each.__name__ in ("DTensor", "AsyncCollectiveTensor") for each in types)
 

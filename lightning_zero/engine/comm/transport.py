@@ -36,7 +36,7 @@ class Started(NamedTuple):
     Attributes:
         waits: functions that block the current stream (NCCL) or the thread.
         buffers: the tensors that the transport reads and writes, kept until the end.
-        finish: called once after all waits; its result is the collective's.
+        finish: called once after all waits; returns the collective's result.
         ends_by_itself: whether the peers get what they need from this rank even if it never waits.
     """
 
@@ -62,10 +62,10 @@ class Transport(ABC):
         """Fill a flat buffer.
 
         Args:
-            full: the buffer, which has this rank's values in its slice.
+            full: the buffer, which has this rank's values in this rank's slice.
             ranges: each rank's slice of the buffer.
             number: the bucket's number, the same on every rank. Transports whose ranks may begin gathers in different
-                orders tell gathers apart by it.
+                orders tell gathers apart by this number.
         """
 
     def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:
@@ -87,10 +87,10 @@ class Transport(ABC):
 
     @abstractmethod
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        """Bytes held while a flat buffer is reduced: what is sent, what is received, and this rank's own slice."""
+        """Bytes held while a flat buffer is reduced: sent values, received values, and this rank's own slice."""
 
     def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float) -> Started:
-        """Sum ranges, one per rank, that consist of the same spans on every rank; multiplies by the factor first."""
+        """Multiply ranges, one per rank, by a factor, and sum them. A range has the same spans on every rank."""
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close

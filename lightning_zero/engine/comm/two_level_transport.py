@@ -25,11 +25,11 @@ from lightning_zero.engine.plan.topology import Topology
 class TwoLevelTransport(Transport):
     """Shared memory within each machine, and Gloo between ranks with the same local index.
 
-    The slices of such ranks are adjacent (see ``mesh.ALL``), so a column is one range.
+    The slices of ranks with the same local index are adjacent (see ``mesh.ALL``), so a column is one range.
 
     Args:
         within: the transport between the ranks of this machine, numbered by local index.
-        across: the transport between the ranks with this one's local index, numbered by machine.
+        across: the transport between the ranks with this rank's local index, numbered by machine.
         topology: the topology of all ranks.
         rank: this process's rank.
     """
@@ -65,12 +65,12 @@ class TwoLevelTransport(Transport):
         return self._then_across(first, list(pairwise(ends)), Cast(dtype))
 
     def _gather_within(self, first: Started, full: Tensor, ranges: Ranges, number: int) -> Started:
-        """Once this rank's column has arrived, gather the others from the ranks of this machine."""
+        """Once this rank's column has arrived, gather the other columns from the ranks of this machine."""
         columns = self._column_ranges(ranges)
         return self._chain.start(first, lambda _: self._within.all_gather(full, columns, number))[0]
 
     def _then_across(self, first: Started, ranges: Ranges, codec: Codec) -> Started:
-        """Sum this rank's column over machines; its slices are adjacent."""
+        """Sum this rank's column, whose slices are adjacent, over machines."""
         begin = ranges[0][0]
         relative = [(start - begin, stop - begin) for start, stop in ranges]
         started, self._last_reduction = self._chain.start(

@@ -71,7 +71,7 @@ class UncutBucket:
         self._number, self._unit_name, self._shared = number, unit_name, shared
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated at the first use
-        # Created early, while the module has no other buffers: a new tensor briefly has memory.
+        # Created early, while the module has no other buffers: a new tensor briefly takes memory.
         self._full = without_memory(self.layout.padded_numel, plan.compute_dtype, plan.device)
 
     def reserve(self, swap: Swap) -> None:
@@ -100,7 +100,7 @@ class UncutBucket:
     def cut(self, sources: list[Source]) -> Bucket:
         """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once.
 
-        Where a source has no values on rank 0, they were written to ``room``.
+        Values that their source lacks on rank 0 must have been written to ``room``.
         """
         flat, communicator, plan, ledger = self._opened(), self._shared.communicator, self.plan, self._shared.ledger
         low, high = self.layout.own_range
@@ -155,15 +155,15 @@ def assign_to_buckets(
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
-    """The buckets of each unit, each with one kind of parameter: (compute dtype, dtype, requires_grad, codec, whole).
+    """Make each unit's buckets, each for one kind of parameter: (compute dtype, dtype, requires_grad, codec, whole).
 
-    One kind is split into several buckets if it exceeds ``config.bucket_numel`` or ``most_numel`` elements.
+    A kind is split into several buckets if it exceeds ``config.bucket_numel`` or ``most_numel`` elements.
     """
     tensor = shared.communicator.tensor
     shares = {name: tensor.placed(name, p).share for plan in plans for name, p in plan.parameters.items()}
     named = ((name, p, shares[name]) for plan in plans for name, p in plan.parameters.items())
     check_not_divided(optimizers, config, named)
-    # of the largest share, so that tensor-parallel ranks make the same decisions
+    # elements of the largest share, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = 0
     if config.offloads is not None:
@@ -308,7 +308,7 @@ def _split(
 
 
 def reserve_disk(swap: Swap, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
-    """Reserve disk space for all offloaded states; an OSError on every rank if any disk lacks space. Collective."""
+    """Reserve disk space for all offloaded states; raise an OSError on every rank if a disk lacks space. Collective."""
     error = None
     try:
         for bucket in chain.from_iterable(units):

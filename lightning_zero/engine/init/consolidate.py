@@ -18,8 +18,8 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 def consolidate(module: nn.Module, timeout: float) -> None:
     """Turn parameters that a closed engine left sharded back into ordinary full tensors. Collective.
 
-    Also unshards a copy (``copy.deepcopy`` in a hook) of a module that still has an engine. A parameter that is sharded
-    on some ranks and full on others takes the value of the first rank that has it in full.
+    This also applies to a copy (``copy.deepcopy`` in a hook) of a module that still has an engine. A parameter that is
+    sharded on some ranks and full on others takes the value of the first rank that has it in full.
 
     Args:
         module: a module with the same structure on every rank.
@@ -58,7 +58,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     try:
         for name, parameter in module.named_parameters():
             whole = [rank for rank, (names, _) in enumerate(held) if name not in names]
-            if not whole and left[name].parameters:  # otherwise already unsharded with another parameter of its bucket
+            if not whole and left[name].parameters:  # if empty, its bucket is unsharded already
                 left[name].rejoin(communicator, rendezvous)
                 make_ordinary(left[name], device)
             elif 0 < len(whole) < size:

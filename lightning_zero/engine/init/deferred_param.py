@@ -18,7 +18,7 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
 def defer(parameter: nn.Parameter, values: Tensor) -> None:
-    """Turn a parameter into a lazy tensor with these values; values on the meta device are missing."""
+    """Turn a parameter into a lazy tensor with these values; values on the meta device count as missing."""
     become(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
 
 
@@ -69,7 +69,7 @@ def may_values_wait() -> bool:
 
 
 class _StandIn(nn.Parameter):
-    """Replaces a tensor while a state dict is loaded, and records what would be copied to it."""
+    """Replaces a tensor while a state dict is loaded, and records the values that would be copied to it."""
 
     taken: Tensor | None = None
 
@@ -92,7 +92,7 @@ class LoadTarget:
 def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[list[LoadTarget]]:
     """Context in which ``load_state_dict`` leaves the chosen tensors unchanged and records their new values instead.
 
-    The state dict is still read by torch, with the module's own hooks, and can be rejected with nothing changed.
+    The state dict is still read by torch, with the module's own hooks, and can be rejected before anything is changed.
     """
     stand_ins: dict[int, _StandIn] = {}
     targets = []
@@ -115,7 +115,7 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
 
 
 def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
-    """Give tensors the values that ``taking_values`` recorded. No communication, not even for sharded tensors.
+    """Give tensors the values that ``taking_values`` recorded, without communication, even for sharded tensors.
 
     With ``wait``, parameters on the meta device become lazy tensors; otherwise they take the memory of the values, or a
     copy where the dtype differs. Lazy parameters always stay lazy.
@@ -133,4 +133,4 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
                 defer(tensor, values)
             else:
                 become(tensor, nn.Parameter(in_memory(values.detach()).to(tensor.dtype), tensor.requires_grad))
-            target.stand_in.taken = None  # once only, although a tied tensor has several targets
+            target.stand_in.taken = None  # values are given only once, although a tied tensor has several targets

@@ -1,5 +1,5 @@
-"""Check on all ranks together, before anything is changed, whether there is enough memory: for offloaded states and
-parameters that one rank owns as a whole when an engine is made, and for the ordinary module when the engine closes.
+"""Check on all ranks together, before anything is changed, whether there is enough memory: when an engine is made, for
+offloaded states and for parameters that one rank owns as a whole; when it closes, for the module's ordinary tensors.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from lightning_zero.io.swap import BUFFERS
 def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload: OffloadConfig) -> Counter[str]:
     """Bytes of host memory, by purpose, that a rank needs for offloaded states.
 
-    If the compute device is the CPU, optimizer states and gradients are in host memory anyway. For other devices host
-    memory is pinned, and torch allocates pinned memory in powers of two.
+    If the compute device is the CPU, optimizer states and gradients are in host memory anyway, and are not counted. For
+    other devices host memory is pinned, and torch allocates pinned memory in powers of two.
 
     Args:
         shards: the plan of each bucket, and the bytes per element of its optimizer states; None for frozen parameters.
@@ -58,7 +58,7 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
                 memory["gradients"] += _power_of_two(numel * master)
                 at_once = numel  # the gradient of another micro-batch, until it is added
             largest_gradient = max(largest_gradient, at_once * master)
-    # Torch caches freed pinned memory by size: at most all powers of two up to the largest.
+    # Torch caches freed pinned memory by size: at most a block of each power of two up to the largest.
     memory["gradients"] += 2 * _power_of_two(largest_gradient)
     memory["buffers for the disk"] += BUFFERS * largest_sub_group
     return +memory
@@ -74,7 +74,7 @@ def check_room(
     """Raise a ValueError on every rank if a machine lacks host memory for the states of its ranks. Collective.
 
     Args:
-        sources: sources of the parameters' values; those in host memory free it when they move to another device.
+        sources: sources of the parameters' values; those in host memory free it when moved to another device.
         units: the buckets of each unit.
         has_optimizers: whether the optimizers are known; otherwise two states are assumed, as for Adam.
     """
@@ -134,9 +134,9 @@ def check_room_of_owners(
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
-    """The hosts that lack memory for ordinary tensors on every rank, with a tenth left free. Collective.
+    """The hosts that lack memory for their ranks' ordinary tensors, with a tenth left free. Collective.
 
-    The shards are not counted as freed, since each is freed only after its full tensors have been made.
+    The shards are not counted as freed, since each shard is freed only after its full tensors have been made.
 
     Args:
         buckets: the buckets of all units.
@@ -152,7 +152,7 @@ def without_room_for_whole(
             )
         if keeps_masters and bucket.master_dtype != bucket.dtype:
             need["master weights"] += bucket.layout.numel * bucket.master_dtype.itemsize
-        if communicator.device.type == "cpu":  # one bucket at a time is gathered there
+        if communicator.device.type == "cpu":  # one bucket at a time is gathered in host memory
             gathered = bucket.layout.padded_numel * bucket.master_dtype.itemsize
             need["a gathered bucket"] = max(need["a gathered bucket"], gathered)
     # bypasses the mapping's own ``values``, which waits for updates and raises their errors
@@ -165,7 +165,7 @@ def without_room_for_whole(
 
 
 class Shortage(NamedTuple):
-    """A host, or a process with a limit of its own, that lacks memory for what its ranks need."""
+    """A host, a GPU, or a process with a limit of its own, that lacks memory for its ranks."""
 
     place: str
     ranks: int
@@ -191,8 +191,8 @@ def _without_room(
     """The places that lack memory for all their ranks together; every rank gets the same list. Collective.
 
     Args:
-        need: what this rank needs, in bytes by purpose.
-        freed: bytes that this rank frees before it allocates what it needs.
+        need: the bytes that this rank needs, by purpose.
+        freed: bytes that this rank frees before it allocates these.
         may_take: the fraction of the available memory that may be taken.
         device: the device whose memory this rank takes; by default the host's memory.
     """
@@ -225,7 +225,7 @@ def _power_of_two(number: int) -> int:
 def available_memory(root: Path = Path("/")) -> int | None:
     """Bytes of host memory still available within the limits of the system and of the container; None if unknown.
 
-    Pinned memory counts like any other: CUDA's is not subject to ``RLIMIT_MEMLOCK``.
+    Pinned memory counts like any other: CUDA's pinned memory is not subject to ``RLIMIT_MEMLOCK``.
     """
     found = []
     for line in _lines(root / "proc/meminfo"):
@@ -239,7 +239,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def left_to_process(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's own limits, ``RLIMIT_DATA`` and ``RLIMIT_AS``, still allow; None if there are none."""
+    """Bytes that this process's own limits, ``RLIMIT_DATA`` and ``RLIMIT_AS``, still allow; None without limits."""
     used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
     found = []
     for line in _lines(root / "proc/self/limits"):

@@ -30,7 +30,7 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
 def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> None:
-    """Raise a ValueError that names the parameters and buffers on the meta device that no module would initialise."""
+    """Raise a ValueError if no module would initialise some parameters or buffers on the meta device."""
     lacking = dict(_lacking(module, "", sources, [], False))
     if lacking:
         raise ValueError(
@@ -55,7 +55,7 @@ def _lacking(
 
 
 def detach_kept_graphs(module: nn.Module) -> None:
-    """Detach tensors that modules keep from a forward, as old ``weight_norm`` does: their graphs hold parameters."""
+    """Detach tensors that modules keep from a forward, as old ``weight_norm`` does: the graphs refer to parameters."""
     for inner in module.modules():
         for attribute, value in vars(inner).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -86,7 +86,7 @@ class Materialiser:
             for index, parameter in enumerate(bucket.parameters)
             if sources[bucket.layout.segments[index].name].is_new
         }
-        self._buffers_before = list(module.buffers())  # keeps them alive, as their ids are keys
+        self._buffers_before = list(module.buffers())  # keeps the buffers alive, as their ids are keys
         by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
         self._source_of_buffer = {
             (id(inner), name): by_id[id(buffer)]
@@ -99,7 +99,7 @@ class Materialiser:
         self._seen: set[int] = set()
 
     def run(self) -> list[list[Bucket]]:
-        """Materialise and shard all units; returns the buckets of each. Collective."""
+        """Materialise and shard all units, and return the buckets of each. Collective."""
         is_new = any(source.is_new for source in self._sources.values())
         meeting = self._rendezvous.met("the module's initial values") if is_new else nullcontext()
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
@@ -110,7 +110,7 @@ class Materialiser:
         return self._buckets
 
     def _visit(self, module: nn.Module, ancestors: list[nn.Module]) -> bool:
-        """Materialise and shard the submodules of a module, then the module itself; returns whether any part is new."""
+        """Materialise and shard the submodules of a module, then the module itself; return whether any part is new."""
         self._seen.add(id(module))
         is_new = any(id(parameter) in self._new_parameters for parameter in module._parameters.values())
         for child in module.children():
@@ -127,7 +127,7 @@ class Materialiser:
         return is_new
 
     def _place_buffers(self, module: nn.Module) -> bool:
-        """Move the buffers of a module to the device; returns whether any is new."""
+        """Move the buffers of a module to the device, and return whether any buffer is new."""
         device, is_new = self._communicator.device, False
         for name, buffer in module._buffers.items():
             if buffer is not None:
@@ -157,7 +157,7 @@ class Materialiser:
 
     @contextmanager
     def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
-        """Context for a module's initialiser: tensors with values become meta tensors, so writes to them are lost."""
+        """Context for a module's initialiser: meta tensors replace tensors that have values, so writes are lost."""
         rooms: dict[int, Tensor] = {}
         divided: list[tuple[Tensor, Tensor, Share]] = []  # (whole parameter, this rank's room for it, its share)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -168,7 +168,7 @@ class Materialiser:
                 if id(parameter) not in self._new_parameters:
                     instead = _on_meta(parameter)
                 elif inner is module and id(parameter) in self._initialised:
-                    # tied: initialised by its first owner; this owner's random numbers are drawn, and dropped
+                    # tied: initialised by its first owner; the values drawn for this owner are dropped
                     instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
                     instead = nn.Parameter(instead, parameter.requires_grad)
                 elif id(parameter) in rooms:
@@ -271,7 +271,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _mark_of(dtype: torch.dtype) -> float:
-    """A value that marks elements as not written to."""
+    """A value that marks elements that have not been written."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min

@@ -35,7 +35,7 @@ def restore_parameters(
         }
         for bucket in buckets:
             if not bucket.parameters:
-                continue  # restored before other ranks failed
+                continue  # already restored, before other ranks failed
             if alone and not bucket.is_whole_here:
                 bucket.update, memory = None, available_memory()  # the update has ended; close() raises any error
                 shard = bucket.residency.plan.shard_numel * bucket.master_dtype.itemsize
@@ -58,7 +58,7 @@ def _derived(
 ) -> dict[BucketSlot, list[ShardedTensor]]:
     """Tensors that user code derived from parameters and still holds: aliases, and other tensors that all ranks hold.
 
-    Tensors are matched between ranks by order of creation; if ranks have created different numbers, none is matched.
+    Tensors are matched between ranks by order of creation; if the numbers of tensors differ, no tensor is matched.
     """
     derived = {slot: slot.derived for bucket in buckets if bucket.parameters for slot in slots_of(bucket)}
     kept = {

@@ -45,7 +45,7 @@ class MappedFiles:
                     self._mappings.append((start, stop, int(line[2], 16), path))
 
     def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """The file range that a tensor maps, for ranks to compare; None if there is none, or if it was written to."""
+        """The file range that a tensor maps, for ranks to compare; None without such a range, or after a write."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -122,7 +122,7 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
 def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
     """Sources of the values of all parameters and buffers by name, the same on every rank. Collective.
 
-    Values in memory are rank 0's. A file that every rank has mapped is read by each rank. Tensors that are on the meta
+    Values in memory come from rank 0. A file that every rank has mapped is read by each rank. Tensors on the meta
     device on every rank are new. Raises a ValueError on every rank if the modules differ, or if rank 0 lacks values.
     """
     mapped = MappedFiles()

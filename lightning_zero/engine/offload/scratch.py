@@ -14,7 +14,7 @@ from lightning_zero.io.disk import aligned, aligned_memory
 from lightning_zero.io.swap import SwapFile
 
 WRITES = 2
-"""Writes that may be pending at once. Their buffers are all the host memory that disk storage needs."""
+"""Writes that may be pending at once. Disk storage needs host memory only for their buffers."""
 
 
 class Memory:
@@ -28,11 +28,11 @@ class Memory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device=self.device)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> Tensor:
-        """Store the bytes of a buffer, which is filled once the event has occurred. Returns a key for ``get``."""
+        """Store the bytes of a buffer, which is filled once the event has occurred, and return a key for ``get``."""
         return memory
 
     def get(self, where: Tensor, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Pass the bytes to a function; returns a future with its result."""
+        """Pass the bytes to a function, and return a future with its result."""
         delivered: Future[Any] = Future()
         delivered.set_result(deliver(where))
         return delivered
@@ -57,20 +57,20 @@ class Disk:
         self._end = 0
 
     def memory(self, nbytes: int) -> Tensor:
-        """A buffer of bytes to fill and pass to ``put``. Waits if too many writes are pending."""
+        """A buffer of bytes to fill and pass to ``put``, once few enough writes are pending."""
         while len(self._writes) >= WRITES:
             wait([self._writes.popleft()])  # ``get`` raises the error of a failed write
         return self._aligned(nbytes)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> _Stored:
-        """Store the bytes of a buffer, which is filled once the event has occurred. Returns a key for ``get``."""
+        """Store the bytes of a buffer, which is filled once the event has occurred, and return a key for ``get``."""
         start = self._claim(len(memory))
         written = self._thread.submit(self._write, memory, start, filled)
         self._writes.append(written)
         return _Stored(start, len(memory), written)
 
     def get(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Read the bytes and pass them to a function, in the background; returns a future."""
+        """Read the bytes and pass them to a function, in the background; return a future with its result."""
         return self._thread.submit(self._read, where, deliver)
 
     def free(self, where: _Stored) -> None:
@@ -78,7 +78,7 @@ class Disk:
         self._free[where.nbytes].append(where.start)
 
     def _claim(self, nbytes: int) -> int:
-        """Reserve a free range of the same size, or a new one at the end of the file; returns its start."""
+        """Reserve a free range of the same size, or a new one at the end of the file, and return its start."""
         free = self._free.setdefault(nbytes, deque())
         if free:
             return free.pop()
@@ -90,7 +90,7 @@ class Disk:
     def _aligned(self, nbytes: int) -> Tensor:
         nbytes = aligned(nbytes)
         if self._is_pinned:
-            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")  # starts at a page
+            return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")  # starts at a page boundary
         return torch.frombuffer(aligned_memory(nbytes), dtype=torch.uint8)
 
     def _write(self, memory: Tensor, start: int, filled: torch.Event | None) -> tuple[int | None, str | None] | None:

@@ -40,7 +40,7 @@ class Swap:
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
     def open(self, nbytes: int) -> SwapFile:
-        """Create a file; raises an OSError if the disk lacks space."""
+        """Create a file. Raises an OSError if the disk lacks space."""
         file = SwapFile(self._folder, nbytes)
         self._files.add(file)
         return file
@@ -59,19 +59,19 @@ class Swap:
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, for extents of up to ``nbytes`` bytes."""
         if nbytes > self._ring.nbytes:
-            self._ring = Ring(0)  # first free the old one
+            self._ring = Ring(0)  # free the old buffers first
             self._ring = Ring(nbytes)
         return self._ring
 
 
 class DiskStates:
-    """Tensors of equal length, called fields, in a file of sub-groups; raises an OSError if the disk lacks space.
+    """Tensors of equal length, called fields, in a file of sub-groups. Raises an OSError if the disk lacks space.
 
     Args:
         name: the bucket's name, for errors.
         numel: elements of each field.
         dtype: the dtype of the master weights, which are the first field.
-        fields: dtypes of the other fields by name. The attribute has the dtypes of all fields.
+        fields: dtypes of the other fields by name. The attribute includes the first field.
     """
 
     def __init__(
@@ -125,13 +125,13 @@ class DiskStates:
         return sum(aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values())
 
     def _offsets(self, index: int) -> dict[str, int]:
-        """Where each field begins in a sub-group."""
+        """The offset in bytes of each field in a sub-group."""
         start, stop = self.range_of(index)
         ends = accumulate((aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values()), initial=0)
         return dict(zip(self.fields, ends))
 
     def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
-        """The fields of a sub-group as 1-D tensors over the memory that it was read into."""
+        """The fields of a sub-group as 1-D tensors over the memory that the sub-group was read into."""
         start, stop = self.range_of(index)
         offsets = self._offsets(index)
         return {
@@ -152,12 +152,12 @@ class DiskStates:
         """Write the elements of a field from ``start`` on."""
         for part, position, memory, elements in self._parts(field, start, start + values.numel()):
             if elements.nbytes < len(memory):
-                self._file.read(memory, position)  # bytes around the elements
+                self._file.read(memory, position)  # to keep the bytes around the elements
             elements.copy_(values[part])
             self._file.write(memory, position)
 
     def _parts(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
-        """Per sub-group: a part of ``[start, stop)``, the aligned position of its bytes, their memory, and its view."""
+        """Per sub-group: a part of ``[start, stop)``, its aligned position in the file, memory, and its view."""
         dtype, sub_group = self.fields[field], self.swap.sub_group
         for index in range(start // sub_group, -(-stop // sub_group)):
             first, last = self.range_of(index)

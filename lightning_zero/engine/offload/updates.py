@@ -39,7 +39,7 @@ class Updates:
         self._streams: list[DiskUpdate] = []
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
-        """Run a function after all those submitted earlier; returns work to wait for."""
+        """Run a function after all functions submitted earlier, and return work to wait for."""
         work = BackgroundWork(self)
 
         def run() -> None:
@@ -50,7 +50,7 @@ class Updates:
         return work
 
     def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
-        """Copy gradients to host memory in the background; returns the copies, and work to wait for."""
+        """Copy gradients to host memory in the background; return the copies, and work to wait for."""
         device = sources[0].device if sources else torch.device("cpu")
         targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu", device="cpu") for t in sources]
 
@@ -70,7 +70,7 @@ class Updates:
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._thread is None:
-            # Not an executor: at exit the interpreter would wait for the thread, which may be waiting for a gradient.
+            # Not an executor: at exit the interpreter would wait for its thread, which may be waiting for a gradient.
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
@@ -102,7 +102,7 @@ def _close_all() -> None:
 def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
     while (run := queue.get()) is not None:
         run()
-        del run  # and the gradients that it holds
+        del run  # free the gradients that the function holds
 
 
 P = ParamSpec("P")
@@ -114,7 +114,7 @@ OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
 
 
 class DiskUpdate:
-    """An update of states on a disk: streams sub-groups through memory, each once its bucket's gradient is available.
+    """An update of states on a disk: streams sub-groups through memory, each when its bucket's gradient is available.
 
     The states are in the order in which their gradients arrive; ``owner`` receives the error if the update fails.
     """
@@ -129,9 +129,9 @@ class DiskUpdate:
     def give(self, states: DiskStates, act: OnSubGroup | None, *, until_written: bool = False) -> BackgroundWork | None:
         """Set the function for the sub-groups of one bucket; None to do nothing. Must be called for each bucket.
 
-        The work returned ends when the function is done, or with ``until_written`` when the result is on the disk. It
-        is None if another thread has dropped the bucket in ``synchronize``: then another ``DiskUpdate`` has to update
-        the bucket.
+        The work returned ends when the function is done, or with ``until_written`` when the result is on the disk.
+        None is returned if another thread has dropped the bucket in ``synchronize``: then another ``DiskUpdate`` has to
+        update the bucket.
         """
         with self._lock:
             if self._acts[states].done():
@@ -162,7 +162,7 @@ class DiskUpdate:
                     act(*states.range_of(index), states.views(index, memory))
                 if index + 1 == states.count:
                     self._shown[states].end()
-                    self._acts[states] = _GIVEN  # the function holds gradients
+                    self._acts[states] = _GIVEN  # free the function, which holds gradients
 
             left = {states: states.count for states in self._states}
 
@@ -202,7 +202,7 @@ def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, N
 
 
 class Update(NamedTuple):
-    """An optimizer's update of one parameter group, with a copy of its options, which schedulers may change later.
+    """An optimizer's update of one parameter group, with a copy of its options, since schedulers may change them later.
 
     User hooks are called once per optimizer step, not for each update.
     """
@@ -215,7 +215,7 @@ class Update(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
-        """Make an update that runs on the CPU; if the module computes there, too, the optimizer chooses its kernel."""
+        """Make an update that runs on the CPU; if the module is on the CPU, too, the optimizer chooses the kernel."""
         kind: Any = type(optimizer)
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
@@ -224,7 +224,7 @@ class Update(NamedTuple):
         return cls(kind, _without_hooks(kind), dict(optimizer.__dict__), options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-        """Update one tensor and its state in place, as the optimizer's ``step`` does; returns the state.
+        """Update one tensor and its state in place, as the optimizer's ``step`` does; return the state.
 
         May be called in any thread.
         """
@@ -290,14 +290,14 @@ def fields_by_parameter(
 
 @cache
 def _without_hooks(kind: Any) -> type[Optimizer]:
-    """A subclass of an optimizer class, without the wrapper that torch adds to ``step`` and that calls all hooks."""
+    """A subclass of an optimizer class, without the wrapper that torch puts around ``step`` to call hooks."""
 
     def unhooked(base: Any) -> Callable[..., Any]:
         step = vars(base)["step"]
         return step.__wrapped__ if getattr(step, "hooked", False) else step
 
     bases = [base for base in kind.__mro__[:-1] if "step" in vars(base)]
-    steps = tuple(vars(base)["step"] for base in bases)  # projects' tests may replace these
+    steps = tuple(vars(base)["step"] for base in bases)  # projects' tests may replace these methods
     if (known := _unhooked.get(kind)) is not None and known[0] == steps:
         return known[1]
     # in the method resolution order each unwrapped ``step`` comes before the class that it is taken from

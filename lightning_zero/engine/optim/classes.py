@@ -17,12 +17,12 @@ class Need(Enum):
 
 
 class Known(NamedTuple):
-    """What a class needs.
+    """An optimizer class's entry in the table.
 
     Attributes:
-        cls: the class in the table: the optimizer's class, or a base class.
+        cls: the class that the table lists: the optimizer's class, or a base class of it.
         need: what an optimizer of the class with these options needs.
-        why: the reason why it needs more than single elements.
+        why: the reason, if the optimizer needs more than single elements.
     """
 
     cls: type
@@ -31,7 +31,7 @@ class Known(NamedTuple):
 
 
 def known_class(optimizer: Optimizer) -> Known | None:
-    """What the table says about an optimizer's class, or else its nearest base class; None if neither is in it."""
+    """The table's entry for an optimizer's class, or else for its nearest listed base class; None if there is none."""
     for cls in type(optimizer).__mro__:
         found = _TABLE.get((cls.__module__.partition(".")[0], cls.__name__))
         if found is None:
@@ -47,7 +47,7 @@ def known_class(optimizer: Optimizer) -> Known | None:
 
 _ORDER = list(Need)
 
-# torch's come first: messages list them.
+# A list of its own, since error messages list these optimizers.
 TORCHS_ELEMENTWISE = (
     *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
@@ -122,4 +122,4 @@ _OPTIONS: dict[str, tuple[Need, str]] = {
     "cautious": (Need.PARAMETER, "cautious divides by the mean of a mask over each parameter"),
     "pre_norm": (Need.MODEL, "pre_norm divides by the norm of all gradients"),
 }
-"""Options of an optimizer or a group that make a class need more than the table says."""
+"""Options of an optimizer or a group with which an optimizer needs more than ``_NEEDS`` says for its class."""

@@ -1,4 +1,4 @@
-"""Which optimizers can be used, and which parameters each of them needs as a whole."""
+"""Checks of which optimizers can be used, and of which parameters each optimizer needs as a whole."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
         ranks: the number of ranks that shard parameters. A single rank has whole parameters, unless it offloads states.
 
     Raises:
-        TypeError: if an optimizer needs other parameters than the one that it updates, if its class is not known and no
-            option says what it needs, or if the option is wrong.
+        TypeError: if an optimizer needs parameters other than the one being updated, if its class is not known and
+            ``whole_parameters`` is not set, or if that option is wrong.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
@@ -91,7 +91,7 @@ def _has_overrides(optimizer: Optimizer) -> bool:
 
 
 def _known(optimizer: Optimizer) -> Known | None:
-    """What the table says about a class, unless its ``step`` may do more than the table class's ``step``."""
+    """The table's entry for an optimizer, unless its ``step`` may do more than the ``step`` of the listed class."""
     known = known_class(optimizer)
     return known if known is not None and steps_as(optimizer, known.cls) else None
 
@@ -148,19 +148,19 @@ def is_torchs_elementwise(cls: type) -> bool:
 def steps_as(optimizer: Optimizer, known: type) -> bool:
     """Whether ``step`` does no more with parameters than a base class's ``step``.
 
-    A class of torch's own counts as itself, even if something has wrapped its ``step`` (a profiler, a mock).
+    True for the base class itself, even if something (a profiler, a mock) has wrapped its ``step``.
     """
     classes = type(optimizer).__mro__
     steps = [vars(cls)["step"] for cls in classes[: classes.index(known)] if "step" in vars(cls)]
-    # torch wraps the method of every class that is instantiated
+    # torch wraps the ``step`` of every optimizer class that is instantiated
     return all(_only_wraps(inspect.unwrap(step), vars(optimizer)) for step in steps)
 
 
 def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
     """Whether a ``step`` reaches parameters only through ``super().step()``, as far as its source shows.
 
-    It may use the optimizer's attributes that are numbers, strings and the like. It may not pass the optimizer on, call
-    other methods or read ``param_groups``, which hold parts of parameters during an update.
+    The ``step`` may use attributes of the optimizer that are numbers, strings and the like. It may not pass the
+    optimizer on, call other methods or read ``param_groups``, which hold parts of parameters during an update.
     """
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(step))).body

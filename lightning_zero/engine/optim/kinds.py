@@ -2,8 +2,8 @@
 
 By element: one number for each element of the parameter (``exp_avg``), sharded like the parameter.
 Small: a count or an option that all ranks hold alike (``step``), sent between ranks with the names of entries.
-Owned: other tensors of a parameter that one rank has as a whole (factors, preconditioners, quantised blocks), also
-within lists and dicts, and within tensors made of other tensors. Only the owner has them.
+Owned: any other tensor for a parameter that one rank has as a whole (factors, preconditioners, quantised blocks), also
+inside a list, a dict or a tensor made of other tensors. Only the rank that owns the parameter has the tensor.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 from lightning_zero.engine.compat import is_made_of_tensors, tree_map_only
 from lightning_zero.engine.tensor.sharded_tree import walk
 
-# Zero-dimensional entries of zero-dimensional parameters that are nevertheless not by element.
+# Entries that are not by element even if they and their parameter are zero-dimensional.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
@@ -62,14 +62,14 @@ def is_by_element(key: str, value: Any, shape: torch.Size) -> bool:
 
 
 _CLASS, _CONTEXT, _PERMUTED = "__tensor_class__", "__context__", "permuted"
-"""Keys and a value in checkpoints; not to be changed."""
+"""Two keys and a value in checkpoints, which must therefore not be changed."""
 
 
 def in_plain_tensors(value: Any) -> Any:
-    """Replace each tensor of an entry that is made of other tensors (an 8-bit one) by a dict of these and its class.
+    """Replace each tensor made of other tensors (such as an 8-bit tensor) in an entry by a dict of these and its class.
 
-    A tensor whose dimensions lie in another order in memory becomes such a dict too: in the usual order, products with
-    it would be rounded differently.
+    A tensor whose dimensions have an unusual order in memory becomes such a dict too: after being restored in the usual
+    order, the tensor would give differently rounded products.
     """
     if isinstance(value, dict):
         return {key: in_plain_tensors(item) for key, item in value.items()}
@@ -85,7 +85,7 @@ def in_plain_tensors(value: Any) -> Any:
 
 
 def as_made_of_tensors(tree: Any) -> Any:
-    """Undo ``in_plain_tensors`` where the tensors have values and their class is torchao's or already imported."""
+    """Undo ``in_plain_tensors`` for tensors that have values and whose class is torchao's or already imported."""
     return walk(tree, _put_together, lambda part: isinstance(part, dict) and _CLASS in part)
 
 
@@ -107,7 +107,7 @@ def _put_together(part: dict[str, Any]) -> Any:
 
 
 def _order_in_memory(tensor: Tensor) -> list[int] | None:
-    """The order of dimensions in which a tensor is contiguous; None if that is the usual one, or if there is none."""
+    """The order of dimensions in which a tensor is contiguous; None for the usual order, or if there is none."""
     if tensor.is_contiguous() or tensor.layout is not torch.strided:
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -115,7 +115,7 @@ def _order_in_memory(tensor: Tensor) -> list[int] | None:
 
 
 def described(value: Any) -> Any:
-    """Describe an entry that one rank owns to other ranks: its tensors' shapes, and everything else in it."""
+    """Describe, for other ranks, an entry that one rank owns: its tensors' shapes and dtypes, and its other values."""
     count = iter(range(sys.maxsize))
     return _with_tensors(value, lambda tensor: Owned(next(count), tensor.shape, tensor.dtype), Small)
 
@@ -147,7 +147,7 @@ def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device)
 
 
 def copied(value: Any) -> Any:
-    if type(value) is Tensor:  # as most are, and many are copied in a step
+    if type(value) is Tensor:  # the usual case, kept fast since each step copies many values
         return value.clone()
     return as_made_of_tensors(tree_map_only(Tensor, Tensor.clone, in_plain_tensors(value)))
 
@@ -160,12 +160,12 @@ def comparable(value: Any) -> Any:
 
 
 def placed(key: str, value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """A copy of a small entry where torch's own ``load_state_dict`` puts it: usually on the parameter's device."""
+    """Copy a small entry to where torch's own ``load_state_dict`` puts it: usually to the parameter's device."""
     if key != "step":  # lists of tensors, too (LBFGS)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
     if not isinstance(value, Tensor):
         return value
     if group.get("capturable") or group.get("fused"):
         return value.to(device, torch.float32, copy=True)
-    # An optimizer may have made it on the user's default device; a CPU kernel needs it on the CPU.
+    # An optimizer may have made ``step`` on the user's default device; a CPU kernel needs it on the CPU.
     return value.to("cpu", copy=True) if device.type == "cpu" else copied(value)

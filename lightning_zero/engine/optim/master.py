@@ -1,6 +1,6 @@
-"""Masters, which an optimizer updates in place of neighbouring parameters: this rank's part of them, as one tensor.
+"""Masters, which an optimizer updates instead of parameters: each is this rank's part of neighbouring parameters.
 
-A single rank without offloaded states has each parameter whole, in its shape: any optimizer may be used there.
+On a single rank without offloaded states, each parameter has a master of its shape: any optimizer may be used there.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ class Master:
 
     Attributes:
         first, last: indices of the first and last segment, inclusive.
-        range: the segments' range of the shard.
+        range: the range of the shard that the segments occupy.
         tensor: the tensor that the optimizer updates, 1-D with several ranks; empty if the rank owns none of the
             segments.
-        device: the device that updates the tensor.
+        device: the device on which the tensor is updated.
     """
 
     def __init__(self, run: list[BucketSlot]) -> None:
@@ -46,7 +46,7 @@ class Master:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank updates the master: it owns some of it, or there is nothing to own (as under DDP)."""
+        """Whether this rank updates the master: it owns some elements, or there are none to own (as under DDP)."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
     def values(self) -> Tensor:
@@ -56,7 +56,7 @@ class Master:
         return self.tensor.detach()
 
     def stored(self, key: str) -> Tensor:
-        """A state of the master that is on a disk."""
+        """One of the master's states, which are on a disk, as a lazy tensor."""
         assert self.bucket.states is not None
         return self.bucket.states.tensor(key, self.range.start, self.range.stop)
 
@@ -80,15 +80,15 @@ def is_alone(bucket: Bucket) -> bool:
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
     """Maximal runs of adjoining segments, in the order of each bucket.
 
-    A run across a gap would give kernels other tensor ends than the full parameters have (see ``ALIGNMENT``). With
-    one rank gradients are not laid out as a bucket, so each parameter is a run of its own, as in a whole bucket.
+    In a run across a gap, tensors would end elsewhere for kernels than the full parameters do (see ``ALIGNMENT``).
+    With one rank, gradients are not laid out as a bucket, so each parameter is a run of its own, as in a whole bucket.
     """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
         by_bucket.setdefault(slot.bucket, []).append(slot)
     runs: list[list[BucketSlot]] = []
     for bucket, members in by_bucket.items():
-        ends, segments = -1, bucket.layout.segments  # index of the segment that would adjoin
+        ends, segments = -1, bucket.layout.segments  # ``ends``: index of the segment that would adjoin
         for slot in sorted(members, key=lambda slot: slot.index):
             start = segments[slot.index].start
             apart = bucket.layout.is_whole or bucket.layout.world_size == 1
@@ -101,7 +101,7 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
 
 @torch.no_grad()
 def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
-    """Restore a parameter's saved master weight, except for elements that were changed after it was rounded.
+    """Restore a parameter's saved master weight, except for elements that have changed since the weight was rounded.
 
     A parameter that is in fp32 now, but was saved in low precision, regains the precision of the master weight.
 
@@ -123,10 +123,10 @@ def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
 
 
 class SparseRows:
-    """The rows of one parameter that backward has given a sparse gradient since ``p.grad`` was reset. With one rank.
+    """The rows of one parameter that have received sparse gradients since ``p.grad`` was reset. For one rank only.
 
-    For an optimizer that takes sparse gradients: gradients are kept dense, which does not distinguish a row of zeros
-    from an unused row.
+    An optimizer that takes sparse gradients needs these rows: the engine keeps gradients dense, and in a dense gradient
+    a row of zeros looks like an unused row.
     """
 
     def __init__(self, slot: BucketSlot) -> None:
@@ -139,7 +139,7 @@ class SparseRows:
         if slot is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             self._rows = None
             return None
-        gradient = gradient.coalesce()  # which adds the parts of a row in the order in which the optimizer would
+        gradient = gradient.coalesce()  # adds the parts of a row in the order in which the optimizer would
         (rows,) = gradient.detach().indices()
         if self._rows is not None and slot.parameter.grad is not None:
             rows = torch.cat([self._rows, rows]).unique()
@@ -147,7 +147,7 @@ class SparseRows:
         return gradient
 
     def of(self, gradient: Tensor) -> Tensor:
-        """The gradient with only these rows; unchanged if it did not come as a sparse one."""
+        """The gradient as a sparse tensor of these rows; unchanged if backward did not give a sparse gradient."""
         if self._rows is None:
             return gradient
         return torch.sparse_coo_tensor(

@@ -56,7 +56,7 @@ class Masters:
         self._replaced: list[list[Any]] | None = None  # during a step, the module's parameters by group
         self._active: list[Master] = []
         self._signature: Any = None
-        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters of no engine
+        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters that no engine has
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
         self._begun: set[Bucket] = set()
         self._offloaded = OffloadedStep()
@@ -76,12 +76,12 @@ class Masters:
         ]
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
-        # before the users' hooks, so that these see the module's parameters
+        # called before the users' hooks, so that these see the module's parameters
         call_first(self._handles[1])
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, owner: Owner) -> None:
-        """Also update the parameters of another engine, whose module's parameters the optimizer holds. Collective."""
+        """Also update the parameters of another engine's module, which the optimizer holds as well. Collective."""
         self.states.join(owner)
         self._signature = None
         state: dict[Any, dict[str, Any]] = self.states.by_master
@@ -90,7 +90,7 @@ class Masters:
             self._adopt({**self.states.by_parameter(in_parts), **before})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """``load_state_dict`` for a class that overrides it."""
+        """``load_state_dict`` for an optimizer class that overrides this method."""
         self._signature = None
         own = {handle.id for handle in self._handles}
         hooks = {name: getattr(self.states.optimizer, name) for name in LOAD_HOOKS}
@@ -108,7 +108,7 @@ class Masters:
 
     @property
     def optimizer(self) -> Optimizer | None:
-        """None after the user has deleted it."""
+        """The optimizer; None after the user has deleted it."""
         return self.states.reference()
 
     # -- the step ---------------------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ class Masters:
             self._swap_in()
             return None
 
-        # Always in a closure, so that the users' step hooks, which run before it, see the module's parameters.
+        # Always swap in a closure: the users' step hooks, which run before the closure, see the module's parameters.
         def closure_then_swap() -> Any:
             if self._replaced is not None:  # LBFGS calls the closure again, on the values written so far
                 self._put_back()
@@ -161,7 +161,7 @@ class Masters:
                     left.append(each)
                 elif each.bucket.updates is None and each.is_here:
                     left += self._updated_by_optimizer(each.bucket, each.tensor, gradients[each], group)
-            group["params"][:] = left  # the list itself, which an optimizer may keep (LBFGS)
+            group["params"][:] = left  # in place, since an optimizer may keep the list (LBFGS)
 
     def _updated_by_optimizer(
         self, bucket: Bucket, master: Tensor, gradient: Tensor | None, group: dict[str, Any]
@@ -177,7 +177,7 @@ class Masters:
         return [master]
 
     def _begin_update(self) -> None:
-        """Prepare for a change of the masters, unless some updates have begun: nothing may still be reading them."""
+        """Before the first update of a step, prepare the engines, and wait until nothing reads the masters."""
         if not self._begun:
             for owner in self.states.owners:
                 owner.begin_update()
@@ -187,8 +187,8 @@ class Masters:
         """Update the offloaded masters of a bucket before ``optimizer.step`` is called.
 
         Args:
-            shards: the gradient of each parameter of the bucket, by its index, as ``step`` will find it.
-            order: the buckets that come next, as far as this is known.
+            shards: the gradient of each parameter of the bucket, by the parameter's index, as ``step`` will find it.
+            order: the buckets that come next, as far as they are known.
         """
         masters = [master for _, master in self._arranged_in.get(bucket, ())]
         held = {slot for master in masters for slot in master.slots}
@@ -208,7 +208,7 @@ class Masters:
         def gradient_of(master: Master) -> Tensor:
             return shards[master.first].range_of(master.range).view(master.tensor.shape)
 
-        # a callable, since the gradient may still be on its way
+        # a callable, since the gradient may not have arrived yet
         self._update_offloaded(bucket, {master: partial(gradient_of, master) for master in masters})
 
     def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
@@ -225,7 +225,7 @@ class Masters:
                 owner.updated(self._buckets)
 
     def _call_hooks(self) -> None:
-        """Call the hooks that may write to shards which are about to be gathered."""
+        """Call ``hooks_after_update``, which may write to shards before these are gathered."""
         if not self.hooks_after_update:
             return
         buckets, groups = self._buckets, self.states.optimizer.param_groups
@@ -264,14 +264,14 @@ class Masters:
                 master.tensor.grad = None
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
-        """Arrange each group's parameters that have a gradient as masters, usually the same as last time."""
+        """Arrange each group's parameters that have a gradient as masters, usually the same as in the previous step."""
         signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
         self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
         for number, group in enumerate(groups):
             slots = {p: slot for p in group["params"] if (slot := slot_of(p)) is not None}
-            # An optimizer that updates whole parameters also finds those without a gradient in their places.
+            # On a single rank without offload, an optimizer also finds parameters without a gradient, in their places.
             kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_alone(slots[p].bucket)]
             trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
             masters = self.states.masters_over([slots[p] for p in trained])
@@ -291,8 +291,8 @@ class Masters:
         if (shard := shard_of_all(master.slots)) is not None:
             values = shard.range_of(master.range)
         else:
-            # User code has put its own gradients in p.grad. Ranks that own nothing of the master do the same: a
-            # gradient derived from another parameter is gathered.
+            # User code has put its own gradients in p.grad. Ranks that own nothing of the master also run this
+            # code, which gathers gradients that are derived from another parameter.
             values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
@@ -302,10 +302,10 @@ class Masters:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, device: torch.device | None) -> None:
-        """Unhook the optimizer and give it its whole state by parameter, for the ordinary parameters. Collective.
+        """Unhook the optimizer and give it its full state, by parameter, for use without the engine. Collective.
 
         Args:
-            device: the state's device; with None the optimizer loses its state, and no other rank is needed.
+            device: the state's device; with None the optimizer loses its state, and the call is not collective.
         """
         self.states.release()
         self.recover()
@@ -342,7 +342,7 @@ _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDict
 
 
 def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
-    """The masters of an optimizer for another engine; new masters if it has none. Collective."""
+    """The masters of an optimizer, joined by another engine; new masters if the optimizer has none. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
         return Masters(optimizer, owner)
@@ -356,7 +356,7 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
     Elementwise writes to parameters in the hook (``p.mul_(mask)``) reach all ranks by the gather that follows anyway.
 
     Args:
-        optimizer: an engine's optimizer, or any other.
+        optimizer: an optimizer that an engine handles, or any other optimizer.
         hook: called with the parameters that may have been updated. It must not read whole parameters.
     """
     if (masters := _masters_of.get(optimizer)) is None:
@@ -389,7 +389,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:
-    """The masters of the optimizer whose groups contain a parameter; None if no engine keeps any."""
+    """The masters of the optimizer whose groups contain a parameter; None if no engine has such masters."""
     for optimizer, masters in _masters_of.items():
         if any(held is parameter for group in optimizer.param_groups for held in group["params"]):
             return masters

@@ -18,7 +18,7 @@ _STEPS = 3
 
 
 class Refutation(str):
-    """What the probe saw.
+    """An observation of the probe that contradicts the user's declaration.
 
     Attributes:
         is_of_parts: whether a part of a parameter was updated differently than within the whole.
@@ -28,18 +28,18 @@ class Refutation(str):
 
 
 def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | None:
-    """Compare updates of two parameters together with updates of each alone, and of wholes with those of their parts.
+    """Compare updating two parameters together with updating each alone, and a whole parameter with its parts.
 
     Args:
         is_elementwise: whether parts are compared too.
 
     Returns:
-        The observation that refutes the declaration; None if there is none, or if the optimizer cannot be tried.
+        The observation that refutes the declaration; None if nothing does, or if the optimizer cannot be tried.
     """
     try:
         with torch.random.fork_rng(devices=[]):
             return _seen(optimizer, is_elementwise)
-    except Exception:  # from the optimizer, which may need other shapes or a closure
+    except Exception:  # raised by the optimizer, which may need other shapes or a closure
         return None
 
 

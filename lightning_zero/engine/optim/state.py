@@ -39,7 +39,7 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_ran
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, walk, whole
 
 States = dict[Any, dict[str, Any]]
-"""Entries by name, by parameter."""
+"""For each parameter, the entries of its state by name."""
 
 
 class Owner(Protocol):
@@ -59,9 +59,9 @@ class Owner(Protocol):
 
 
 class StateMapping(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state`` by master. For a parameter of the module it returns the parameter's state in sharded tensors.
+    """``optimizer.state``, by master. Looking up a parameter of the module gives its state in sharded tensors.
 
-    With one rank, where each parameter has a master in its shape, it returns the optimizer's own entries.
+    With one rank, where each parameter has a master of its shape, it gives the optimizer's own entries.
 
     Raises:
         TypeError: where user code would replace or remove the state of one parameter.
@@ -87,7 +87,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         return self[key] if key in self else default
 
     def values(self) -> Any:
-        self._states.synchronize()  # readers may write to them
+        self._states.synchronize()  # callers may write to the states
         return super().values()
 
     def items(self) -> Any:
@@ -120,10 +120,10 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
 
 
 class MasterStates:
-    """Which masters an optimizer has, their state, and its translation to the module's parameters and back.
+    """The masters of an optimizer, and their state, with its translation to the module's parameters and back.
 
     Attributes:
-        reference: to the optimizer, which the user alone keeps alive.
+        reference: a weak reference to the optimizer, which only the user keeps alive.
     """
 
     def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
@@ -131,7 +131,7 @@ class MasterStates:
         self._ledger, self._owners = owner.ledger, [weakref.ref(owner)]
         self._master_of: dict[BucketSlot, Master] = {}
         self._own: Any = None  # the optimizer's mapping, while another takes its place for ``state_dict()``
-        self._leaf: Leaf = whole  # what tensors become in ``state_dict()``
+        self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -143,7 +143,7 @@ class MasterStates:
 
     @property
     def by_master(self) -> Any:
-        """The optimizer's own mapping."""
+        """The optimizer's own mapping, from masters to their states."""
         return self.optimizer.state if self._own is None else self._own
 
     @property
@@ -161,10 +161,10 @@ class MasterStates:
         """Wait for background work of the engines whose parameters the optimizer holds, and raise its errors."""
         synchronize(*(owner.background for owner in self.owners))
 
-    # -- which masters there are ------------------------------------------------------------------------------------
+    # -- masters ----------------------------------------------------------------------------------------------------
 
     def masters_over(self, slots: list[BucketSlot]) -> list[Master]:
-        """The masters that cover these slots and no others, split off or made where there are none."""
+        """The masters that cover these slots and no others; existing masters are split, and missing ones made."""
         wanted = set(slots)
         for master in dict.fromkeys(self._master_of[slot] for slot in slots if slot in self._master_of):
             if not wanted.issuperset(master.slots):
@@ -202,7 +202,7 @@ class MasterStates:
             self._measured = len(optimizer.state)
             offloaded = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            # bypasses the mapping's ``items``: no background work uses it, and update errors are raised elsewhere
+            # not the mapping's ``items``: no background work needs waiting for, and update errors are raised elsewhere
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes
@@ -228,14 +228,14 @@ class MasterStates:
         return master is not None and (not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor))
 
     def key_of(self, slot: BucketSlot) -> Tensor:
-        """The key of one parameter's state in the optimizer's own mapping, where a master is that parameter alone."""
+        """The key of one parameter's state in the optimizer's own mapping, if the parameter has a master to itself."""
         return self.masters_over([slot])[0].tensor
 
     def by_parameter(self, leaf: Leaf, parameters: Sequence[Tensor] | None = None) -> States:
-        """The state by parameter: foreign parameters first, then the module's that have state. Collective.
+        """The state by parameter: for parameters of no engine first, then for the module's. Collective.
 
         Args:
-            leaf: what each tensor becomes; ``in_parts`` leaves entries by element as sharded tensors over the masters'
+            leaf: converts each tensor; ``in_parts`` leaves entries by element as sharded tensors over the masters'
                 entries.
             parameters: the parameters to return; by default all that the optimizer holds.
         """
@@ -323,31 +323,31 @@ class MasterStates:
     # -- by master --------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hook before ``load_state_dict()``: give masters' states by parameter, so that torch does not cast them.
+        """Hook before ``load_state_dict()``: key masters' states by parameter, since torch would cast them.
 
-        torch casts states that it finds by number to the dtype of the parameter, and keeps others as they are.
+        torch casts states that are keyed by number to the parameter's dtype, and keeps other states unchanged.
         """
         self.synchronize()  # an update that has not begun yet would find no state
         groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
-            return state_dict  # torch names the mismatch
+            return state_dict  # torch raises an error that names the mismatch
         saved = [index for group in saved_groups for index in group["params"]]
         parameters = [p for group in groups for p in group["params"]]
         states: dict[Any, Any] = {}
         for index, parameter in zip(saved, parameters):
             if index in state_dict["state"]:
                 state, is_ours = state_dict["state"][index], slot_of(parameter) is not None
-                # a copy of ours, since torch replaces counts in it that are not tensors
+                # a copy of our dict, since torch replaces counts in it that are not tensors
                 states[parameter if is_ours else index] = dict(state) if is_ours else state
         return {**state_dict, "state": states}
 
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
-        """Load by the own method of the optimizer's class, which may write to ``state`` by parameter.
+        """Load with the optimizer class's own ``load_state_dict``, which may write to ``state`` by parameter.
 
-        The method loads into a stand-in, whose parameters have the same shapes but no memory.
+        The method loads into a stand-in optimizer, whose parameters have the same shapes but no memory.
 
         Args:
-            hooks: attributes of the stand-in, without the engine's hooks.
+            hooks: the stand-in's load hooks, by attribute name, without the engine's hooks.
         """
         optimizer, parameter_of = self.optimizer, {}
         groups = []
@@ -372,7 +372,7 @@ class MasterStates:
     def adopt(self, states: States) -> None:
         """Split state by parameter into the state of masters, which replaces all former state."""
         self.synchronize()
-        states = walk(states, in_full, is_dtensor)  # made for DTensors before their module was sharded
+        states = walk(states, in_full, is_dtensor)  # states made for DTensors before their module was sharded
         optimizer = self.optimizer
         self._master_of.clear()
         self._measured = -1
@@ -384,7 +384,7 @@ class MasterStates:
                 optimizer.state[parameter] = {key: copied(value) for key, value in state.items()}
             elif state:
                 by_slot[slot] = state
-        alike: dict[Any, list[BucketSlot]] = {}  # parameters that may have one master
+        alike: dict[Any, list[BucketSlot]] = {}  # parameters that may share a master
         for number, group in enumerate(optimizer.param_groups):
             for slot in (slot for parameter in group["params"] if (slot := slot_of(parameter)) in by_slot):
                 entries: Any = slot  # in a whole bucket each parameter has a master of its own
@@ -428,12 +428,12 @@ class MasterStates:
 
 
 def _held_here(entry: Any) -> Any:
-    """An entry with the tensors of an ``OwnedSlot`` as ordinary tensors, on their owner."""
+    """An entry with ordinary tensors in place of those in an ``OwnedSlot``, on the owning rank."""
     return walk(entry, lambda t: t.local.view(t.shape) if isinstance(t, ShardedTensor) else t)
 
 
 def _initial(key: str, slot: BucketSlot, group: dict[str, Any]) -> Tensor:
-    """This rank's values of an entry that exists from the start (Adagrad's), made while the parameter had no values."""
+    """This rank's values of an initial entry (Adagrad's) that was created while the parameter had no values."""
     if key == "sum" and "initial_accumulator_value" in group:
         return torch.full((slot.local_numel,), group["initial_accumulator_value"], dtype=torch.float64, device="cpu")
     raise RuntimeError(
@@ -455,7 +455,7 @@ def make_room(optimizer: Optimizer) -> None:
         if slot is not None and slot.bucket.states is not None:
             members.setdefault(slot.bucket.states, []).append(parameter)
     if not members:
-        return  # as without offload, where each change in which parameters have gradients leads here
+        return  # as without offload, where this is called whenever the set of parameters with gradients changes
     fields_of = fields_by_parameter([optimizer])
     for states, parameters in members.items():
         fields = fields_of(parameters, states.dtype)

@@ -25,10 +25,10 @@ CHUNK_NUMEL = 2**18
 
 
 def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
-    """Whether an update in chunks is faster, by an optimizer of this class with these options.
+    """Whether an optimizer of this class, with these options, updates the tensor faster in chunks.
 
-    Unless it is fused, a torch optimizer passes over a tensor once for each of its operations (Adam nine times), and a
-    tensor larger than the cache comes from memory each time. Fake tensors have no memory.
+    A torch optimizer that is not fused passes over a tensor once for each of its operations (Adam nine times), and a
+    tensor larger than the cache is read from memory each time. Fake tensors have no memory.
     """
     if values.numel() < 2 * CHUNK_NUMEL or values.device.type != "cpu" or isinstance(values, FakeTensor):
         return False
@@ -74,7 +74,7 @@ class OffloadedStep:
             bucket: bucket.states
             for bucket in buckets
             if bucket.states is not None
-            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # it was stopped
+            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # reading stopped
         }
         if on_disk:
             stream = next(iter(on_disk)).background.stream(list(on_disk.values()))

@@ -5,7 +5,7 @@
     bucket   |  weight (segment 0)      |gap| bias |gap|  weight2 (segment 2)       | padding |
     shards   |        rank 0        |        rank 1        |        rank 2        | rank 3    |
 
-Segments start at multiples of ``ALIGNMENT`` elements so that a view of one is as well aligned as an ordinary tensor
+Segments start at multiples of ``ALIGNMENT`` elements so that views of segments are as well aligned as ordinary tensors
 (vector loads, cuBLAS). Shards are equal, with padding at the end, so that one collective moves them.
 
 In a *whole* bucket, for optimizers that need whole matrices, each segment has one owner, and a rank's shard is a run of
@@ -65,10 +65,11 @@ class BucketLayout:
 
     ``world_size`` ranks have a shard each, and ``rank`` is this rank. ``order`` has the position of each rank's shard
     among the shards; None if positions equal ranks.
-    Each of ``nodes`` machines has all parameters at rest: a rank has those of its own shard and of the adjacent shards
-    of the ranks with its local index on the other machines, together its *part*. For ``nodes=1`` the part is the shard.
+    Each of ``nodes`` machines has all parameters at rest: a rank has those in its *part*, which consists of its own
+    shard and the adjacent shards of the ranks with its local index on the other machines. For ``nodes=1`` the part is
+    the shard.
     ``owners`` has the position of each segment's owner in a whole bucket, ascending; None where shards are equal.
-    ``padded_to`` is the length of the flat buffer; None if it ends with the last shard that is needed.
+    ``padded_to`` is the length of the flat buffer; None for the least length that holds all shards.
     """
 
     segments: tuple[Segment, ...]

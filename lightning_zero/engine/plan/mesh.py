@@ -31,7 +31,7 @@ class Mesh:
 
     @classmethod
     def flat(cls, size: int, rank: int = 0) -> Mesh:
-        """Ranks of one machine, or treated as if they were."""
+        """A mesh of ranks on one machine, or of ranks that are treated as if they were."""
         return cls({NODE: 1, LOCAL: size}, rank)
 
     @classmethod

@@ -14,18 +14,18 @@ MOST_UNEVEN = 2.0
 
 _SWEEPS = 4
 _CHOICES = 4
-"""Ranks that are tried for each segment of a bucket: where there are more, only the least loaded ranks."""
+"""Ranks per segment of a bucket that are tried as owners; if there are more, the least loaded ranks are tried."""
 
 
 def balanced_owners(
     buckets: Sequence[Sequence[int]], ranks: int, loads: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """The owner of each segment, by its position in the order of shards; ascending in each bucket.
+    """Choose each segment's owner, given as a position in the order of shards, so that positions ascend in each bucket.
 
     Thus a rank's shard of a bucket is one run of segments, and no segment has to move. Buckets are assigned one after
-    another, each in the best way given the others, those with the largest segments first; then again, since the other
-    assignments have changed. With enough ranks to choose from, the most loaded rank comes as close to the mean as with
-    segments assigned freely (largest first, to the least loaded rank).
+    another, those with the largest segments first, each in the best way given the others; then all are assigned again,
+    since the other assignments have changed. With enough ranks to choose from, the most loaded rank comes as close to
+    the mean as with segments assigned freely (largest first, to the least loaded rank).
 
     Args:
         buckets: elements of each segment, by bucket.

@@ -1,4 +1,4 @@
-"""Placements: over which ranks a ZeRO stage shards parameters, gradients and optimizer state at rest."""
+"""Placements: the ranks over which a ZeRO stage shards parameters, gradients and optimizer state at rest."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_zero.engine.plan.mesh import ALL, LOCAL, Mesh
 
 @dataclass(frozen=True)
 class Placement:
-    """The dimensions of the mesh over which a kind of model state is sharded; over the others it is replicated."""
+    """The mesh dimensions over which a kind of model state is sharded; over other dimensions it is replicated."""
 
     over: tuple[str, ...] = ()
 
@@ -33,8 +33,8 @@ class Placements:
     ) -> int:
         """Bytes of model states per rank, by the paper's formula for Adam and this engine's dtypes.
 
-        A master weight as wide as its parameter *is* the rank's own slice of the parameter. A low-precision copy of
-        parameters sharded like the master weights exists only while gathered. So neither is counted twice.
+        A master weight as wide as its parameter *is* the rank's own slice of the parameter. If parameters are sharded
+        like the master weights, their low-precision copy exists only while gathered. So neither is counted twice.
 
         Args:
             numel: Psi, the number of parameter elements.

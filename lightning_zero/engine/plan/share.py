@@ -1,4 +1,4 @@
-"""How tensor parallelism divides a tensor over ranks, and which share of it is this rank's. Pure arithmetic."""
+"""Shares: the parts of a tensor that tensor parallelism divides over ranks. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Rows(NamedTuple):
 
     Attributes:
         start, stop: the rows of the flattened whole tensor that contain the range.
-        columns: the columns of each such row that are this rank's.
+        columns: the columns of each such row that belong to this rank.
         first: the range's first element, counted among the elements of these columns.
         width: the number of elements in a row of the whole tensor.
     """
@@ -35,7 +35,7 @@ class Share:
     Attributes:
         shape: the whole tensor's shape.
         dimension: the divided dimension; None where each rank has the whole tensor.
-        index: this rank's index among those that share the tensor.
+        index: this rank's index among the ranks that share the tensor.
         count: the number of these ranks.
     """
 
@@ -50,11 +50,11 @@ class Share:
 
     @property
     def is_counted_here(self) -> bool:
-        """Whether sums over all ranks count this rank's elements: of ranks with the same elements, only one counts."""
+        """Whether sums over all ranks count this rank's elements: of ranks with the same elements, one counts."""
         return self.is_divided or self.index == 0
 
     def of_another(self, shape: torch.Size) -> Share:
-        """The same ranks' shares of another tensor, which each of them holds in full."""
+        """The share of another tensor, which each of the same ranks holds in full."""
         return Share(shape, None, self.index, self.count)
 
     def length(self, index: int) -> int:
@@ -83,13 +83,13 @@ class Share:
         return self.shape_of(self.index)
 
     def own(self, value: Tensor) -> Tensor:
-        """This rank's share of the whole tensor, a view of it."""
+        """This rank's share of ``value``, the whole tensor, as a view."""
         if self.dimension is None:
             return value
         return value.narrow(self.dimension, self._start(self.index), self.length(self.index))
 
     def rows(self, start: int, stop: int) -> Rows:
-        """Where elements ``[start, stop)`` of this rank's flattened share come from; the range must not be empty."""
+        """The position in the whole tensor of ``[start, stop)``, a nonempty range of this rank's flat share."""
         assert self.dimension is not None
         inner = prod(self.shape[self.dimension + 1 :])
         begin, width = self._start(self.index) * inner, self.shape[self.dimension] * inner

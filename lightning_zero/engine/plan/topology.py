@@ -1,4 +1,4 @@
-"""Which ranks share a machine. Pure arithmetic."""
+"""Topology: the machines of a job and their ranks. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Topology:
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
     def groups(self, size: int | str) -> Topology:
-        """A topology of groups of ranks, filled machine by machine, in place of machines.
+        """A topology in which groups of ranks, filled machine by machine, take the place of machines.
 
         Args:
             size: the size of each group; ``"node"`` for all ranks of a machine.
@@ -76,7 +76,7 @@ def _divisors(number: int) -> list[int]:
 
 
 def _proper_divisors(ranks: int) -> list[int]:
-    """Group sizes except that of one group of all ranks, which would be stage 3."""
+    """All divisors except 1 and the number itself: one group of all ranks would be stage 3."""
     return _divisors(ranks)[:-1]
 
 

@@ -11,8 +11,8 @@ from torch import nn
 from lightning_zero.engine.config import Modules
 
 LARGE_LAYER = 2**20
-"""Elements above which a layer outside every block is a unit of its own (an embedding, a head); fewer in models where
-one of ``LEAST_UNITS`` equal parts has fewer."""
+"""Elements above which a layer outside every block is a unit of its own (an embedding, a head); the limit is lower
+in models of which one of ``LEAST_UNITS`` equal parts has fewer elements."""
 
 UNIT_NUMEL = 2**20
 """Elements up to which neighbouring blocks are merged into one unit: in smaller messages latency dominates."""
@@ -21,7 +21,8 @@ LEAST_UNITS = 4
 """Least number of units after merging, if there are that many blocks: fewer would gather most of a model at once.
 
 On two ranks with default options, four equal units limit the data in reduction at once to the bytes of all
-parameters, and together with gathered data at stage 3 to 7/4 of them: 1/4 and 7/16 of DDP's 16 bytes per parameter."""
+parameters, and together with gathered data at stage 3 to 7/4 of these bytes: 1/4 and 7/16 of DDP's 16 bytes per
+parameter."""
 
 TINY = 2**16
 """Elements up to which all units of a model are resident: gathered from the start of forward to the end of backward,
@@ -44,7 +45,8 @@ class UnitPlan:
         name: qualified name of the block, or of the first and the last block; the root unit's is ``""``.
         blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it has blocks only where
             the whole module is small.
-        parameters, owners: the unit's, by qualified name, each once, in the order of ``root.named_parameters()``.
+        parameters, owners: the unit's parameters and their owners, by qualified name; each parameter occurs once, in
+            the order of ``root.named_parameters()``.
     """
 
     name: str
@@ -63,9 +65,9 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
 
     Automatic blocks are modules that every rank runs regardless of its data: the children of an ``nn.Sequential``,
     composite blocks repeated in an outermost ``nn.ModuleList``, and large layers outside both. The stages of a
-    hierarchical vision model, each wider than the one before, are divided into their blocks. A list of experts or
+    hierarchical vision model, each wider than the previous stage, are divided into their blocks. A list of experts or
     heads, chosen by data, stays inside its block. Each block becomes a unit, or several small blocks become one
-    together. Parameters tied across units belong to the root unit.
+    unit. Parameters tied across units belong to the root unit.
 
     Args:
         root: the whole module.

@@ -1,1 +1,1 @@
-"""What runs during forward and backward: scheduling of gathers, gradient reduction, autograd and compile hooks."""
+"""Execution of forward and backward: scheduling of gathers, gradient reduction, autograd and compile hooks."""

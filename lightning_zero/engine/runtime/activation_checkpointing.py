@@ -21,7 +21,7 @@ from lightning_zero.engine.runtime.activation_offload import ActivationStore
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import is_watched_by_others
 
-# This torch function can be driven by hooks, but takes all options by position; later versions have more options.
+# ``checkpoint_generator`` can be driven by hooks, but takes options by position; later versions have more options.
 _OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(checkpoint_generator).parameters.items()
@@ -32,8 +32,8 @@ _OPTIONS = {
 class CheckpointedModule:
     """Hooks that checkpoint one module until they are removed.
 
-    The schedule's hooks run outside these: a unit is gathered before its region begins, and again within the region
-    when the module is recomputed. ``store`` offloads the module's inputs until recomputation.
+    The schedule's hooks run outside these hooks: a unit is gathered before its checkpointed region begins, and again
+    within the region when the module is recomputed. ``store`` offloads the module's inputs until recomputation.
     """
 
     def __init__(self, module: nn.Module, store: ActivationStore | None = None) -> None:

@@ -53,7 +53,7 @@ _PLAIN = (Tensor, FakeTensor)  # no other subclasses, which may have state besid
 
 
 class ActivationStore:
-    """Moves inputs of checkpointed modules, or all but this rank's part, out of device memory, and back in backward.
+    """Moves inputs of checkpointed modules, or all but this rank's part of them, off the device until backward.
 
     Dense floating-point tensors of at least ``LEAST`` bytes are moved, each once. The following are not moved:
 
@@ -92,7 +92,7 @@ class ActivationStore:
     def begin_forward(self) -> None:
         """Record that a forward of the root module begins.
 
-        Earlier graphs may be kept on some ranks only, so collectives must not depend on their inputs.
+        Earlier graphs may be kept on some ranks only, so collectives must not depend on inputs kept for these graphs.
         """
         self._last = None
         self._forwards += 1
@@ -218,7 +218,7 @@ class ActivationStore:
 
 
 class _Region:
-    """Tensors moved in one forward of a checkpointed module, held by weak references; each tensor holds the region."""
+    """Tensors moved in one forward of a checkpointed module, as weak references; each ``Kept`` holds its region."""
 
     def __init__(self, previous: weakref.ref[_Region] | None) -> None:
         self._kept: list[weakref.ref[Kept]] = []  # in the same order on every rank
@@ -306,7 +306,7 @@ class Kept:
         try:
             self._copies.wait(arrival.result())
         finally:
-            del arrival  # it may have an exception whose traceback refers to this frame
+            del arrival  # its exception, if any, has a traceback that refers to this frame
         return target
 
     def _forget(self) -> None:
@@ -325,7 +325,7 @@ class Kept:
 
 
 class _Form:
-    """Memory layout of a tensor, with its first element's alignment, which may affect the order in which kernels sum.
+    """Memory layout of a tensor, with the alignment of its first element, which may affect the order of kernels' sums.
 
     Attributes:
         nbytes: the number of kept bytes.
@@ -350,7 +350,7 @@ class _Form:
         return memory[: self.nbytes].view(self._dtype).as_strided(self._size, self._dense)
 
     def completes(self, target: Tensor) -> Callable[[], Any] | None:
-        """Return a function that starts to fetch the other elements; None if all elements are kept."""
+        """Return a function that starts to fetch the elements kept by other ranks; None if all elements are kept."""
         return None
 
     def empty(self) -> Tensor:
@@ -390,11 +390,11 @@ class _SharedForm(_Form):
 
 
 class _Copied(NamedTuple):
-    """A copy that has begun, and what follows it.
+    """A copy that has begun, and the operation that follows the copy, if any.
 
     Attributes:
-        event: an event on a stream, after both; None if there is no stream.
-        wait: waits for what follows the copy, in any thread; None if there is nothing to wait for.
+        event: an event on a stream, after the copy and the operation; None if there is no stream.
+        wait: waits for the operation, in any thread; None if there is nothing to wait for.
     """
 
     event: torch.Event | None
@@ -419,7 +419,7 @@ class _Copies:
         return None if stream is None else stream.record_event()
 
     def wait(self, copied: _Copied) -> None:
-        """Make the current stream wait for a copy and what follows it."""
+        """Make the current stream wait for a copy and the operation after it."""
         if copied.event is not None:
             torch.accelerator.current_stream(self._device).wait_event(copied.event)
         if copied.wait is not None:
@@ -432,7 +432,7 @@ class _Copies:
     def into(
         self, target: Tensor, source: Tensor, after: torch.Event | None, then: Callable[[], Any] | None
     ) -> _Copied:
-        """Copy to the device after an event, in any thread, and start what follows."""
+        """Copy to the device after an event, in any thread, and start the operation ``then``."""
         return self._copy(self._coming, target, source, after, then)
 
     @staticmethod

@@ -1,8 +1,8 @@
-"""Autograd patches for gradients not from ``loss.backward()``: ``torch.autograd.grad`` and ``torch.func``.
+"""Autograd patches for gradients that ``loss.backward()`` does not compute: ``torch.autograd.grad``, ``torch.func``.
 
 Modules compute with an ordinary view of a parameter (see ``schedule``); user code may also use the sharded parameter.
-``torch.autograd.grad(loss, parameter)`` has to return the sum of both gradients, and ``backward(inputs=[parameter])``
-to accumulate both. A tensor cannot customise these functions, so the function that both call is patched.
+``torch.autograd.grad(loss, parameter)`` must return the sum of both gradients, and ``backward(inputs=[parameter])``
+must accumulate both. A tensor cannot customise these functions, so the function that both call is patched.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def _run_backward_by_name(
 
 
 def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Apply the hooks that users registered on a parameter to a gradient of its view; returns the result."""
+    """Apply the hooks that users registered on a parameter to a gradient of its view, and return the result."""
     for hook in (compat.gradient_hooks(parameter) or {}).values():
         changed = hook(gradient)
         gradient = gradient if changed is None else changed

@@ -29,12 +29,12 @@ _OVER = -1  # in place of a bucket's number: the turn is over
 
 
 class Join:
-    """Decides which ranks run a forward next, and lets the absent ranks take part in their gathers.
+    """Decides which ranks run a forward next, and lets the absent ranks take part in the gathers of those ranks.
 
     While ranks are absent, parameters that user code reads are gathered by bucket, which absent ranks can take part in.
     Operations that absent ranks cannot know about (a write, a sum over shards of another tensor) raise an error.
 
-    Where each machine has all parameters, its ranks take turns independently of other machines.
+    Where each machine has all parameters, the ranks of a machine take turns independently of other machines.
     """
 
     def __init__(

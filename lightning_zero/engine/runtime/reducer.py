@@ -1,4 +1,4 @@
-"""Gradient reduction during backward: reduces each bucket in an order that is the same on every rank."""
+"""Gradient reduction during backward, bucket by bucket, in an order that is the same on every rank."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _END = "the end of backward"
 
 @dataclass
 class _Expectation:
-    """What earlier backward passes over the same set of trainable parameters looked like."""
+    """Observations from earlier backward passes over the same set of trainable parameters."""
 
     counts: list[list[int]]  # by bucket, how many gradients each parameter gets on this rank until it is complete
     order: list[int]  # buckets with gradients on any rank, in the order of reduction; the same on every rank
@@ -48,19 +48,19 @@ class _Backward:
     missing: list[int]  # by bucket: gradients still expected
     position: int = 0  # in the order of reduction
     left: set[int] = field(default_factory=set)  # buckets reduced because backward left their unit
-    sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) with a gradient in a reduction
+    sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) whose gradient is in a reduction
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
-    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # over machines that have all parameters
+    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # over machines, each with all parameters
     shards: dict[int, dict[int, GradientShard]] = field(default_factory=dict)
 
 
 class GradientReducer:
     """Collects local gradients, reduces each bucket once it is complete, and sets ``p.grad``.
 
-    Buckets are reduced in one order, whatever a rank's data: a complete bucket waits for the buckets before it. Buckets
-    without gradients on this rank are reduced as zeros at the end of backward, where ranks exchange which parameters
-    they used.
+    Buckets are reduced in one order, which does not depend on a rank's data: a complete bucket waits for the buckets
+    before it. Buckets without gradients on this rank are reduced as zeros at the end of backward, where ranks exchange
+    the sets of parameters that they used.
 
     Args:
         reduce_dtype, chunk_numel: see ``BucketGradients``.
@@ -93,7 +93,7 @@ class GradientReducer:
         self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
         self._gradients = [BucketGradients(bucket, reduce_dtype, chunk_numel) for bucket in self._buckets]
         self.synchronise = True  # whether a backward that begins now is synchronised, where the stage leaves a choice
-        self._synchronises = True  # whether the running backward is
+        self._synchronises = True  # whether the running backward is synchronised
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
@@ -140,7 +140,7 @@ class GradientReducer:
         is_parameter = leaf is parameter
         backward = self._begin(leaf)
         added, self._added = self._added, None
-        if not (is_parameter and added == (number, index)):  # else ``_add`` has taken it, and it stays in ``p.grad``
+        if not (is_parameter and added == (number, index)):  # else ``_add`` took the gradient; ``p.grad`` keeps it
             leaf.grad = None
             if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
                 if not is_parameter and gradient_hooks(parameter):
@@ -155,10 +155,10 @@ class GradientReducer:
                     self._launch_in_order(backward)
 
     def leave_unit(self, unit: Unit) -> None:
-        """Backward leaves a unit for the last time: reduce its buckets, with zeros for missing gradients.
+        """When backward leaves a unit for the last time, reduce its buckets, with zeros for missing gradients.
 
         Otherwise ranks may deadlock: a rank with all gradients waits for this rank in the reduction, while this rank
-        waits for it in the next unit's gather. Gradients that come later are reduced at the end of backward.
+        waits for that rank in the next unit's gather. Gradients that come later are reduced at the end of backward.
         """
         backward = self._backward
         if backward is None or unit.depth or not self._synchronises:
@@ -244,7 +244,7 @@ class GradientReducer:
     def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
         bucket = self._buckets[number]
         shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
-        # If a unit ran twice, the other run's backward may need its values even once all gradients have arrived.
+        # If a unit ran twice, the other run's backward may need the unit's values even once all gradients have arrived.
         is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
             order = [self._buckets[number] for number in backward.expectation.order]
@@ -284,7 +284,7 @@ class GradientReducer:
                 hook(slot.parameter)
 
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
-        """Reduce the remaining buckets; returns the slots with a new gradient and hooks registered by users."""
+        """Reduce the remaining buckets, and return the slots with a new gradient and hooks registered by users."""
         expectation, in_order = backward.expectation, set(backward.expectation.order)
         # Before the control message: another rank may be waiting for one of these reductions to free a buffer.
         for number in expectation.order[backward.position :]:
@@ -316,7 +316,7 @@ class GradientReducer:
         ]
 
     def abort(self) -> None:
-        """Drop the gradients of a backward that an exception has ended, so that the next one starts clean."""
+        """Drop the gradients of a backward that an exception has ended, so that the next one does not add to them."""
         backward, self._backward = self._backward, None
         if backward is None:
             return

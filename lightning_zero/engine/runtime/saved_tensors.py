@@ -26,7 +26,7 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 
 class SavedTensors:
-    """Gathers a unit again when backward unpacks one of its saved tensors after the buffer was released.
+    """Gathers a unit again when backward unpacks one of its saved tensors after the unit was released.
 
     Usually the hook on the gradient of a unit's output has gathered the unit already. The exceptions are tensors that
     leave the unit in another way (a loss kept as an attribute), and graphs that are used twice.
@@ -80,7 +80,7 @@ class SavedTensors:
                 self._watching.append(hooks)
 
     def stop(self) -> list[Any]:
-        """Remove the hooks of every ``watch``, unless user hooks are on top of them; returns the removed hooks."""
+        """Remove the hooks of every ``watch``, unless user hooks are on top of them, and return the removed hooks."""
         stopped = []
         while self._watching and hooks_on_top() == self._watching[-1]:
             stopped.append(self._watching.pop())
@@ -178,9 +178,9 @@ class Saved(NamedTuple):
 
 
 def is_watched_by_others() -> bool:
-    """Whether saved-tensor hooks other than the engine's are active: a checkpointed region's or ``save_on_cpu``'s."""
+    """Whether saved-tensor hooks other than the engine's are active (of a checkpointed region or ``save_on_cpu``)."""
     hooks = hooks_on_top()
-    while hooks is not None and hasattr(hooks[0], "outer"):  # ours, which pass other tensors on to the outer hooks
+    while hooks is not None and hasattr(hooks[0], "outer"):  # the engine's, which pass other tensors to the outer hooks
         hooks = hooks[0].outer
     return hooks is not None
 

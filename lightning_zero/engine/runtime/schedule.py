@@ -61,9 +61,9 @@ class Unit:
             bucket.gather()
 
     def prefetch(self) -> None:
-        """Start to gather ahead of need, unless the unit's update may still be running: the gather would wait for it.
+        """Start to gather ahead of need, unless the gather might wait for an update that is still running.
 
-        Every rank decides alike; whether an update has actually ended would differ between ranks.
+        All ranks must decide alike, so the actual end of the update, which differs between ranks, is not checked.
         """
         if not any(bucket.is_updated_late for bucket in self.buckets):
             self.gather()
@@ -203,12 +203,12 @@ class Schedule:
 
         scope.handles = [
             module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True),
-            # Recomputation in activation checkpointing raises as soon as it has all tensors, so call this always.
+            # Recomputation in activation checkpointing raises as soon as it has all tensors, so always call this hook.
             module.register_forward_hook(OwnHook(after), always_call=True),
         ]
 
     def _take_over(self, module: nn.Module, region: Scope) -> None:
-        """Swap in the root unit's parameters where compiled code begins: hooks inside it would break the graph."""
+        """Swap in the root unit's parameters where compiled code begins: hooks inside would break the graph."""
         region.may_take_over = False
         inside = {id(inner) for inner in module.modules()}
         for scope in [scope for scope in self._scopes if scope.is_root]:
@@ -279,7 +279,7 @@ class Schedule:
         if last is None or not last.outstanding:
             last = self._current = None
         for unit in self.units:
-            if not unit.is_resident and unit is not last:  # backward begins with it
+            if not unit.is_resident and unit is not last:  # backward begins with ``last``
                 self.release_if_idle(unit)  # prefetched, but not run
         for unit in self._resident:
             unit.outstanding = torch.is_grad_enabled()
@@ -318,7 +318,7 @@ class Schedule:
             self.release_if_idle(unit)
 
     def _turn_to(self, unit: Unit | None, is_backward: bool = False) -> None:
-        """Make a unit the current one, and release the unit before it."""
+        """Make a unit the current one, and release the previous one."""
         before, self._current, self._is_backward = self._current, unit, is_backward
         if before is not None and before is not unit:
             self.release_if_idle(before)
@@ -368,7 +368,7 @@ class Schedule:
     def keeping_gathered(self) -> Iterator[None]:
         """Context for a ``torch.func`` transform: removes the engine's saved-tensor hooks and keeps units gathered.
 
-        Units that run in the context stay gathered until the next window, since graphs made there cannot regather them.
+        Units that run in the context stay gathered until the next window, since graphs made in it cannot regather them.
         """
         self._keeping += 1
         for unit in self.units:
@@ -408,7 +408,7 @@ def in_backward() -> bool:
 
 
 def weakly(method: Any) -> Callable[..., None]:
-    """A function that calls a method as long as its object lives, without keeping the object alive."""
+    """A function that calls a bound method as long as the method's object lives, without keeping the object alive."""
     owner, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> None:

@@ -28,11 +28,11 @@ class Scope:
     """A module in whose forward some of a unit's parameters are ordinary, and the dicts that hold these parameters."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
-        self.module, self.is_root = weakref.ref(module), is_root  # whether of the root unit
+        self.module, self.is_root = weakref.ref(module), is_root  # whether the scope is the root unit's
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        # By view, makes the tensor that modules compute with instead of the view; then where such tensors are set now.
+        # Functions, by view, that make the tensor used instead of the view; below, where such tensors are set now.
         self.shown: dict[Tensor, Callable[[], Tensor]] = {}
         self._shown_now: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
@@ -55,7 +55,7 @@ class Scope:
         """Whether all the module's parameters are replaced, as within ``full_parameters``; then nothing is gathered."""
         if self.depth:
             return False
-        for holder, name, parameter, _ in self.entries:  # at each call of each module; usually the first entry decides
+        for holder, name, parameter, _ in self.entries:  # run for each module call; usually the first entry decides
             if holder.get(name) is parameter:
                 return False
         return True

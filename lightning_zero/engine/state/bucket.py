@@ -9,7 +9,7 @@ stage and state                 masters                ``full``              ``v
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
-Where each machine has all parameters (``shard_within``) the masters in fp32 are a slice of ``part``.
+Where each machine has all parameters (``shard_within``), masters in fp32 are a slice of ``part``.
 
 ``residency`` says where the master weights are. The state of ``full`` is a ``BucketState``::
 
@@ -65,10 +65,10 @@ class BackgroundUpdate:
     """The last background update of the master weights, until ``full`` shows its result."""
 
     work: BackgroundWork
-    is_early: bool  # it may begin in backward; the same on every rank
-    awaits_step: bool  # it began in backward, and the optimizer's step has not been called yet
-    writes_to_buffer: bool  # as well as to the master weights
-    was_kept: bool  # user code had a tensor over ``full`` when it began
+    is_early: bool  # whether the update may begin in backward; the same on every rank
+    awaits_step: bool  # the update began in backward, and the optimizer's step has not been called yet
+    writes_to_buffer: bool  # the update writes to ``full`` as well as to the master weights
+    was_kept: bool  # user code had a tensor over ``full`` when the update began
 
 
 class SharedByBuckets(NamedTuple):
@@ -88,9 +88,10 @@ class Bucket:
     Args:
         parameters: the module's own parameters, in the order of the layout.
         full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
-        part: what gathers start from, where each machine has all parameters; None if they start from ``residency``.
+        part: the values that gathers start from, where each machine has all parameters; None if gathers start from
+            ``residency``.
         number: the bucket's number among all buckets, the same on every rank.
-        gradient_codec: the codec of gradients sent between machines; None for the codec of all other gradients.
+        gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
 
     Attributes:
         update: the last background update, if ``full`` does not show its result yet.
@@ -211,7 +212,7 @@ class Bucket:
             self.residency.fetch(update.work if update is not None else None)
 
     def gather(self, *, refresh: bool = False, by_changes: bool = False) -> None:
-        """Start to fill ``full``; call ``wait`` before reading it. No effect if it is filled, unless ``refresh``.
+        """Start to fill ``full``; call ``wait`` before reading it. No effect if already filled, unless ``refresh``.
 
         Args:
             by_changes: send changes of values, which requires that all ranks had the same values before.
@@ -232,7 +233,7 @@ class Bucket:
         if update is not None:
             with self.phases("wait for update", self.unit_name):
                 update.work.wait()
-        # Autograd may have saved views of this storage, which are valid again once it holds the same values.
+        # Autograd may have saved views of this storage, which are valid again once the storage holds the same values.
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
@@ -248,12 +249,12 @@ class Bucket:
         """The values that a gather starts from; None if they are already in ``full``."""
         if self.part is None:
             return self.residency.own_values()
-        if self.update is not None:  # from a step that has failed since
+        if self.update is not None:  # an update of a step that has since failed
             self._refresh_part(self.part, by_changes=False)
         return self.part.values()
 
     def _start_gather(self, own: Tensor | None, by_changes: bool) -> Pending:
-        """Copy this rank's values to their slice, unless they are already there, and start the all-gather."""
+        """Copy this rank's values to their slice of ``full``, unless already done, and start the all-gather."""
 
         def gather() -> Pending:
             if own is not None and by_changes and not self._is_left:
@@ -310,7 +311,7 @@ class Bucket:
             self._free()
 
     def take_over_writes(self) -> None:
-        """Copy what modules wrote to their own parameters, which are views of ``full``, to the master weights."""
+        """Copy values that modules wrote to their parameters (views of ``full``) to the master weights."""
         if self.is_in_buffer or not self.is_ready or not any(may_be_written(view) for view in self.views):
             return
         self.wait()
@@ -343,7 +344,7 @@ class Bucket:
 
     @property
     def is_updated_late(self) -> bool:
-        """Whether a gather would probably wait for an update: one that did not begin before the optimizer's step."""
+        """Whether a gather would probably wait for an update that did not begin before the optimizer's step."""
         return self.update is not None and not self.update.is_early
 
     def before_update(self) -> None:
@@ -359,13 +360,13 @@ class Bucket:
     ) -> None:
         """Start to update the master weights in another thread.
 
-        ``begin`` receives a second tensor for this rank's new values, in the compute dtype; None where gathers start
-        from the master weights.
+        ``begin`` receives another tensor to write this rank's new values to, in the compute dtype; None where gathers
+        start from the master weights.
         """
-        # backward still needs ``full``
+        # not during backward, which still needs ``full``
         writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
         was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over it
-        # ``data``, so that the views do not take the update for a write by a module
+        # ``data``, so that the update is not taken for a write by a module
         shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
         self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
 
@@ -376,16 +377,16 @@ class Bucket:
 
     @property
     def sends_changes(self) -> bool:
-        """Whether an update is sent to other machines as changes of their values, unless those were written to."""
+        """Whether an update is sent to other machines as changes of the values there, unless those were written to."""
         return self.residency.plan.sends_changes
 
     def refresh(self, by_changes: bool = False) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
 
-        With one rank the next wait does so: no other rank is involved, and the update may still be running.
+        With one rank, the next ``wait`` gathers: no other rank is involved, and the update may still be running.
 
-        True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (a module that
-        has stored a row of its weight) and may read it at any time.
+        Returns True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (a module
+        that has stored a row of its weight) and may read that tensor at any time.
         """
         self.was_written = False
         if self.part is not None:
@@ -450,7 +451,7 @@ class Bucket:
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
         """Use a new communicator for the same ranks, after a failure of the former one."""
         self.communicator, self.rendezvous = communicator, rendezvous
-        self._is_left = self.layout.order is not None  # whatever shard order the new communicator has
+        self._is_left = self.layout.order is not None  # regardless of the new communicator's order
 
     def leave_disk(self, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed."""

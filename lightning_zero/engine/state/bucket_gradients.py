@@ -24,20 +24,20 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _SMALL, _SMALL_BUCKET = 2**13, 2**20
-"""Elements per gradient, and per bucket with small gradients on average, up to which gradients are kept separately and
-copied into the flat buffer together: copying each would cost more in calls than in bytes."""
+"""Maximum elements per gradient, and per bucket with small gradients on average, for gradients to be kept separately
+and copied into the flat buffer together: copying each would cost more in calls than in bytes."""
 
 
 class BucketGradients:
     """Local gradients of a bucket's parameters, in one flat buffer or separate, and their mean over ranks.
 
     Args:
-        reduce_dtype: dtype of gradients in collectives; None, or a wider dtype, for the dtype of accumulation.
+        reduce_dtype: dtype of gradients in collectives; if None or wider, the dtype of accumulation is used.
         chunk_numel: elements above which the gradient of one parameter is reduced in chunks of about that size.
 
     Attributes:
         reduces: whether gradients of the current backward are reduced at its end.
-        crosses: whether they are also summed over machines, where each machine has all parameters.
+        crosses: whether these gradients are also summed over machines, where each machine has all parameters.
         flat: the flat buffer, if there is one.
     """
 
@@ -58,7 +58,7 @@ class BucketGradients:
         are_small = layout.numel <= _SMALL * len(layout.segments)
         # The gradient itself is as large as the parameter; its reduction need not take that much memory again.
         is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
-        # Reduce without a copy into one buffer; not with many small gradients, where the calls cost more than the copy,
+        # Reduce without a copy into one buffer, but not many small gradients, where the calls cost more than the copy,
         # and not where a large gradient would be cast as a whole.
         takes_spans = communicator.along(bucket.over).takes_spans and self._first_codec == Cast(self._dtype)
         is_cast_in_chunks = is_alone_and_large and bucket.full.dtype != self._dtype
@@ -77,10 +77,10 @@ class BucketGradients:
         }
         self._sizes, self._mean = layout.sizes(), layout.mean
         self.flat: Tensor | None = None
-        self._apart: dict[int, Tensor] = {}  # gradients by parameter's index, kept separately
+        self._apart: dict[int, Tensor] = {}  # separately kept gradients, by parameter index
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # streams that gradients came on; each has waited for the one before
-        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # what ``p.grad`` shows, and its version
+        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` and its version
         self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -128,7 +128,7 @@ class BucketGradients:
             self._filled[index] = True
 
     def _in_dtype_of_accumulation(self, index: int) -> Tensor:
-        """A gradient that is kept separately, cast so that another one can be added."""
+        """A gradient that is kept separately, cast so that another gradient can be added."""
         before, gradient = self._apart[index], self._apart[index].to(self._dtype)
         self._apart[index] = gradient
         if self._is_counted_apart:
@@ -138,7 +138,7 @@ class BucketGradients:
     def _turn_to_current_stream(self) -> None:
         """Make the current stream wait for the stream that earlier gradients came on.
 
-        Autograd computes a gradient on the stream of its forward, and a module may use streams of its own.
+        Autograd computes a gradient on the stream that ran the forward, and a module may use streams of its own.
         """
         stream = current_stream(self.bucket.full.device)
         if stream is not None and not (self._streams and stream == self._streams[-1]):
@@ -153,7 +153,7 @@ class BucketGradients:
         return any(self._filled)
 
     def show_unsynchronised(self) -> list[BucketSlot]:
-        """Make ``p.grad`` the local gradient, as DDP does under ``no_sync``; returns the slots with user hooks."""
+        """Make ``p.grad`` the local gradient, as DDP does under ``no_sync``. Return the slots with user hooks."""
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
             gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
@@ -166,12 +166,12 @@ class BucketGradients:
     def resume_unsynchronised(self, leaf: Tensor | None) -> None:
         """Continue with the local gradients of ``show_unsynchronised``, as ``p.grad`` holds them now.
 
-        ``leaf`` already has a gradient of this backward, which autograd has added to the earlier one.
+        Autograd has already added a gradient of this backward to the earlier gradient of ``leaf``.
         """
         for index, (shown, version) in self._unsynchronised.items():
             parameter = self.bucket.parameter(index)
             gradient = parameter.grad
-            # dropped, or replaced by a sharded gradient
+            # the user dropped the local gradient, or replaced it by a sharded one
             if gradient is None or isinstance(gradient, WrapperTensor):
                 self._filled[index] = False
                 continue
@@ -179,7 +179,7 @@ class BucketGradients:
                 if parameter is leaf:
                     self._filled[index] = False  # the gradient to be taken next includes the earlier one
                     continue
-                if gradient is not shown() or gradient._version != version:  # the user's, perhaps of lower precision
+                if gradient is not shown() or gradient._version != version:  # set by the user, perhaps in low precision
                     self._flat_view(index).copy_(gradient)
             parameter.grad = None
             if self._can_take_mean_first and self.reduces:
@@ -225,7 +225,7 @@ class BucketGradients:
     def start_reduction(self) -> Pending:
         """Start to sum the gradients over ranks, with zeros for parameters without a gradient.
 
-        Where each machine has all parameters, the sum is over its ranks only; ``start_crossing`` follows.
+        Where each machine has all parameters, the sum is only over the machine's ranks; ``start_crossing`` follows.
         """
         self._turn_to_current_stream()
         self._take_local()
@@ -262,9 +262,9 @@ class BucketGradients:
         return f"the gradient reduction of unit {self.bucket.unit_name!r}"
 
     def start_crossing(self, pending: Pending) -> Pending | None:
-        """Once the sum within the machine has arrived, start to sum it over machines, with what was accumulated before.
+        """Once the sum within the machine has arrived, start to sum it over machines, with earlier accumulated sums.
 
-        None if this backward sums nothing over machines.
+        Returns None if this backward sums nothing over machines.
         """
         if self.bucket.part is None or not self.crosses:
             return None
@@ -279,12 +279,12 @@ class BucketGradients:
             return self._reduce_across(total)
 
     def _hold(self, category: str, nbytes: int) -> None:
-        """Count bytes until the reduction ends."""
+        """Count bytes as held until the reduction ends."""
         self._reducing[category] += nbytes
         self.bucket.ledger.add(category, nbytes)
 
     def _sum_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
-        """Wait for a reduction."""
+        """Wait for a reduction, and return the sum."""
         with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
             total = pending.wait()
         for category, nbytes in self._reducing.items():
@@ -293,7 +293,7 @@ class BucketGradients:
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
-        """Wait for the first reduction of gradients, and take the mean; a reduction after it sums parts of the mean."""
+        """Wait for the first reduction of gradients, and take the mean; a later reduction sums parts of the mean."""
         total = self._sum_of(pending)
         if isinstance(total, Tensor) and not self._can_take_mean_first:
             total.mul_(self._mean)
@@ -341,7 +341,7 @@ class BucketGradients:
     def _start_in_chunks(self, chunk_numel: int) -> Pending:
         """``start_reduction`` for the gradient of a bucket's only parameter, in chunks."""
         gradient, factor = next((each.view(-1) for each in self._apart.values()), None), self._mean
-        if (flat := self.flat) is not None:  # what was accumulated without synchronisation
+        if (flat := self.flat) is not None:  # gradients accumulated without synchronisation
             self.flat, factor = None, 1.0
             self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
             gradient = flat[: self.bucket.layout.numel] if self._filled[0] else None
@@ -403,7 +403,7 @@ class BucketGradients:
         return flat
 
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
-        """Wait for a reduction and add the mean over ranks to the gradient shards; returns them by parameter index."""
+        """Wait for a reduction, add the mean over ranks to the gradient shards, and return them by parameter index."""
         with torch.no_grad():
             has_crossed = self.bucket.part is not None and self.crosses
             total = self._sum_of(pending) if has_crossed else self._mean_of(pending)
@@ -445,7 +445,7 @@ class BucketGradients:
         return shard
 
     def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
-        """The shard that every ``.grad`` other than None shows, with zeros for the others; None if there is none."""
+        """The shard that all non-None ``.grad`` show, zeroed where ``.grad`` is None; None without such a shard."""
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard, dropped = shard_of_all(held), set(slots).difference(held)
         if shard is not None:
@@ -463,7 +463,7 @@ class BucketGradients:
         parts: dict[GradientShard, dict[int, Tensor]] = {}
         for slot, is_used in zip(slots_of(self.bucket), used):
             shard = shards.get(slot.index)  # with one rank, None if the gradient comes late
-            # after the first of several micro-batches ``p.grad`` shows the shard already
+            # after the first of several micro-batches, ``p.grad`` already shows the shard
             if is_used and shard is not None and shown_by(slot.parameter.grad, slot) is None:
                 parts[shard] = parts.get(shard) or shard.parts()
                 shard.show(slot, parts[shard][slot.index], self.bucket.dtype)

@@ -82,7 +82,7 @@ class GatheredBuffer:
     # -- tensors over the buffer ------------------------------------------------------------------------------------
 
     def count_holders(self, others: int) -> None:
-        """Count the engine's own tensors over the buffer, unless they are counted already; user code has none yet.
+        """Count the engine's own tensors over the buffer, unless already counted; user code must not have any yet.
 
         Args:
             others: the number of tensors over the buffer in addition to ``tensor`` and ``segments``. There may briefly

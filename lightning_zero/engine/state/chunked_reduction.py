@@ -18,7 +18,7 @@ from lightning_zero.engine.plan.layout import ALIGNMENT
 from lightning_zero.engine.state.ledger import Ledger
 
 _IN_FLIGHT = 2
-"""Chunks at once: one travels while another is copied."""
+"""Chunks in flight at once: one travels while another is copied."""
 
 
 class ChunkedReduction:
@@ -26,7 +26,7 @@ class ChunkedReduction:
 
     Args:
         gradient: a 1-D tensor in any dtype, without padding at its end; None for zeros.
-        ranges: ``[start, stop)`` of each rank: all of equal length, or all but one empty.
+        ranges: ``[start, stop)`` for each rank; all ranges have equal length, or all but one are empty.
         own_numel: number of elements in this rank's range.
         collectives: the collectives between these ranks.
         codec: encodes the chunks that are sent.
@@ -62,7 +62,7 @@ class ChunkedReduction:
             self._start()
 
     def finish(self) -> Tensor:
-        """Wait for all chunks; returns this rank's part of the sum."""
+        """Wait for all chunks, and return this rank's part of the sum."""
         while self._running:
             start, pending, nbytes = self._running.popleft()
             piece = pending.wait()
@@ -84,7 +84,7 @@ class ChunkedReduction:
         self._running.append((start, self._collectives.reduce_scatter(flat, ranges, self._codec, self._what), nbytes))
 
     def _copy_into(self, chunk: Tensor, start: int) -> None:
-        """Copy each range's elements from ``start`` on into a row, cast and then multiplied; padding is zero."""
+        """Copy each range's elements from ``start`` into a row of ``chunk``, cast, then multiplied; padding is zero."""
         filled, width, length = 0, chunk.shape[1], self._length
         if self._gradient is not None:
             whole = len(self._gradient) // length

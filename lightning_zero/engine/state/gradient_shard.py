@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ShownGradient(Deferred):
     """The values of one ``p.grad``; the tensor and all its aliases hold this object.
 
-    ``local`` is this rank's range of the values, 1-D, in the memory of ``shard``. The tensor object stays the same when
+    ``local`` is this rank's range of the values, 1-D, in the memory of ``shard``. It stays the same tensor object when
     another reduction moves the values to a new shard, so that aliases follow.
     """
 
@@ -68,7 +68,7 @@ class GradientShard:
         arrival: background copy of the values; None if they have arrived.
 
     Attributes:
-        accumulated: sums within this machine; None if there are none. ``flat`` is a range of it.
+        accumulated: sums within this machine, of which ``flat`` is a range; None without such sums.
         is_taken: whether ``take`` was called: the values are in a reduction.
     """
 
@@ -132,7 +132,7 @@ class GradientShard:
             return
         self._count.set(part.nbytes)
         before, mine = self.flat, part[own]
-        if before.data_ptr() != mine.data_ptr():  # a complete sum, which this rank alone adds
+        if before.data_ptr() != mine.data_ptr():  # ``before`` is a complete sum, which only this rank adds
             mine.add_(before.to(mine.device))
         self._move(mine)
         self.accumulated = Accumulated(part, sum_over_machines)
@@ -174,7 +174,7 @@ class GradientShard:
             shown.local.data = parts[shown.slot.index]
 
     def take_over(self, slots: list[BucketSlot]) -> None:
-        """Add the sharded gradients in the parameters' ``.grad``; those that showed an earlier shard now show this."""
+        """Add the sharded gradients in the parameters' ``.grad``; gradients of an earlier shard now show this one."""
         # An ordinary tensor in ``.grad`` is this rank's own and has been reduced with the gradients.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
         parts = self.parts() if held else {}
@@ -188,7 +188,7 @@ class GradientShard:
                 self._shown.add(shown)
 
     def show(self, slot: BucketSlot, part: Tensor, dtype: torch.dtype) -> None:
-        """Make ``p.grad`` show a range of this shard; if it is a tensor derived from the parameter, in place."""
+        """Make ``p.grad`` show a range of this shard, in place if ``p.grad`` is a tensor derived from the parameter."""
         shown = ShownGradient(slot, part, self)
         self._shown.add(shown)
         gradient = slot.parameter.grad

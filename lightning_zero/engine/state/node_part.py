@@ -1,4 +1,4 @@
-"""This rank's part of a bucket's parameters where each machine has all of them at rest (``shard_within``)."""
+"""This rank's part of a bucket's parameters, where each machine has all parameters at rest (``shard_within``)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from lightning_zero.engine.tensor.sharded_tensor import flat_range
 class NodePart:
     """The parameters of this rank's shard, and of the shards of the ranks in the same place on the other machines.
 
-    Gathers of the bucket start from this part, between the ranks of a machine. Shards are exchanged between machines
-    once after each change, and all ranks in the same place have the same values.
+    Gathers of the bucket start from this part and run between the ranks of a machine. Shards are exchanged between
+    machines once after each change; then all ranks in the same place have the same values.
 
     Args:
         values: a 1-D tensor in the dtype of the gathered buffer.
         number: the bucket's number among all buckets, the same on every rank.
-        what: what the exchanges are for, in words, for error messages.
+        what: the purpose of the exchanges, for error messages.
 
     Attributes:
         own: this rank's shard, a view of the values.
@@ -89,7 +89,7 @@ class NodePart:
         return start, stop
 
     def cut_anew(self, flat: Tensor, layout: BucketLayout) -> NodePart:
-        """Return the part for another layout, which replaces this one.
+        """Return a new part, for another layout, that replaces this one.
 
         Args:
             flat: a 1-D tensor with the values of all parameters.

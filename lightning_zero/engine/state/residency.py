@@ -34,7 +34,7 @@ class Medium(Enum):
 
 
 SHOWN = (Medium.BUFFER, Medium.PART)
-"""Media that are slices of memory that gathers fill as well."""
+"""Media that are slices of memory that gathers fill too."""
 
 _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 
@@ -53,7 +53,7 @@ class ResidencyPlan:
     is_replicated: bool  # the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
-    sends_changes: bool  # an update sends changes of the values that other machines have, and must not overwrite these
+    sends_changes: bool  # updates send changes of the former values, and so must not overwrite them
 
     @classmethod
     def of(
@@ -78,7 +78,7 @@ class ResidencyPlan:
         master_dtype = torch.float32 if trains and dtype in LOW_PRECISION else dtype
         is_cast = master_dtype != compute_dtype
         is_replicated = not placements.parameters.is_sharded
-        # With one rank the shard is the full bucket: with a gathered buffer there would be two copies.
+        # With one rank the shard is the full bucket: a separate gathered buffer would be a second copy.
         if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
             is_replicated = True
         at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
@@ -108,8 +108,8 @@ class ResidencyPlan:
     def updates_write_to_buffer(self) -> bool:
         """Whether a background update may write its result to the gathered buffer as well.
 
-        False where gathers can start from master weights in the compute dtype, or from a copy of them, and where they
-        send changes of the buffer's values.
+        False where gathers can start from master weights in the compute dtype, or from a copy of them, and where
+        gathers send changes of the buffer's values.
         """
         if self.sends_changes:
             return False
@@ -117,7 +117,7 @@ class ResidencyPlan:
         return self.is_replicated and self.copy is None and (is_cast or self.masters is Medium.DISK)
 
     def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
-        """The tensors that a rank keeps at rest: what each is, where it is, and its bytes."""
+        """The tensors that a rank keeps at rest: the name, medium and bytes of each."""
         shard = self.shard_numel
         if self.is_replicated:
             yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.compute_dtype.itemsize
@@ -137,11 +137,11 @@ class ResidencyPlan:
 
 
 class Residency:
-    """This rank's master weights of one bucket, and their copy in the compute dtype if one is in memory.
+    """This rank's master weights of one bucket, and their copy in the compute dtype if that copy is in memory.
 
     Args:
         own: this rank's values in the dtype of the parameters; a slice of the gathered buffer, or of this rank's part
-            of the parameters, if the plan keeps the master weights there, so that updates change it directly.
+            of the parameters, if the plan keeps the master weights there, so that updates change that memory directly.
         states: the file for master weights and optimizer states; None if the master weights are in memory.
         in_part: this rank's slice of its part of the parameters, in the compute dtype; None if there is no part.
     """
@@ -156,7 +156,7 @@ class Residency:
     ) -> None:
         self.plan, self.states, self._ledger = plan, states, ledger
         self._fetched: Future[Tensor] | None = None
-        self._values = own  # empty if they are on a disk
+        self._values = own  # empty if the master weights are on a disk
         if plan.masters is Medium.DISK:
             self._write(0, own.to("cpu", plan.master_dtype))
             self._values = torch.empty(0, dtype=plan.master_dtype, device="cpu")
@@ -203,7 +203,7 @@ class Residency:
             self.forget_fetched()
             self._write(part.start, values)
         if self.copy is not None:
-            self.copy[part].copy_(values)  # now: the next update may change host memory
+            self.copy[part].copy_(values)  # synchronously, since the next update may change host memory
 
     def _write(self, start: int, values: Tensor) -> None:
         """Write master weights to the file, and their copy if it is in the file too."""
@@ -222,7 +222,7 @@ class Residency:
         self.written(part, master)
 
     def own_values(self) -> Tensor | None:
-        """The values that a gather starts from; None if they are already in the memory to gather."""
+        """The values that a gather starts from; None if they are already in the memory that is gathered."""
         if Medium.PART in (self.plan.masters, self.plan.copy):
             return None
         if self.copy is not None or self.plan.masters is Medium.BUFFER:
@@ -232,7 +232,7 @@ class Residency:
         return self._values if fetched is None else fetched.result()
 
     def fetch(self, update: BackgroundWork | None) -> None:
-        """Start to read the values that a gather starts from, if they are on a disk, after the given update."""
+        """After the given update, start to read the values that a gather starts from, if they are on a disk."""
         states, is_pinned = self.states, self.plan.device.type != "cpu"
         if states is None or self.copy is not None or self._fetched is not None:
             return
@@ -265,14 +265,14 @@ class Residency:
         self._count(self._values, self._values.nbytes - (0 if is_shown else former.nbytes))
 
     def cut_anew(self, layout: BucketLayout, own: Tensor, in_part: Tensor | None) -> Residency:
-        """The residency for a new sharding of the same bucket, with this rank's values; replaces this one."""
+        """A residency that replaces this one, for a new sharding of the same bucket, with this rank's new values."""
         for kept, medium in ((self._values, self.plan.masters), (self.copy, self.plan.copy)):
             if kept is not None and medium not in SHOWN:
                 self._count(kept, -kept.nbytes)
         return Residency(replace(self.plan, layout=layout), own, None, self._ledger, in_part)
 
     def leave_part(self, layout: BucketLayout) -> None:
-        """Keep only this rank's own values, with a layout without parts. Their memory stays where it is."""
+        """Keep only this rank's own values, with a layout without parts. The values stay in the same memory."""
         masters, copy = (Medium.DEVICE if m is Medium.PART else m for m in (self.plan.masters, self.plan.copy))
         assert masters is not None
         self.plan = replace(self.plan, layout=layout, masters=masters, copy=copy)
@@ -281,7 +281,7 @@ class Residency:
         """Move the master weights to memory, before their file is removed.
 
         The copy, or this rank's gathered values, replace master weights that cannot be read or that host memory has no
-        space for (``may_read``); without either the result is NaN.
+        space for (``may_read`` is False); without either the result is NaN.
         """
         assert self.states is not None
         dtype, at_hand, values = self.plan.master_dtype, gathered if self.copy is None else self.copy, None

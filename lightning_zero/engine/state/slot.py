@@ -21,7 +21,7 @@ from lightning_zero.engine.tensor.unsharded_param import may_be_written
 
 
 class BucketSlot:
-    """A parameter's range of a bucket, for its sharded tensors (see ``tensor.slot.Slot``)."""
+    """A parameter's range of a bucket, for the parameter's sharded tensors (see ``tensor.slot.Slot``)."""
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
@@ -108,7 +108,7 @@ class BucketSlot:
             return None
         absence = bucket.rendezvous.absence
         if absence.ranks or (absence.is_turn and bucket.part is not None):
-            bucket.gather()  # a gather, unlike other collectives, works with ranks that have no batch
+            bucket.gather()  # a gather, unlike other collectives, works while some ranks have no batch
         if bucket.is_ready:
             bucket.wait()
             return bucket.views[self.index].detach()
@@ -147,7 +147,7 @@ class BucketSlot:
         return self.bucket.communicator.tensor.whole(self.collect_share(local), self.share)
 
     def collect_share(self, local: Tensor) -> Tensor:
-        """Like ``collect``, for this tensor-parallel rank's share. Collective where it is sharded."""
+        """Like ``collect``, for this tensor-parallel rank's share. Collective where the share is sharded."""
         bucket, local = self.bucket, local.to(self.device)
         if bucket.layout.world_size == 1:
             return local.view(self.share.own_shape)
@@ -183,7 +183,7 @@ class BucketSlot:
 
 
 class OwnedSlot(BucketSlot):
-    """The slot of another tensor of a parameter that one rank owns as a whole: the owner has the whole tensor.
+    """The slot of an optimizer state of a parameter that one rank owns as a whole: the owner has the whole state.
 
     Args:
         slot: the parameter's slot, in a bucket of whole parameters.
@@ -205,7 +205,7 @@ class OwnedSlot(BucketSlot):
 
 def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
     """Turn the parameters of a bucket, given in the order of its layout, into sharded tensors."""
-    # A parameter refers to its slot, and the slot to the bucket; the way back is weak, so that both are freed.
+    # A parameter refers to its slot, and the slot to the bucket; the reference back is weak, so that both are freed.
     for index, parameter in enumerate(parameters):
         slot = BucketSlot(bucket, index)
         slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
@@ -217,7 +217,7 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
-    """Reshard a bucket so that each parameter is whole on one rank. Collective. No gradients may be shown."""
+    """Reshard a bucket so that each parameter is whole on one rank. Collective. Every ``p.grad`` must be None."""
     slots = slots_of(bucket)
     values = [slot.collect_share(slot.local_parameter()) for slot in slots]
     derived = [(each, each.whole()) for slot in slots for each in slot.derived.values() if not each.is_parameter]

@@ -71,8 +71,8 @@ def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
     """How an operator is handled.
 
     Returns:
-        The handler to try before the operator runs on full values, and whether full values without communication give
-        the same result, and nothing is written.
+        The handler to try before the operator runs on full values; and whether the handler can be skipped where full
+        values need no communication, because the result is the same and nothing is written.
     """
     if func in _HANDLERS:
         return _HANDLERS[func], False
@@ -107,7 +107,7 @@ def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on full values, and write back those that it may have changed."""
     written: list[tuple[WrapperTensor, Tensor]] = []
     targets = _targets(func)
-    is_collective = func.namespace == "c10d"  # its schema names no outputs
+    is_collective = func.namespace == "c10d"  # the schema of a collective names no outputs
 
     def to_whole(value: Any, is_written: bool) -> Any:
         if not isinstance(value, WrapperTensor):
@@ -145,8 +145,8 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     if bool(targets) is not in_place or any(tensor.slot is not slot for tensor in sharded):
         return NotImplemented
     plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
-    # A plain tensor may differ between ranks (a loss, an incoming gradient). Then the result does, too, and cannot be
-    # one sharded value. A write is assumed to be the same on all ranks, as under DDP.
+    # A plain tensor may differ between ranks (a loss, an incoming gradient). Then the result differs, too, and
+    # cannot be one sharded value. A write is assumed to be the same on all ranks, as under DDP.
     if plain and not in_place or slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
     # Full values without communication are cheaper, and bit-equal to DDP's; but writes must reach wider master weights.
@@ -180,7 +180,7 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """``_foreach_*`` operators: on local ranges, with one call for each group of ranks and device of local ranges."""
+    """``_foreach_*`` operators, on local ranges: one call for each pair of a group of ranks and a device."""
     first, in_place = args[0], bool(_targets(func))
     members: dict[Any, list[int]] = {}  # positions in the first list; key None for full values
     for position, tensor in enumerate(first):
@@ -243,12 +243,12 @@ def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
 
 
 def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
-    """This rank's part of a sum over ranks: if tensor-parallel ranks have the same elements, only one counts them."""
+    """This rank's part of a sum over ranks: of tensor-parallel ranks with the same elements, one counts them."""
     return part if tensor.slot.share.is_counted_here else torch.zeros_like(part)
 
 
 def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
-    """This rank's part of a vector norm, to be summed over ranks (compared for infinite orders)."""
+    """This rank's part of a vector norm, to be summed over ranks (for infinite orders, compared)."""
     local = tensor.local
     if local.dtype in LOW_PRECISION:
         local = local.float()  # powers in a norm would overflow in fp16
@@ -346,7 +346,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
-    """Unscaling by ``GradScaler``: on local ranges; then ``found_inf`` is reduced, so that ranks agree."""
+    """Unscaling by ``GradScaler``, on local ranges; ``found_inf`` is then reduced, so that ranks agree."""
     gradients, found_inf, inverse_scale = args
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
     if any(isinstance(gradient, RecordedView) for gradient in gradients):
@@ -359,7 +359,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
         found = _beside(found_inf, parts[0])  # gradients may be offloaded to the host
         func(parts, found, _beside(inverse_scale, parts[0]))
         if found is not found_inf:
-            found_inf.copy_(found)  # ``found`` started with the earlier value
+            found_inf.copy_(found)  # ``found`` started with the value of ``found_inf``
     sharded[0].slot.reduce(found_inf, ReduceOp.MAX)
     return None
 

@@ -19,7 +19,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     hooks = gradient_hooks(tensor)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
-    for name in slot_names(type(tensor)):  # of a DTensor
+    for name in slot_names(type(tensor)):  # the slots of a DTensor
         of_tensor, of_other = (_taken(each, name) for each in (tensor, other))
         for each, values in ((tensor, of_other), (other, of_tensor)):
             for value in values:
@@ -31,7 +31,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
 
 
 def _taken(tensor: Tensor, name: str) -> list[Any]:
-    """Remove an attribute from a tensor; returns its value in a list, which is empty if there is none."""
+    """Remove an attribute from a tensor, and return its value in a list; an empty list if the tensor lacks it."""
     values = [getattr(tensor, name)] if hasattr(tensor, name) else []
     if values:
         delattr(tensor, name)

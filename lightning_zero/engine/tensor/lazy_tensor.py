@@ -36,20 +36,21 @@ class LazyTensor(WrapperTensor):
     """A tensor whose values are read from their source at each use: an entry of a checkpoint, a deferred parameter.
 
     Operators read the full tensor. Aliases (``detach()``), conversions to another dtype and deep copies read nothing.
-    After a write the tensor holds its own values in memory, unless ``write`` is given; then they go to the source. Code
-    that needs the tensor's memory (``data_ptr()``, ``set_()``) makes it an ordinary one. A pickle contains the values.
+    After a write the tensor holds its own values in memory; if ``write`` is given, they go to the source instead. Code
+    that needs the tensor's memory (``data_ptr()``, ``set_()``) makes it an ordinary tensor. A pickle contains the
+    values.
 
     Args:
         name: the stored tensor's name, for errors.
-        shape, dtype: the tensor's.
+        shape, dtype: the tensor's shape and dtype.
         read: returns the elements ``[start, stop)`` of the flattened tensor, 1-D and in its dtype. The result may be
             shared memory and is never written to.
         origin: any picklable object by which ranks compare the stored values; None if other ranks cannot read them.
-        write: replaces the stored values by a tensor of the same shape; None if they are read-only.
+        write: replaces the stored values by a tensor of the same shape; None if these are read-only.
     """
 
     _source: _Source
-    is_meta = False  # if True, ``load_state_dict`` would drop values for a parameter that has none
+    is_meta = False  # if True, ``load_state_dict`` would not load values into a parameter without values
 
     @staticmethod
     def __new__(
@@ -112,11 +113,11 @@ class LazyTensor(WrapperTensor):
         return LazyTensor._over(self._source, self.shape, self.dtype, self.device)
 
     def cast(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the values in some dtype, read when they are used; read now if a write could change them."""
+        """A copy of the values in a given dtype, read when the copy is used, or now if a write could change them."""
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
         source, before = replace(self._source), self.dtype
-        if torch.promote_types(source.dtype, before) != before:  # this rounds, even if the next dtype is finer
+        if torch.promote_types(source.dtype, before) != before:  # keep this rounding, even if the next dtype is finer
             read = source.read
             source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before
         return LazyTensor._over(source, self.shape, dtype, self.device)

@@ -28,9 +28,9 @@ class ShardedTensor(WrapperTensor):
 
     Args:
         slot: the tensor's slot, which provides shape, range and communication.
-        local: this rank's range; None for the parameter itself, whose range the slot provides. Its dtype may be wider
-            than the tensor's (an fp32 master weight of a bf16 parameter), and it may be in host memory although the
-            tensor's device is a different one.
+        local: this rank's range; None for the parameter itself, whose range the slot provides. The range's dtype may be
+            wider than the tensor's (an fp32 master weight of a bf16 parameter), and the range may be in host memory
+            although the tensor is on another device.
         dtype: the dtype that user code sees.
         keep: any object that must live as long as this tensor; a ``Deferred`` completes the values when they are read.
     """
@@ -100,12 +100,12 @@ class ShardedTensor(WrapperTensor):
             self.written(local)
 
     def written(self, local: Tensor) -> None:
-        """Propagate a write to the tensor that ``local`` returned."""
+        """Propagate values that were written to ``local``, the tensor that the property returned."""
         if self.is_parameter:
             self.slot.written_locally(local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Like ``Tensor``'s, but the hook is called at the end of backward, when ``grad`` is the reduced gradient."""
+        """Like ``Tensor``'s method, but call the hook at the end of backward, when ``grad`` is the reduced gradient."""
         if not self.is_parameter:
             return super().register_post_accumulate_grad_hook(hook)
         handle = RemovableHandle(self.slot.hooks_after_reduction)
@@ -180,7 +180,7 @@ class ShardedTensor(WrapperTensor):
 
 
 class ShardedDTensor(ShardedTensor, SlotsOfDTensor):
-    """A sharded tensor whose object was a DTensor before and becomes one again (see ``become``)."""
+    """A sharded tensor whose object was a DTensor before and will be a DTensor again (see ``become``)."""
 
 
 def local_range_of(value: Tensor, slot: Slot) -> Tensor:
@@ -203,5 +203,5 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading; reads no others."""
+    """Return the elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading; read no others."""
     return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]

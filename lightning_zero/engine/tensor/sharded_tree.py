@@ -14,7 +14,7 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 Leaf = Callable[[Tensor], Any]
-"""Converts a tensor. If it gathers, it is collective: all ranks must walk over the same tensors in the same order."""
+"""Converts a tensor. One that gathers is collective: all ranks must walk over the same tensors in the same order."""
 
 
 def walk(
@@ -25,7 +25,7 @@ def walk(
     Args:
         tree: nested dicts, lists and tuples of any class.
         act: returns the new leaf. It is called once for all aliases of a sharded parameter, which stay one tensor.
-        wanted: whether to call ``act`` with a leaf; by default, with all tensors.
+        wanted: whether to convert a leaf; by default, all tensors are converted.
     """
     known: dict[Any, Any] = {}
 
@@ -55,7 +55,7 @@ def walk(
 
 
 def identity(tensor: ShardedTensor) -> Any:
-    """A key that all aliases of a parameter share, as on every other rank; any other tensor has its own key."""
+    """A key that all aliases of a parameter share, on all ranks alike; any other tensor has a key of its own."""
     return (id(tensor.slot), tensor.dtype) if tensor.is_parameter else id(tensor)
 
 

@@ -24,11 +24,11 @@ class Slot(Protocol):
     """A parameter's range of a bucket. Tensors with the same sharding have the same slot object.
 
     Attributes:
-        name, shape, dtype, device: the parameter's.
-        share: how tensor parallelism divides the parameter.
-        offset, local_numel: this rank's range of the flattened parameter, or of its share if it is divided.
+        name, shape, dtype, device: those of the parameter.
+        share: this rank's share of the parameter under tensor parallelism.
+        offset, local_numel: this rank's range of the flattened parameter, or of the share of a divided parameter.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
-        group: identifies the ranks: equal for all tensors that are sharded over the same ranks.
+        group: identifies the ranks; it is equal for all tensors that are sharded over the same ranks.
         background: owner of background work on the parameter and its optimizer state.
         view: the ordinary tensor that modules compute with instead of the parameter.
         is_written_by_modules: whether ``local_parameter`` is memory that modules compute with, and may write to.

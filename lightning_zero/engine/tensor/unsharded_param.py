@@ -16,8 +16,8 @@ _data: Any = nn.Parameter.data
 class View(nn.Parameter):
     """A parameter that is a view of a bucket's gathered buffer.
 
-    A module may write to its own parameters in its forward: in place, which changes the version, or through ``data``,
-    which does not change the version, but is recorded by this class.
+    A module may write to its own parameters in its forward: in place, which changes the tensor's version, or through
+    ``data``, which does not change the version, so this class records each access to ``data``.
     """
 
     _asked = False

@@ -1,4 +1,4 @@
-"""Base class of wrapper subclasses, which are tensors with a shape but no data of their own; and views of them."""
+"""Base class of wrapper subclasses (tensors with a shape but no data of their own), and views of such tensors."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class RecordedView(WrapperTensor):
 
 
 def new_wrapper(cls: Any, shape: torch.Size, **options: Any) -> Any:
-    """Make a wrapper. Under ``inference_mode`` it is an ordinary tensor, as views of ordinary tensors are."""
+    """Make a wrapper. Even under ``inference_mode`` it is no inference tensor, just like views of normal tensors."""
     if not torch.is_inference_mode_enabled():
         return make_wrapper(cls, shape, **options)
     with torch.inference_mode(False):
