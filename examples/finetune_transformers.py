@@ -10,6 +10,7 @@ finetune_transformers/config.yaml has every value that can be overridden.
 
 import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -37,8 +38,11 @@ from lightning_zero.zoo.muon import groups_of
 
 def stop(reason: object) -> NoReturn:
     """Ends this rank; rank 0 prints one line."""
+    if rank_zero_only.rank > 0:
+        time.sleep(10)  # torchrun kills the other ranks when one has ended: rank 0 must print first
+        raise SystemExit(1)
     line = str(reason).strip().splitlines()[0]
-    raise SystemExit(f"finetune_transformers: {line}" if rank_zero_only.rank == 0 else 1)
+    raise SystemExit(f"finetune_transformers: {line}")
 
 
 try:

@@ -11,7 +11,7 @@ from lightning_zero.version import __version__
 
 COMMANDS = {
     "train": "train a model, or a sweep of models, configured by Hydra",
-    "launch": "start a script's processes, and restart them after one has died",
+    "launch": "start a script's processes, and restart them when one dies",
     "plan": "predict memory, traffic and time without training",
     "parity": "train a few steps under DDP and ZeRO, and compare every bit",
     "doctor": "measure this machine, and say what works on it",

@@ -11,10 +11,10 @@ from lightning_zero.commands.parsing import Menu
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 BENCHMARKS = {
-    "peers": "time, memory and communication, compared with DDP, FSDP and DeepSpeed",
+    "peers": "time, memory and traffic next to DDP, FSDP and DeepSpeed",
     "ratios": "whether a stage has become slower relative to DDP",
     "plans": "predicted step times compared with measured ones",
-    "growth": "what the engine costs as the numbers of tensors, units and ranks grow",
+    "growth": "what the engine costs as tensors, units and ranks increase",
     "compare": "whether one result or run takes more time or memory than another",
 }
 
