@@ -178,7 +178,10 @@ def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
         ([*PROJECT, "--option", "prefetsch=0"], "ZeroStrategy has no option 'prefetsch': did you mean 'prefetch'?"),
         ([PROJECT[0], "wide=3", *PROJECT[2:]], "unexpected keyword argument 'wide'"),
         (["tests.planning.projects:LooksAtWeights", *PROJECT[2:]], "could not be made on the meta device"),
-        (["tests.planning.projects:Block", "width=8", *PROJECT[2:]], "Expected a LightningModule to plan, but got a Block"),
+        (
+            ["tests.planning.projects:Block", "width=8", *PROJECT[2:]],
+            "Expected a LightningModule to plan, but got a Block",
+        ),
         (["no_script.py"], "'no_script.py' must be a script, package.module:Name, or name=value of a configuration"),
         (["tests/planning/projects.py"], "tests/planning/projects.py ended without a call to Trainer.fit"),
         (["model=gpt_huge"], "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
