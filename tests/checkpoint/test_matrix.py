@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from lightning_zero import ZeroStrategy, load_weights
 from lightning_zero.checkpoint.reading import open_checkpoint
 from tests.support import WorkerPools, models
+from tests.support.selection import exhaustive_but
 from tests.support.trainer import Learner, fit
 from tests.support.training import CLOSE, same_tensors, same_values
 from tests.support.workers import rank, world_size
@@ -182,7 +183,7 @@ IN_EVERY_RUN = [(4, 2), (1, 3)]
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [pytest.param(*each, marks=[] if each in IN_EVERY_RUN else [pytest.mark.exhaustive]) for each in SIZES],
+    exhaustive_but(IN_EVERY_RUN, SIZES),
 )
 def test_any_stage_world_size_and_form_loads_what_any_other_saved(run_on, saved: Saved, before: int, after: int):
     files = meetings(list(SAVERS), list(LOADERS), SIZES.index((before, after)))

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_zero.engine import Engine
 from tests.support import rank, world_size
 from tests.support.graphs import CountingBackend
+from tests.support.selection import exhaustive_but
 
 
 class Block(nn.Module):
@@ -153,7 +154,7 @@ def compare(kind, way):
 @pytest.mark.behaviour("The module", "`torch.compile` on blocks, in place or not, and on the whole module")
 @pytest.mark.parametrize(
     "way",
-    [each if each is compile_blocks else pytest.param(each, marks=pytest.mark.exhaustive) for each in WAYS],
+    exhaustive_but([compile_blocks], WAYS),
     ids=lambda way: way.__name__,
 )
 def test_a_compiled_module_has_ddps_losses_and_no_more_graphs_than_with_fsdp2(run_on, way):

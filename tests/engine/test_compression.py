@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import time
 import warnings
 from functools import partial
@@ -27,7 +28,8 @@ from tests.support.workers import rank
 
 BF16 = Recipe(OddModel, adam, dtype=torch.bfloat16)
 WITHIN = {"stage": 3, "shard_within": "node"}
-PLACEMENTS = pytest.mark.parametrize("placement", [{"stage": 1}, {"stage": 2}, WITHIN], ids=str)
+PLACED = [{"stage": 1}, {"stage": 2}, WITHIN]
+PLACEMENTS = pytest.mark.parametrize("placement", PLACED, ids=str)
 EIGHT_BITS = {"gradients": "int8", "exempt_numel": 0}
 FOUR_BITS = {"gradients": "int4", "exempt_numel": 0}
 
@@ -224,7 +226,7 @@ def write_and_train(write: Any, is_mixed: bool, **options: Any) -> None:
 
 @pytest.mark.parametrize(
     ("placement", "is_mixed"),
-    [(placement, is_mixed) for placement in ({"stage": 1}, {"stage": 2}, WITHIN) for is_mixed in (False, True)],
+    list(itertools.product(PLACED, (False, True))),
     ids=str,
 )
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)

@@ -16,6 +16,7 @@ from lightning_zero import full_grad
 from lightning_zero.engine.plan.units import plan_units
 from tests.libraries.models import MODELS
 from tests.libraries.training import Learner, fit, same_learning
+from tests.support.selection import exhaustive_but
 from tests.support.training import CLOSE, same_tensors
 
 AT_ALL_STAGES = ["GPT-2", "Mixtral", "T5", "ResNet"]
@@ -32,9 +33,7 @@ def equal_to_ddp(name, stages=(3,), make=None, bound=0, **options):
 
 
 @pytest.mark.behaviour("The module", "Unmodified transformers models (text, vision, audio)")
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each in IN_EVERY_RUN else [pytest.mark.exhaustive]) for each in MODELS]
-)
+@pytest.mark.parametrize("name", exhaustive_but(IN_EVERY_RUN, MODELS))
 def test_a_model_learns_as_under_ddp_bit_for_bit(run_on, name):
     run_on(2, equal_to_ddp, name=name, stages=(1, 2, 3) if name in AT_ALL_STAGES else (3,))
 

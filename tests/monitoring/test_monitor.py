@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import re
 import time
 import warnings
 from pathlib import Path
@@ -272,8 +273,9 @@ def warned(strategy: str, module: LightningModule) -> list[str]:
 
 def warnings_of_a_delay() -> None:
     said = warned("zero2", Delayed(1, range(41, 45), delay=1.0))
-    # other programs that occupy the machine for a moment may cause further warnings before and after
-    late = [text for text in said if 41 <= int(text.partition("at step ")[2].partition(",")[0]) <= 45]
+    found = [re.search(r"at step (\d+),.* computed ([\d.]+) times", text) for text in said]
+    # other programs that occupy the machine for a moment cause warnings, too, but not of a rank that was so much slower
+    late = [text for text, match in zip(said, found) if match and int(match[1]) > 40 and float(match[2]) > 10]
     assert len(late) == (1 if rank() == 0 else 0), said
     if late:
         assert "throughput fell to" in late[0] and "at step 42" in late[0] and "Rank 1 computed" in late[0]

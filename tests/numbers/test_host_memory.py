@@ -28,6 +28,8 @@ from torch import nn
 
 from benchmarks.common import RETURN_MEMORY_AT_ONCE
 
+pytestmark = pytest.mark.exhaustive
+
 ROOT = Path(__file__).resolve().parents[2]
 RANKS, UNITS, WIDTH = 2, 12, 1024
 UNIT = 4 * WIDTH * WIDTH  # bytes
@@ -269,7 +271,6 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
-@pytest.mark.exhaustive
 def test_in_addition_to_its_shards_a_rank_never_holds_two_units_and_reads_only_its_share(measured, case):
     for found in (of_rank[case] for of_rank in measured):
         assert SHARDS - OTHER <= found["peak"] < SHARDS + 2 * UNIT + OTHER, f"{found}, where the whole is {WHOLE}"
@@ -280,13 +281,11 @@ def test_in_addition_to_its_shards_a_rank_never_holds_two_units_and_reads_only_i
             assert SHARDS <= found["file"] < SHARDS + UNIT, f"{found}: of a file of {WHOLE}"
 
 
-@pytest.mark.exhaustive
 def test_the_measurement_detects_a_module_that_is_created_in_full(measured):
     for found in (of_rank["whole"] for of_rank in measured):
         assert found["peak"] >= WHOLE > SHARDS + 2 * UNIT + OTHER
 
 
-@pytest.mark.exhaustive
 def test_a_full_checkpoint_is_held_once_by_the_writing_rank_and_a_sharded_one_by_no_rank(measured):
     first, second = (of_rank["saving"] for of_rank in measured)
     assert WHOLE - OTHER <= first["full"] < WHOLE + UNIT + OTHER
@@ -294,7 +293,6 @@ def test_a_full_checkpoint_is_held_once_by_the_writing_rank_and_a_sharded_one_by
     assert first["sharded"] < UNIT + OTHER and second["sharded"] < UNIT + OTHER
 
 
-@pytest.mark.exhaustive
 def test_with_states_on_a_disk_an_update_needs_three_chunks_in_addition_to_the_gradients(measured):
     for found in (of_rank["on disk"] for of_rank in measured):
         assert found["on disk"] == 3 * SHARDS > 3 * PIECES
@@ -303,7 +301,6 @@ def test_with_states_on_a_disk_an_update_needs_three_chunks_in_addition_to_the_g
         assert PIECES - OTHER <= beside < PIECES + 2 * UNIT + OTHER, f"{found}: pieces of {PIECES}"
 
 
-@pytest.mark.exhaustive
 def test_states_on_a_disk_are_saved_in_the_background_without_being_held_in_memory(measured):
     for found in (of_rank["on disk"] for of_rank in measured):
         assert found["saving"] < PIECES + UNIT + OTHER, f"{found}: the pieces are kept for the next update"

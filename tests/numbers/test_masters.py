@@ -18,7 +18,7 @@ from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta
 from tests.numbers.test_bf16 import Weight
 from tests.support.workers import rank, world_size
 
-# Below a quarter of bf16's spacing just below 1: one such update is lost in rounding, 16 of them are not.
+# A quarter of bf16's spacing just below 1: one such update is lost in rounding, 16 of them are not.
 TINY = {torch.bfloat16: 2.0**-10, torch.float16: 2.0**-13}
 
 

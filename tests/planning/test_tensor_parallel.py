@@ -25,6 +25,7 @@ from lightning_zero.planning.advice import make_plans
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.paper import CONFIGURATIONS
 from tests.planning.test_fake_run import Watch
+from tests.support.selection import exhaustive_but
 from tests.support.trainer import make_trainer
 
 WIDTH, DEPTH, SAMPLES = 128, 6, 256
@@ -212,9 +213,7 @@ def test_tensor_parallel_ranks_are_consecutive(together, crossing):
 
 
 @pytest.mark.parametrize("together", [2, 4])
-@pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=[] if each == "C5" else [pytest.mark.exhaustive]) for each in CONFIGURATIONS]
-)
+@pytest.mark.parametrize("name", exhaustive_but(["C5"], CONFIGURATIONS))
 def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name, together):
     """Table 3: C1 and C3 keep inputs of layers whole, C2 and C4 a part of each, and C5 that part in CPU memory.
 

@@ -14,9 +14,10 @@ import pytest
 
 from tests.resilience.jobs import LAUNCH, TORCHRUN, command, ended, environment, fault, run
 from tests.resilience.test_faults import wait_for
+from tests.support.selection import exhaustive_but
 from tests.support.warm import DISMANTLED
 
-STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), pytest.param(2, marks=pytest.mark.exhaustive), 3]
+STAGES = exhaustive_but([3], [1, 2, 3])
 
 # -- ordinary ----------------------------------------------------------------------------------------------------------
 
@@ -142,9 +143,7 @@ def test_if_the_newest_state_was_corrupted_before_it_was_kept_an_older_one_is_us
     found.same_as(uninterrupted({"stage": stage}))
 
 
-@pytest.mark.parametrize(
-    "moment", ["backward", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("start", "update"))]
-)
+@pytest.mark.parametrize("moment", exhaustive_but(["backward"], ["backward", "start", "update"]))
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
 @pytest.mark.parametrize("stage", STAGES)
 def test_cut_connections_end_the_attempt_and_the_job_continues(stage, rank, moment, uninterrupted, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 
 from tests.checkpoint.faults import on_a_small_disk
 from tests.resilience.jobs import command, ended, environment, fault, run
+from tests.support.selection import exhaustive_but
 
 NAMED = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=the-job"]
 
@@ -86,9 +87,7 @@ def flip(path):
         file.write(bytes([byte ^ 1]))
 
 
-@pytest.mark.parametrize(
-    "damage", ["flipped", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("truncated", "missing"))]
-)
+@pytest.mark.parametrize("damage", exhaustive_but(["flipped"], ["flipped", "truncated", "missing"]))
 @pytest.mark.parametrize("which", ["the newest", pytest.param("all", marks=pytest.mark.exhaustive)])
 def test_a_damaged_slot_is_noticed_and_an_older_state_taken(damage, which, tmp_path):
     expected = run(tmp_path / "whole", {})

@@ -17,6 +17,7 @@ from lightning_zero.io.labels import label_of
 from tests.checkpoint.faults import on_a_small_disk
 from tests.resilience.jobs import SCRIPT, ended, environment, fault, options_of, run
 from tests.resilience.test_faults import flip, slots_in, started, stopped_after_kills
+from tests.support.selection import exhaustive_but
 from tests.support.warm import warm_python
 
 HOURS_AGO = time.time() - 3 * 3600
@@ -134,7 +135,7 @@ def test_a_folder_that_is_full_from_the_start_is_reported_and_training_continues
 # -- which state is taken ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", exhaustive_but([3], [1, 2, 3]))
 def test_where_memory_is_damaged_the_job_continues_from_the_last_checkpoint(stage, uninterrupted, tmp_path):
     options = stopped_after_kills(tmp_path, {"stage": stage, "saves": 3}, 8)
     for path in slots_in(tmp_path):

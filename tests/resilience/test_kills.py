@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 
 from tests.resilience.jobs import fault, run
+from tests.support.selection import exhaustive_but
 
 MOMENTS = ["start", "forward", "backward", "update", "copy", "commit", "end"]
 OFFLOADS = {"device": {}, "cpu": {"offload": "cpu"}, "nvme": {"offload": {"optimizer": "nvme", "path": "disk"}}}
-
-IN_EVERY_RUN = [(3, "device")]
 
 
 def killed_at_every_moment(stage, ranks):
@@ -29,11 +29,7 @@ def killed_at_every_moment(stage, ranks):
 )
 @pytest.mark.parametrize(
     ("stage", "offload"),
-    [
-        pytest.param(stage, offload, marks=[] if (stage, offload) in IN_EVERY_RUN else [pytest.mark.exhaustive])
-        for stage in (1, 2, 3)
-        for offload in OFFLOADS
-    ],
+    exhaustive_but([(3, "device")], product([1, 2, 3], OFFLOADS)),
 )
 def test_a_kill_at_every_moment_leaves_no_trace_in_the_weights(stage, offload, tmp_path):
     options = {"stage": stage, "strategy": OFFLOADS[offload]}

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.examples.running import REPOSITORY
+from tests.support.selection import exhaustive_but
 from tests.support.training import same_tensors
 from tests.support.warm import warm_python
 
@@ -72,7 +73,7 @@ def times(output: str, what: str) -> list[float]:
 
 
 @pytest.mark.parametrize("killed", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-@pytest.mark.parametrize("stage", [*(pytest.param(stage, marks=pytest.mark.exhaustive) for stage in (1, 2)), 3])
+@pytest.mark.parametrize("stage", exhaustive_but([3], [1, 2, 3]))
 def test_a_job_continues_after_a_rank_was_killed_in_each_of_two_attempts(stage, killed, tmp_path):
     expected = run(tmp_path / "whole", stage)
     assert expected.returncode == 0, expected.stderr

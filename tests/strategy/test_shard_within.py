@@ -25,10 +25,11 @@ from tests.fabric.training import make_fabric, set_up, train, weights
 from tests.strategy.test_uneven_forwards import write_as_under_ddp
 from tests.strategy.test_uneven_loops import Classifier, evaluate, loader
 from tests.support import models, whole
+from tests.support.selection import exhaustive_but
 from tests.support.trainer import Learner, fit, make_trainer
 from tests.support.training import CLOSE, same_runs, same_tensors
 
-PRECISIONS = ["bf16-mixed", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("32-true", "bf16-true"))]
+PRECISIONS = exhaustive_but(["bf16-mixed"], ["bf16-mixed", "32-true", "bf16-true"])
 
 learner = partial(Learner, partial(models.OddModel, rows=2), models.adam_with_large_eps, batches=3)
 

@@ -8,7 +8,9 @@ two values); with two lists and more than ``FEW`` cases, cases that cover every 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Iterable
 from itertools import combinations
+from typing import Any
 
 import pytest
 
@@ -42,6 +44,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             left_out |= set(cases) - set(covering(cases, min(lists - 1, 2)))
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
+
+
+def exhaustive_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:
+    """Arguments for ``parametrize``: all but those to keep in the specification are exhaustive. A tuple is several."""
+    return [
+        pytest.param(
+            *(value if isinstance(value, tuple) else (value,)),
+            marks=[] if value in kept else [pytest.mark.exhaustive],
+        )
+        for value in values
+    ]
 
 
 def _lists(item: pytest.Item) -> list[str]:

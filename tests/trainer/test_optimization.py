@@ -21,7 +21,7 @@ from tests.trainer.cases import Net, behaviours, fit, observed, same_as_under_dd
 
 
 class Gan(Net):
-    """A generator (the blocks) and a critic (the head), each with its optimizer, toggled in turn."""
+    """A generator (the blocks) and a critic, each with its optimizer, toggled in turn."""
 
     def __init__(self) -> None:
         super().__init__()

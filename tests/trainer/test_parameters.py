@@ -381,7 +381,7 @@ def edit_gradients(strategy: str) -> Any:
 
 
 class Vectors(Net):
-    """Weights and gradients as one vector, as in evolution strategies and meta-learning."""
+    """Weights as one vector, as in evolution strategies and meta-learning."""
 
     def on_train_batch_end(self, *_: Any) -> None:
         vector = nn.utils.parameters_to_vector(self.parameters()).detach()
