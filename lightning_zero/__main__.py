@@ -14,11 +14,11 @@ COMMANDS = {
     "launch": "start a script's processes, and restart them when one dies",
     "plan": "predict memory, traffic and time without training",
     "parity": "train a few steps under DDP and ZeRO, and compare every bit",
-    "doctor": "measure this machine, and say what works on it",
-    "report": "write a page and a model card for a run or a sweep",
+    "doctor": "measure this machine, and report what works on it",
+    "report": "write a report page and a model card for a run or a sweep",
     "drift": "compare data with a saved reference",
     "checkpoint": "inspect, verify, export, convert or import checkpoints",
-    "bench": "run a benchmark of the repository",
+    "bench": "run the repository's benchmarks, and compare results",
     "completion": "print shell completion for bash, zsh or fish",
 }
 
@@ -34,7 +34,7 @@ def main() -> int:
     menu.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
     try:
         try:
-            if sys.argv[1:2] == ["-sc"]:  # called by a shell when Tab is pressed
+            if sys.argv[1:2] == ["-sc"]:  # shells call this when Tab is pressed
                 return menu.load("completion").answer(menu, sys.argv[1:])
             ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
             if ours[:1] == ["launch"]:
@@ -43,14 +43,14 @@ def main() -> int:
             with stdout_for_json() if wants_json else contextlib.nullcontext():
                 return menu.run(sys.argv[1:])
         finally:
-            sys.stdout.flush()  # here, so that the next line catches errors from a closed pipe
+            sys.stdout.flush()  # errors from a closed pipe are raised here, and caught below
     except BrokenPipeError:
         if not stdout_is_closed():
             raise
         discard_stdout()
         return CLOSED_PIPE
     except KeyboardInterrupt:
-        return 130  # a shell's exit code after Ctrl-C
+        return 130  # the exit code that shells use after Ctrl-C
 
 
 if __name__ == "__main__":

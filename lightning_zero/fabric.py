@@ -1,3 +1,3 @@
-"""The strategy for Lightning Fabric, at the public import path."""
+"""The public import path of the strategy for Lightning Fabric."""
 
 from lightning_zero.strategies.fabric import ZeroStrategy as ZeroStrategy

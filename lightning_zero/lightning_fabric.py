@@ -1,4 +1,4 @@
-"""The strategy for ``lightning_fabric``'s Fabric; imported, and so registered, right after ``lightning_fabric``."""
+"""The strategy for the package ``lightning_fabric``; imported right after that package, to register the strategy."""
 
 from types import ModuleType
 from typing import ClassVar

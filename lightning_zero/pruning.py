@@ -1,7 +1,7 @@
-"""Pruning on shards: the elements with the least magnitude over all ranks become zero and stay zero.
+"""Magnitude pruning of sharded parameters: the smallest elements over all ranks are set to zero and stay zero.
 
-No rank needs a whole parameter. The threshold is found from histograms of the magnitudes' bits, which are summed over
-ranks; each rank has the masks of its own shards.
+No rank gathers a whole parameter. The threshold is found from histograms of the magnitudes' bits, which are summed over
+ranks. Each rank holds only the masks for its own shards.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @torch.no_grad()
 def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence[Tensor] | None = None) -> list[Tensor]:
-    """Return masks that leave out the elements with the least magnitude in all parameters together. Collective.
+    """Return masks that prune the elements with the least magnitude among all parameters. Collective.
 
-    These are the elements that ``torch.nn.utils.prune.global_unstructured`` with ``L1Unstructured`` selects in the
-    whole parameters. Among equal magnitudes, the first in the order of parameters and elements are left out.
+    The pruned elements are those that ``torch.nn.utils.prune.global_unstructured`` with ``L1Unstructured`` selects in
+    unsharded parameters. Of equal magnitudes, the first in the order of parameters and elements are pruned.
 
     Args:
         parameters: sharded parameters, or ordinary parameters that are the same on every rank.
-        amount: the fraction of all elements that is left out, 0 to 1.
-        masks: earlier masks. Elements that they leave out stay left out, and count towards ``amount``.
+        amount: the fraction of all elements to prune, 0 to 1.
+        masks: earlier masks. Elements pruned by these stay pruned, and count towards ``amount``.
 
     Returns:
-        For each parameter, a bool mask with its shape and sharding: False for elements that are left out.
+        For each parameter, a bool mask with the parameter's shape and sharding; False for pruned elements.
 
     Raises:
-        ValueError: if ``amount`` is not a fraction.
+        ValueError: if ``amount`` is not between 0 and 1.
 
     Example:
         >>> [mask] = magnitude_masks([torch.tensor([0.5, -0.1, 0.2, -0.9])], amount=0.5)
@@ -59,7 +59,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
 
 
 def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
-    """Return how many elements each mask leaves out, over all ranks. Collective."""
+    """Return how many elements each mask prunes, over all ranks. Collective."""
     own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu")
     is_sharded = _are_sharded(masks)
     return (_over_ranks(own * is_sharded, masks) + own * ~is_sharded).tolist()
@@ -71,7 +71,7 @@ def _check(amount: float) -> None:
 
 
 def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -> None:
-    """Leave out ``wanted`` more elements, by changing the masks in place."""
+    """Prune ``wanted`` more elements, by changing the masks in place."""
     dtype = torch.float16
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
@@ -79,7 +79,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     is_sharded = _are_sharded(masks)
 
     threshold = 0
-    need = wanted  # number of elements to leave out among those with the threshold's leading bits
+    need = wanted  # elements still to prune among those with the threshold's leading bits
     for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
         counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64, device="cpu") for sharded in (True, False)}
         for chunks_of, sharded in zip(chunks, is_sharded.tolist()):
@@ -92,7 +92,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
         need -= int(up_to[digit - 1]) if digit else 0
         threshold = threshold << _DIGIT | digit
 
-    # Of elements equal to the threshold, the first are left out: per tensor, count the equal ones before this rank's.
+    # Of the elements equal to the threshold, only the first are pruned: count those before this rank's, per tensor.
     ties = [sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks]
     own = torch.tensor(ties, device="cpu")
     in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
@@ -107,9 +107,9 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
 
 
 def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Chunks of this rank's magnitudes, as integers in the same order (NaN last), each with its part of the mask."""
+    """Yield this rank's magnitudes in chunks, as integers with the same order (NaN last), and the mask's chunks."""
     for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
-        magnitudes = values.to(parameter.dtype).abs().to(dtype)  # a wider master is rounded to what users see
+        magnitudes = values.to(parameter.dtype).abs().to(dtype)  # round wider masters to the parameter's dtype
         yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
 
 
@@ -118,18 +118,18 @@ def _are_sharded(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
-    """Return the slot of one sharded tensor, which reduces for all tensors; None if no tensor is sharded."""
+    """Return the slot of any sharded tensor, with which to reduce over ranks; None if no tensor is sharded."""
     return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
 def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum over ranks of numbers counted in the tensors' shards."""
+    """Return the sum of the counts over the ranks; unchanged counts if no tensor is sharded."""
     slot = _any_slot(tensors)
     return counts if slot is None else slot.reduce(counts.to(slot.device), ReduceOp.SUM, "pruning").cpu()
 
 
 def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return, for each tensor, the sum over ranks with earlier shards, and the sum over all ranks."""
+    """Return the sums of each tensor's count over the ranks with earlier shards, and over all ranks."""
     slot = _any_slot(tensors)
     if slot is None:
         return torch.zeros_like(counts), counts
@@ -145,7 +145,7 @@ def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """A tensor with a parameter's shape and sharding."""
+    """Return this rank's values as a tensor with a parameter's shape and sharding."""
     return ShardedTensor(parameter.slot, local) if isinstance(parameter, ShardedTensor) else local.view(parameter.shape)
 
 
@@ -154,25 +154,25 @@ def _matrices(name: str, parameter: nn.Parameter) -> bool:
 
 
 class Pruning:
-    """Sets the weights with the least magnitude, over all chosen parameters and all ranks, to zero and keeps them zero.
+    """Callback that prunes the weights with the least magnitude among all chosen parameters, over all ranks.
 
-    At the start of each epoch, weights are chosen until the fraction ``amount`` is pruned; after each optimizer step,
-    they are set to zero again. The fraction is logged as ``pruning/sparsity``. Checkpoints contain the masks, so a
-    resumed run continues with them. Pruning also works under DDP and on a single device; a rank keeps one byte for
-    each element of its shards.
+    At the start of each epoch, weights are set to zero until the fraction ``amount`` is pruned. After each optimizer
+    step, pruned weights are set to zero again. The pruned fraction is logged as ``pruning/sparsity``. Checkpoints
+    contain the masks, so a resumed run continues with the same masks. Each rank keeps a mask of one byte per element
+    of its shards. Pruning also works under DDP and on a single device.
 
     Args:
-        amount: the fraction of the chosen parameters' elements to prune, 0 to 1; or a function that returns it for an
-            epoch, counted from 0. Pruned elements stay pruned: a smaller fraction than before changes nothing.
-        parameters: a function of a parameter's name and the parameter that returns whether to prune it; by default
-            parameters with two or more dimensions are pruned.
+        amount: the fraction of the chosen parameters' elements to prune, 0 to 1; or a function that returns the
+            fraction for an epoch, counted from 0. Pruned elements stay pruned even if the fraction becomes smaller.
+        parameters: a function that receives a parameter's name and the parameter, and returns whether to prune it. By
+            default, parameters with two or more dimensions are pruned.
 
     Attributes:
         sparsity: the fraction of the chosen elements that is pruned; None before the first epoch.
         sparsity_of: the pruned fraction of each chosen parameter, by name.
 
     Raises:
-        ValueError: if ``amount`` is not a fraction, or no parameter is chosen.
+        ValueError: if ``amount`` is not between 0 and 1, no parameter is chosen, or tensor parallelism is used.
     """
 
     def __init__(
@@ -194,13 +194,13 @@ class Pruning:
         self._chosen = {name: p for name, p in pl_module.named_parameters() if self._is_chosen(name, p)}
         if not self._chosen:
             raise ValueError(
-                "MagnitudePruning(parameters=...) chose none of the module's parameters, of which the first are "
-                f"{[name for name, _ in pl_module.named_parameters()][:3]}."
+                "MagnitudePruning(parameters=...) chose none of the module's parameters: return True for some "
+                f"names, such as {[name for name, _ in pl_module.named_parameters()][:3]}."
             )
         if any(isinstance(p, ShardedTensor) and p.slot.share.count > 1 for p in self._chosen.values()):
             raise ValueError(
-                "MagnitudePruning does not work with tensor parallelism yet: leave the callback or "
-                "tensor_parallel_size out."
+                "MagnitudePruning does not work with tensor parallelism yet: remove the callback or the option "
+                "tensor_parallel_size."
             )
         self._masks = {}
         for name, mask in self._loaded.items():
@@ -235,7 +235,7 @@ class Pruning:
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self.on_train_end(trainer, pl_module)
         self._chosen = {}
-        # kept for a checkpoint saved after the run; the next run takes masks only from a checkpoint that it loads
+        # keep masks for checkpoints saved after the run; the next run gets masks only from a checkpoint that it loads
         self._loaded, self._masks = self._masks, {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

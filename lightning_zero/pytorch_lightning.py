@@ -1,4 +1,4 @@
-"""Strategy and callback for ``pytorch_lightning``'s Trainer; imported, and so registered, right after that package."""
+"""Strategies and callbacks for ``pytorch_lightning``'s Trainer; imported and registered right after that package."""
 
 from types import ModuleType
 from typing import ClassVar

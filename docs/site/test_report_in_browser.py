@@ -39,7 +39,7 @@ def test_every_figure_is_drawn_with_its_text(browser: webdriver.Chrome, page: st
     figures = browser.find_elements(By.CSS_SELECTOR, "figure")
     assert len(figures) >= 4
     titles = {figure.find_element(By.TAG_NAME, "figcaption").text for figure in figures}
-    assert {"loss", "perplexity", "peak of the bytes on a rank", "bytes moved"} <= titles
+    assert {"loss", "perplexity", "peak memory of rank 0", "bytes moved"} <= titles
     for figure in figures:
         drawing = figure.find_element(By.TAG_NAME, "svg")
         assert drawing.size["width"] > 250 and drawing.size["height"] > 120

@@ -1,4 +1,4 @@
-"""``torch.save`` archives: their records and checksums, and fast reading and writing of single small tensors."""
+"""Read the records of ``torch.save`` archives, and quickly load and save archives of a single tensor."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.engine.compat import unpickle_weights
 
 SMALL = 2**16
-"""Largest size in bytes of a small tensor, whose values take less time to write than ``torch.save``'s overhead."""
+"""Maximum size in bytes of a small tensor: writing its values takes less time than the overhead of ``torch.save``."""
 
-_LOCAL_HEADER, _ENTRY = 30, 46  # bytes before the name in a zip's local header and in its directory entry
-_FOLDER = 0x10  # attribute bit of folders; torch treats a record with this bit as empty
+_LOCAL_HEADER, _ENTRY = 30, 46  # bytes before the file name in a zip's local headers and directory entries
+_FOLDER = 0x10  # attribute bit that marks folders; torch treats a record with this bit as empty
 
 
 class BrokenArchiveError(ValueError):
@@ -28,7 +28,7 @@ class BrokenArchiveError(ValueError):
 
 
 class Record(NamedTuple):
-    """An uncompressed record: its position in the archive, and its checksum if the archive was saved with checksums."""
+    """Position of an uncompressed record in its archive, and its checksum, which is None in archives without them."""
 
     name: str
     start: int
@@ -58,7 +58,7 @@ def records_of(archive: IO[bytes]) -> list[Record]:
             found.append(Record(info.filename, start, info.file_size, info.CRC))
     except (zipfile.BadZipFile, NotImplementedError, struct.error, OSError, UnicodeError) as error:
         raise BrokenArchiveError("it has no intact zip directory at its end") from error
-    has_checksums = any(record.crc32 for record in found)  # torch.serialization.set_crc32_options
+    has_checksums = any(record.crc32 for record in found)  # False after torch.serialization.set_crc32_options(False)
     return found if has_checksums else [record._replace(crc32=None) for record in found]
 
 
@@ -89,29 +89,30 @@ class BufferFile(io.RawIOBase):
 
 
 def stream_over(buffer: memoryview) -> IO[bytes]:
-    """Open a buffer as a file; a small one is copied, which is faster."""
+    """Open a buffer as a binary stream. A small buffer is copied, since reading from ``BytesIO`` is faster."""
     return io.BytesIO(buffer) if len(buffer) <= SMALL else BufferFile(buffer)  # type: ignore[return-value]
 
 
 class Layout(NamedTuple):
-    """Layout of an archive with one plain tensor; archives of equal length and ``head`` differ only in their values."""
+    """Layout of an archive of one plain tensor. Archives with the same length and ``head`` have the same layout."""
 
     head: bytes
+    """The bytes before the values."""
     dtype: torch.dtype
     numel: int
     """Number of elements in the storage."""
     view: tuple[Any, ...]
-    """Shape, strides and offset."""
+    """The tensor's shape, strides and storage offset."""
 
 
 def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor:
-    """Load an archive's only tensor as a view of the buffer. The view must not be modified, and is rarely aligned.
+    """Load an archive's only tensor as a view of the buffer, which must not be modified and is rarely aligned.
 
-    ``torch.load`` copies the values, and takes fifty times as long as looking up the layout.
+    ``torch.load`` would copy the values and take fifty times as long as a layout from the cache.
 
     Args:
         known: cache of layouts; the archive's layout is added.
-        kind: cache key; tensors with the same shape and dtype are likely to have archives with the same layout.
+        kind: cache key, such as shape and dtype: tensors of the same kind usually have archives of the same layout.
     """
     layout = known.get((kind, len(buffer)))
     if layout is not None and bytes(buffer[: len(layout.head)]) == layout.head:
@@ -134,7 +135,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
 
 
 def archived(tensor: Tensor) -> bytearray:
-    """Return ``torch.save``'s bytes for a contiguous CPU tensor, forty times as fast; only the file id differs."""
+    """Return what ``torch.save`` writes for a contiguous CPU tensor, except the serialization id; 40 times as fast."""
     template, start, checksums = _template(tensor.dtype, tuple(tensor.shape))
     archive = bytearray(template)
     values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
@@ -152,5 +153,5 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, t
     archive = buffer.getvalue()
     data = next(record for record in records_of(buffer) if record.name.endswith("/data/0"))
     stop = data.start + data.length
-    assert archive[stop : stop + 4] == b"PK\x07\x08", "torch.save writes archives in another format"
+    assert archive[stop : stop + 4] == b"PK\x07\x08", "torch.save's archive format has changed"
     return archive, data.start, (stop + 4, archive.rindex(data.name.encode()) - _ENTRY + 16)

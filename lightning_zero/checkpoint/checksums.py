@@ -12,10 +12,10 @@ from lightning_zero.engine.init.sources import listed
 
 ADVICE = "Load another checkpoint, or copy this one again from an intact source."
 NO_CHECKSUM = -1
-"""A value that no CRC-32 has; marks bytes that are already known to be damaged."""
+"""Not a possible CRC-32, so verification always fails; marks bytes that are already known to be damaged."""
 
 _AT_ONCE = 2**23
-"""Bytes per read; smaller reads take a disk twice as long."""
+"""Bytes per read; with smaller reads, a disk takes twice as long."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -37,8 +37,7 @@ class Extent:
     Attributes:
         file: the file's name in the folder; empty for a checkpoint that is a single file.
         crc32: None if the range has no checksum.
-        holds: names of the tensors in the range, as keys of the checkpoint's ``tensors``, or a function that returns
-            them.
+        holds: names, for messages, of the tensors and other values in the range, or a function that returns the names.
         is_checked: whether the range has been verified.
     """
 
@@ -58,14 +57,14 @@ class Extent:
 def verify(
     files: Files, extents: Iterable[Extent], progress: Callable[[int], None] | None, share: tuple[int, int]
 ) -> None:
-    """Verify extents, or this process's share of them, against their checksums, and mark those that match.
+    """Verify a share of the extents against their checksums, and mark the extents that match.
 
     Args:
         progress: called with the number of bytes of each read.
-        share: ``(number, of)``: verify only share ``number`` out of ``of``.
+        share: ``(number, of)``: divide the extents into ``of`` shares, and verify share ``number``, counted from 0.
 
     Raises:
-        DamagedCheckpointError: naming all damaged extents.
+        DamagedCheckpointError: naming the damaged extents.
     """
     wrong = []
     room = memoryview(bytearray(_AT_ONCE))
@@ -88,7 +87,7 @@ def verify(
 def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
     """Divide the extents into ``of`` contiguous shares of about equal size in bytes, and return one share.
 
-    With as many processes as files, each process verifies the file of its own rank, which it is also likely to load.
+    With one process per file, each process verifies roughly its own rank's file, which it is also likely to load.
     """
     by_file: dict[str, list[Extent]] = {}
     for extent in extents:

@@ -1,4 +1,4 @@
-"""Atomic commit of a checkpoint: written to a hidden partial path, synced, and then renamed into place."""
+"""Commit a checkpoint atomically: write it to a hidden partial path, sync it to disk, and then rename it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _OF_A_CHECKPOINT = re.compile(
     rf"{re.escape(DCP_METADATA)}(\.tmp)?|{re.escape(MANIFEST)}|{re.escape(REST)}|__\d+_\d+\.distcp"
     r"|\.DS_Store|\._.*|\.nfs[0-9a-f]+"
 )
-"""The file names of a sharded checkpoint."""
+"""Matches the names of all files that may be in the folder of a sharded checkpoint."""
 
 _LONGEST = 120
-"""Names with more bytes are shortened in the names of partial files, which file systems limit to 255 bytes."""
+"""Checkpoint names of more bytes are shortened in temporary names, since file systems allow at most 255 bytes."""
 
 
 class Destination:
@@ -33,12 +33,12 @@ class Destination:
 
     Args:
         path: a local path, or an fsspec URL (``s3://...``).
-        label: unique for this save, and the same on every rank; created by ``labels.new_label``.
+        label: identifier of this save, from ``labels.new_label``; the same on every rank.
         advance: called with the number of bytes of each write.
 
     Attributes:
         path: the given path, as a string.
-        partial: hidden path in the same folder, to which the checkpoint is written first.
+        partial: hidden path, in the folder of ``path``, to which the checkpoint is written first.
     """
 
     def __init__(self, path: Any, label: str, advance: Callable[[int], Any] = lambda _: None) -> None:
@@ -52,7 +52,7 @@ class Destination:
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     def check_replaceable(self) -> None:
-        """Refuse to replace a folder that contains anything but a checkpoint, since its contents would be lost."""
+        """Refuse to replace a special file, or a folder with other contents than a checkpoint's: they would be lost."""
         if self._is_local and os.path.islink(self._place):
             return  # only the link would be replaced
         is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
@@ -67,21 +67,21 @@ class Destination:
         except FileNotFoundError:  # another run is replacing the folder at this moment
             return
         kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
-        from lightning_zero.engine.init.sources import listed  # imported here because it needs torch
+        from lightning_zero.engine.init.sources import listed  # imported here, since this import loads torch
 
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
-        if others or set(kinds) == {REST}:  # a lone file with this name may belong to any program
+        if others or set(kinds) == {REST}:  # a folder with only meta.pt may belong to any program
             raise IsADirectoryError(
                 f"{self.path} is a folder with contents other than a checkpoint ({listed(sorted(others) or [REST])}), "
-                "so it is not replaced: add the checkpoint's own name, FOLDER/NAME.ckpt, or move the other contents"
+                "so it is not replaced: write FOLDER/NAME.ckpt instead, or move the other contents elsewhere"
             )
 
     @contextmanager
     def writing(self, name: str | None = None) -> Iterator[Stream]:
-        """Open a stream whose contents are synced to the disk on leaving the context.
+        """Context that opens a stream to a new file; a local file is synced to the disk on exit.
 
         Args:
-            name: the file's name, if the checkpoint is a folder; None if it is a single file.
+            name: the file's name in the folder of a sharded checkpoint; None if the checkpoint is a single file.
         """
         target = self.partial if name is None else os.path.join(self.partial, name)
         self._fs.makedirs(os.path.dirname(target), exist_ok=True)
@@ -94,7 +94,7 @@ class Destination:
             appender.finish()
 
     def size_of(self, name: str) -> int | None:
-        """The size in bytes of a written file as visible to this rank; None if the file is not visible."""
+        """Return the size in bytes that this rank sees for a written file; None if this rank does not see the file."""
         target = os.path.join(self.partial, name)
         if self._is_local:
             return os.path.getsize(target) if os.path.exists(target) else None
@@ -102,7 +102,7 @@ class Destination:
         return self._fs.size(target) if self._fs.exists(target) else None
 
     def put_in_place(self) -> None:
-        """Replace the path's contents with the checkpoint that was written, and only then delete the old contents."""
+        """Move the written checkpoint to its path, and only then delete any earlier contents of the path."""
         self.check_replaceable()
         if self._is_local:
             if os.path.isdir(self.partial):
@@ -111,7 +111,7 @@ class Destination:
             # The checkpoint is in place: a failure of the clean-up below must not be reported as a failed save.
             with suppress(OSError):
                 sync_folder(self._parent)
-            for old in (self.partial, self._old):  # exchanging names leaves the old contents at the partial path
+            for old in (self.partial, self._old):  # ``replace`` may leave the old contents at one of these paths
                 with suppress(OSError):
                     remove_path(old)
             return
@@ -123,7 +123,7 @@ class Destination:
             self._fs.rm(self._old, recursive=True)
 
     def discard(self) -> None:
-        """Delete the files written so far; errors are ignored, so the reason for discarding is reported instead."""
+        """Delete the files written so far. Errors are ignored: callers raise the error that made the save fail."""
         with suppress(OSError):
             if self._is_local:
                 remove_path(self.partial)
@@ -131,10 +131,10 @@ class Destination:
                 self._fs.rm(self.partial, recursive=True)
 
     def remove(self) -> None:
-        """Remove the checkpoint at the path; to other processes, all of it disappears at once.
+        """Remove the checkpoint at the path, so that other processes never open a partly removed checkpoint.
 
-        If this process dies during the removal, the remaining files are at a partial path, so ``clear_leftovers``
-        deletes them.
+        If this process dies during the removal, the remaining local files are at a partial path, from which
+        ``clear_leftovers`` deletes them.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed
@@ -145,18 +145,18 @@ class Destination:
                 sync_folder(self._parent)
                 remove_path(self.partial)
         elif self._fs.exists(self._place):
-            with suppress(FileNotFoundError):  # without its metadata the rest is no checkpoint
+            with suppress(FileNotFoundError):  # removed first: the other files alone are not a checkpoint
                 self._fs.rm(f"{self._place}/{DCP_METADATA}")
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Delete partial files of dead processes in the path's folder, and restore checkpoints they moved aside."""
+        """Delete partial files of dead processes next to the path, and restore checkpoints that they moved aside."""
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):
             found = _PARTIAL.fullmatch(entry) or _OLD.fullmatch(entry)
             path = os.path.join(self._parent, entry)
-            with suppress(OSError):  # may belong to another user
+            with suppress(OSError):  # the entry may belong to another user
                 if found is None or not is_left_over(found["label"], path):
                     continue
                 name = found["stem"] + (found["suffix"] or "")
@@ -169,7 +169,7 @@ class Destination:
 
 
 def remove(path: Any) -> None:
-    """Remove a checkpoint without other processes seeing it partly removed; see ``Destination.remove``."""
+    """Remove a checkpoint so that other processes never open it partly removed; see ``Destination.remove``."""
     Destination(path, new_label()).remove()
 
 
@@ -182,7 +182,7 @@ class Stream:
         self._advance = advance
 
     def begin(self) -> int:
-        """Start a piece and return its offset, a multiple of 64, so that records aligned in the piece can be mapped."""
+        """Start a piece, and return its offset: a multiple of 64, which keeps the piece's aligned records aligned."""
         self.write(bytes(-self.position % 64))
         self.crc32 = 0
         return self.position
@@ -202,9 +202,9 @@ class Stream:
 
 
 def stand_in(path: str) -> str | None:
-    """Return the path of a checkpoint that was moved aside to be replaced; None if there is none.
+    """Return the path to which the checkpoint at ``path`` was moved while being replaced; None if there is none.
 
-    Such a checkpoint exists if a process died while replacing it on a file system that cannot exchange two names.
+    The checkpoint stays there if the process died while replacing it on a file system that cannot exchange two names.
     """
     fs, place = url_to_fs(path)
     parent, name = os.path.split(place.rstrip("/"))
@@ -238,6 +238,6 @@ def _short(name: str) -> str:
 
 
 def _put_aside(name: str, label: str) -> str:
-    """Temporary name of a checkpoint being replaced, which Lightning's search for the last checkpoint also finds."""
+    """Return the temporary name of a checkpoint being replaced. Lightning's search for ``last`` also finds it."""
     stem, suffix = os.path.splitext(_short(name))
     return f"{stem}.old-{label}{suffix}"

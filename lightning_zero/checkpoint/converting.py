@@ -28,7 +28,7 @@ _ALIGNMENT = 64  # bytes, as in torch.save
 
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:
-    """Size of all tensors in bytes, counting tied tensors once."""
+    """Return the total size of all tensors in bytes, counting tied tensors once."""
     return sum({identity(leaf): leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)}.values())
 
 
@@ -36,7 +36,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     """Write a full checkpoint: one ordinary Lightning file.
 
     ``torch.save`` needs tensors in memory. Tensors that are still on disk are therefore copied one by one to an unnamed
-    temporary file, and saved from its memory mapping, whose pages the system can evict.
+    temporary file, and saved from a memory mapping of this file, whose pages the system can evict.
     """
     checkpoint, names = _whole(opened)
     fs, place = url_to_fs(out)
@@ -52,10 +52,10 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
         file.flush()
         size = os.fstat(file.fileno()).st_size
         mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
-    # One storage per tensor, since torch.save writes whole storages; tied names share a tensor object.
+    # Each tensor gets a storage of its own, since torch.save writes entire storages. Tied names share one tensor.
     mapped = {key: _at(mapping, places[key], tensor) for key, tensor in stored.items()}
     ready = as_made_of_tensors(tree_map_only(LazyTensor, lambda tensor: mapped[id(tensor)], checkpoint))
-    if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # the names are known
+    if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # unknown names are numbers
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
     save_whole(ready, Destination(out, new_label(), advance))
 
@@ -69,7 +69,7 @@ def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
 def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
     """Write a sharded checkpoint: a folder in the format of ``torch.distributed.checkpoint``.
 
-    Its optimizer states are keyed by parameter names or, if those are unknown, by parameter numbers.
+    Optimizer states are keyed by parameter name or, where names are unknown, by parameter number.
     """
     checkpoint, names = _whole(opened)
     ours = dict(checkpoint.pop(CHECKPOINT_KEY, None) or {})
@@ -93,10 +93,10 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return a checkpoint's dictionary as stored in one file, and each optimizer's parameter names by DCP key.
+    """Return the dictionary to store in one file, and each optimizer's parameter names, keyed as in DCP's format.
 
-    Checkpoints of any Lightning strategy have the form of a Trainer's file; others, such as Fabric's, keep the keys
-    that their project chose.
+    A checkpoint of any Lightning strategy becomes the dictionary of a Trainer's file. Other checkpoints, such as
+    Fabric's, keep the keys that their project chose.
     """
     if _is_lightnings(opened):
         of_all = opened.names_of_optimizers or []

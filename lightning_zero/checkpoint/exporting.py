@@ -1,6 +1,6 @@
-"""Export weights as safetensors files, tensor by tensor, so that memory does not grow with the checkpoint.
+"""Export weights as safetensors files, tensor by tensor, so that memory use does not grow with the checkpoint.
 
-The format (huggingface.co/docs/safetensors): eight bytes with the length of a header, a JSON header with the dtype,
+The format (huggingface.co/docs/safetensors): eight bytes with the length of the header, a JSON header with the dtype,
 shape and offset of each tensor, then the values of all tensors, little-endian and without gaps.
 """
 
@@ -48,31 +48,31 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _PART = 2**20
-"""Number of a tensor's elements that are in memory and converted at a time."""
+"""Number of elements that are read and converted at a time."""
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass
 class Weight:
-    """A tensor to write: its name, dtype and values."""
+    """A tensor to write: its name, its values, the dtype to write and, if they are needed, its fp32 master weights."""
 
     name: str
     values: Tensor
     dtype: torch.dtype
     master: Tensor | None = None
     overflows: bool = False
-    """Whether a finite value became infinite in the conversion."""
+    """Whether a finite value has become infinite by conversion to fp16."""
 
     @property
     def bytes(self) -> int:
         return self.values.numel() * self.dtype.itemsize
 
     def converted(self, part: Tensor, start: int) -> Tensor:
-        """Convert a part of the values to the wanted dtype, starting from the master weights."""
+        """Convert ``part``, whose flat offset is ``start``, to ``dtype``; use the master weights if there are any."""
         if self.master is not None:
             master = flat_range(self.master.detach(), start, start + part.numel())
-            # A value that differs from its rounded master was changed after the last step, so it is exported itself.
+            # A value that differs from its rounded master weight was changed after the last step, so the value is used.
             part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
         values = part.to(self.dtype)
         if self.dtype is torch.float16:
@@ -85,10 +85,10 @@ class Export:
     """Contents of an export.
 
     Attributes:
-        weights: one for each distinct tensor.
-        tied: each name that is not written, with the name under which its values are written.
-        left_out: names without the prefix, and entries that are not tensors.
-        config: contents of ``config.json``, if the weights belong to a transformers model.
+        weights: the tensors to write, each once.
+        tied: maps each omitted alias to the name under which its values are written.
+        left_out: names that are not exported, since they lack the prefix or are not tensors' names.
+        config: contents of ``config.json``; None if the weights are not those of a transformers model.
     """
 
     weights: list[Weight]
@@ -106,10 +106,10 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
 
     Args:
         opened: a checkpoint in any form.
-        dtype: for floating-point weights; None keeps the saved dtype. Conversions start from the fp32 master weights if
-            the checkpoint has them.
-        prefix: export only names with this prefix, and strip it. None uses the name of the transformers model within
-            the module, if there is exactly one.
+        dtype: of the exported floating-point weights; None keeps the saved dtype. Conversions start from the fp32
+            master weights if the checkpoint has them.
+        prefix: export only names with this prefix, and strip it. None means the name of the transformers model within
+            the module if there is exactly one, otherwise no prefix.
     """
     ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
     models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
@@ -148,15 +148,15 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         if weight.dtype not in DTYPES:
             raise ValueError(f"{opened.path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
     dtypes = {weight.dtype for weight in found.weights if weight.dtype.is_floating_point}
-    if config is not None and len(dtypes) == 1:  # `from_pretrained` loads weights in this dtype, not in the saved one
+    if config is not None and len(dtypes) == 1:  # the dtype in which `from_pretrained` loads weights
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtypes.pop()).removeprefix("torch.")
     return found
 
 
 def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return weights and masters by name; in a Fabric checkpoint names are prefixed with the project's keys."""
+    """Return weights and master weights by name. In a Fabric checkpoint, names begin with the project's keys."""
     if "state_dict" in checkpoint:
-        inner = masters.get("model")  # Fabric stores masters by key, with the weights under the same key
+        inner = masters.get("model")  # in Fabric checkpoints, masters have the key of their model
         return dict(checkpoint["state_dict"]), dict(inner if isinstance(inner, Mapping) else masters)
     found: list[dict[str, Any]] = [{}, {}]
     for target, source in zip(found, (checkpoint, masters)):
@@ -189,7 +189,7 @@ class ExportPaths:
         return [f"{stem}-{i:05}-of-{count:05}{suffix}" for i in range(1, count + 1)] if count > 1 else [self.name]
 
     def existing(self) -> list[str]:
-        """Names of files that earlier exports have written."""
+        """Names of the files that earlier exports to this path have left."""
         fs, folder = url_to_fs(os.path.dirname(self.out) or ".")
         stem, suffix = map(re.escape, os.path.splitext(self.name))
         ours = re.compile(rf"{stem}(-\d{{5}}-of-\d{{5}})?{suffix}|{re.escape(self.index)}")
@@ -205,7 +205,7 @@ class ExportPaths:
 def write_safetensors(
     content: Export, paths: ExportPaths, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
 ) -> list[str]:
-    """Write an export, replacing an earlier one at the same paths."""
+    """Write an export, replacing any earlier export at its paths; return the paths of the written files."""
     shards = list(_shards(content.weights, most_bytes))
     names = paths.names(len(shards))
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
@@ -224,7 +224,7 @@ def write_safetensors(
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
-        # Even after a crash here, readers see the old weights, the new weights or no weights, but never a mixture.
+        # If the process dies from here on, readers find the old weights, the new weights or none, never a mixture.
         if len(shards) > 1:
             for name in (paths.name, paths.index):
                 paths.remove(name)
@@ -271,14 +271,14 @@ def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:
 
 
 def _aligned(weights: list[Weight]) -> list[Weight]:
-    """Sort by descending element size: memory mapping requires offsets that are multiples of the element size."""
+    """Sort by descending element size, so that every offset is a multiple of the element size, as mapping requires."""
     return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 
 def _header(weights: list[Weight], tied: Mapping[str, str]) -> bytes:
     assert sys.byteorder == "little"
     here = {weight.name for weight in weights}
-    # safetensors' own save_model records tied names in the same way
+    # safetensors' save_model records tied names in the same way
     entries: dict[str, Any] = {"__metadata__": {**{k: v for k, v in tied.items() if v in here}, "format": "pt"}}
     end = 0
     for weight in weights:

@@ -10,7 +10,7 @@ from typing import IO
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
-_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # in Python's mmap since 3.13
+_NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # new in Python 3.13
 _PRIVATE = mmap.MAP_PRIVATE | _NO_RESERVE
 
 
@@ -40,7 +40,7 @@ class Files:
         return self._root
 
     def sizes(self) -> dict[str, int]:
-        """Sizes in bytes of the folder's files by name. Names of subfolders end with a slash."""
+        """Return the sizes in bytes of the folder's entries by name; names of subfolders end with a slash."""
         found = {}
         for entry in self._fs.ls(self._root, detail=True):
             name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
@@ -63,13 +63,13 @@ class Files:
             return file.read()
 
     def part(self, name: str, offset: int, length: int) -> memoryview:
-        """Return a range of a file's bytes (``name`` as for ``open``): memory-mapped if local, otherwise a copy."""
+        """Return bytes of a file, memory-mapped if the file is local, otherwise copied; ``name`` is as for ``open``."""
         if not self.is_local:
             return memoryview(bytearray(self._fs.cat_file(self._where(name), start=offset, end=offset + length)))
         if name not in self._mappings:
             with open(self._where(name), "rb") as file:
-                # Writable, because torch warns about read-only memory. Nothing writes to it, so no memory needs to be
-                # reserved for it, and a file may be larger than memory.
+                # Writable, because torch warns about read-only memory. The mapping is never written to, so the system
+                # need not reserve memory for it, and the file may be larger than memory.
                 mapped = mmap.mmap(file.fileno(), 0, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
             self._mappings[name] = memoryview(mapped)
         return self._mappings[name][offset : offset + length]

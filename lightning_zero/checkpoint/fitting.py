@@ -15,7 +15,7 @@ from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Refuse a state dict that ``load_state_dict`` would refuse only after loading the tensors that fit."""
+    """Raise errors of ``load_state_dict`` before any tensor changes: it would first load the tensors that fit."""
     own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
         return
@@ -25,15 +25,15 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
         except RuntimeError as error:
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise
-        except Exception:  # raised by a custom module: only loading shows what it means
+        except Exception:  # from a custom module; raised again on loading if it matters
             pass
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse optimizer states that belong to other optimizers.
+    """Refuse states that do not fit the optimizers.
 
     Args:
-        optimizers: the optimizers, none of which has loaded its state yet.
+        optimizers: the optimizers, before any of them loads its state.
         states: the optimizers' state dicts in torch's ordinary form.
     """
     if not states:
@@ -41,23 +41,23 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
     if len(optimizers) != len(states):
         raise ValueError(
             f"The checkpoint has the state of {len(states)} optimizer(s), but configure_optimizers returns "
-            f"{len(optimizers)}. Return the same number, in the same order. Or load only the weights: instead of "
-            "passing ckpt_path, call lightning_zero.load_weights(self, path) in configure_model."
+            f"{len(optimizers)}. Return the optimizers that were saved, in the same order. To load only the weights, "
+            "do not pass ckpt_path, but call lightning_zero.load_weights(self, path) in configure_model."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states)):
         if "param_groups" not in state:
-            continue  # Lightning's placeholder for a missing optimizer
+            continue  # Lightning's mock optimizer, for which nothing is saved
         which = f"The state of optimizer {number} ({type(optimizer).__name__}) does not fit:"
         sizes = [len(group["params"]) for group in optimizer.param_groups]
         saved = [len(group["params"]) for group in state["param_groups"]]
         if sizes != saved:
             raise ValueError(
                 f"{which} it was saved with {len(saved)} param group(s) of {listed(map(str, saved))} parameters, "
-                f"but now there are {len(sizes)} of {listed(map(str, sizes))}. Create the optimizer as in the run that "
-                "saved the checkpoint."
+                f"but the optimizer now has {len(sizes)} of {listed(map(str, sizes))} parameters. Create the optimizer "
+                "as in the run that saved the checkpoint."
             )
         if not is_torchs_elementwise(type(optimizer)):
-            continue  # may have states with shapes of their own
+            continue  # its states may differ in shape from the parameter
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [index for group in state["param_groups"] for index in group["params"]]
         for index, parameter in zip(numbers, parameters):
@@ -65,5 +65,5 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
                         f"{which} {key} of parameter number {index} has the shape {tuple(value.shape)}, but the "
-                        f"parameter has {tuple(parameter.shape)}. Pass the optimizer its parameters in the same order."
+                        f"parameter has {tuple(parameter.shape)}. Pass the parameters in the order of the saving run."
                     )

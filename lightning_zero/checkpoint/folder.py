@@ -1,4 +1,4 @@
-"""Read a sharded checkpoint in DCP's format: its metadata, and ranges of tensors from the pieces that overlap them."""
+"""Read a sharded checkpoint in DCP's format: its metadata, and any range of a tensor from the stored pieces."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def _check_is_dcp(path: str, sizes: dict[str, int]) -> None:
             "load OUT.ckpt."
         )
     raise NoCheckpointError(
-        f"{path} is not a checkpoint: a sharded checkpoint contains {DCP_METADATA}, this folder contains "
+        f"{path} is not a checkpoint: a sharded checkpoint contains {DCP_METADATA}, but this folder contains "
         f"{listed(sorted(sizes))}."
     )
 
 
 def _manifest_of(files: Files, sizes: dict[str, int], metadata_bytes: bytes) -> Manifest | None:
-    """Read our manifest, and check files against it; None for checkpoints written by other programs."""
+    """Read our manifest, and check the files' sizes and checksums against it; None if there is no manifest."""
     if MANIFEST not in sizes:
         return None
     try:
@@ -89,8 +89,8 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
         metadata = load_dcp_metadata(data)
     except ForbiddenClassError as error:
         raise ValueError(
-            f"{path}/{DCP_METADATA} names {error}, which is not a class of DCP's metadata. None of its code was run. "
-            "Do not load the file in another way."
+            f"{path}/{DCP_METADATA} names {error}, which is not a class of DCP's metadata. None of the file's code "
+            "was run. Do not load the file by other means."
         ) from error
     except Exception as error:
         raise DamagedCheckpointError.of(
@@ -108,7 +108,7 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
 
 @dataclass
 class _Chunk:
-    """A rectangle of a tensor, its range in the flattened tensor (to its last element), and its location in a file."""
+    """A rectangle of a tensor, the flat range from its first to its last element, and its location in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -122,12 +122,12 @@ class Folder:
 
     Raises:
         FileNotFoundError: if the folder is empty.
-        NoCheckpointError, DamagedCheckpointError, ValueError: as ``open_checkpoint``.
+        NoCheckpointError, DamagedCheckpointError, ValueError: see ``open_checkpoint``.
 
     Attributes:
         files: the folder's files.
         written_by: see ``Manifest``.
-        pieces: the file of each piece of a tensor, by the tensor's name in DCP's metadata.
+        pieces: maps each tensor's name in DCP's metadata to the files of its pieces, one file name per piece.
     """
 
     def __init__(self, files: Files, weights_only: bool | None) -> None:
@@ -138,19 +138,19 @@ class Folder:
         data = files.read(DCP_METADATA)
         manifest = _manifest_of(files, sizes, data)
         metadata = _metadata_in(files.path, data)
-        # Without a manifest, the files in a folder that we wrote may stem from several saves.
+        # Without a manifest, the files in a folder of ours may come from different saves.
         if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
             raise DamagedCheckpointError.of(
                 files.path,
                 f"{MANIFEST}, which holds all checksums, is missing, although this folder was written by "
-                "lightning_zero: its files may stem from several saves",
+                "lightning_zero: its files may come from different saves",
             )
         self.written_by = manifest.written_by if manifest is not None else {}
         checksums = sorted(manifest.pieces.items()) if manifest is not None else []
         self._take(metadata, manifest, sizes, (zlib.crc32(data), zlib.crc32(repr(checksums).encode())))
 
     def _take(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int], identity: Any) -> None:
-        """Locate all values; ``identity`` distinguishes these contents from any others at the same path."""
+        """Locate all values. ``identity`` is different for any other contents of the same path."""
         self._metadata: Metadata | None = metadata
         self._extents: dict[tuple[str, int], Extent] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
@@ -163,7 +163,7 @@ class Folder:
         self._identity = identity
 
     def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> dict[str, str]:
-        """Locate each value in the files; return a description of each fault, by file or tensor name."""
+        """Locate each value in the files, and return descriptions of all faults, keyed by the faulty file or tensor."""
         checksums = {
             (file, offset): (length, crc32)
             for file, pieces in (manifest.pieces if manifest is not None else {}).items()
@@ -216,7 +216,7 @@ class Folder:
     def tree(self) -> dict[str, Any]:
         """Return the checkpoint as it was passed to the saving function. Call this only once: it frees DCP's metadata.
 
-        For many small tensors, the metadata are as large as the checkpoint.
+        With many small tensors, the metadata is as large as the checkpoint.
         """
         tree = self._rest()
         if not isinstance(tree, dict):
@@ -236,7 +236,7 @@ class Folder:
         return tree
 
     def _rest(self) -> Any:
-        """Everything but the tensors of models and optimizers."""
+        """Return everything but the tensors of models and optimizers."""
         return self._load(REST, self.files.read(REST)) if self._has_rest else {}
 
     def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
@@ -251,7 +251,7 @@ class Folder:
                 continue
             origin = (os.path.basename(self.files.path), name, self._identity)
             value = LazyTensor(name, stored.size, stored.properties.dtype, read, origin)
-            # Tied parameters are stored as the same pieces, so equal pieces become one tensor again.
+            # Tied parameters share their stored pieces, so names with the same pieces become one tensor again.
             pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in self._chunks[name])
             yield name, by_pieces.setdefault(pieces, value) if value.numel() else value
 
@@ -296,9 +296,9 @@ class Folder:
         return tensor_in(data, self._known, (chunk.sizes, dtype))
 
     def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
-        """Return the elements ``[start, stop)`` of a flattened tensor, read from the pieces that overlap them.
+        """Return the elements ``[start, stop)`` of a flattened tensor, read from the pieces that overlap this range.
 
-        If a single contiguous piece contains them all, the result is a view of its mapped memory.
+        If one contiguous, aligned piece contains the range, the result is a view of the piece's mapped memory.
         """
         chunks = [chunk for chunk in self._chunks[name] if chunk.start < stop and start < chunk.stop]
         if len(chunks) == 1 and chunks[0].stop - chunks[0].start == prod(chunks[0].sizes):
@@ -313,7 +313,7 @@ class Folder:
         return out
 
     def _copy(self, out: Tensor, start: int, box: Box, chunk: _Chunk, shape: torch.Size, dtype: torch.dtype) -> None:
-        """Copy the intersection of a rectangle and a chunk."""
+        """Copy the intersection of a box and a chunk to ``out``, whose first element has the flat index ``start``."""
         first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
         after = [
             min(a + size, b + other) for a, size, b, other in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
@@ -326,7 +326,7 @@ class Folder:
         out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
 
     def extents(self) -> Iterator[Extent]:
-        """Iterate over all extents with a checksum: pieces if the manifest has their checksums, otherwise records."""
+        """Iterate over extents with checksums: pieces if the manifest has their checksums, otherwise their records."""
         for extent in self._extents.values():
             if extent.crc32 is not None:
                 yield extent
@@ -347,7 +347,7 @@ def _ints(values: Any) -> tuple[int, ...] | None:
 
 
 def _flat(index: Any, shape: Any) -> int:
-    """Index of an element in the flattened tensor."""
+    """Return the flat index of an element."""
     position = 0
     for number, size in zip(index, shape):
         position = position * size + number
@@ -355,11 +355,11 @@ def _flat(index: Any, shape: Any) -> int:
 
 
 Path = tuple[str | int, ...]
-"""Location of a value in DCP's metadata: dictionary keys as strings, and list indices."""
+"""Path of a value in DCP's metadata: dictionary keys, converted to strings, and list indices."""
 
 
 def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """Find dictionary keys that are not strings in nested dictionaries and lists, by DCP's path to each key."""
+    """Return all dictionary keys in a tree that are not strings, by the path in DCP's metadata to the key's value."""
     found: dict[Path, Any] = {}
     if isinstance(tree, (dict, list)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
@@ -371,10 +371,10 @@ def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any]) -> None:
-    """Insert a value at DCP's path, creating containers as needed.
+    """Insert a value at a path from DCP's metadata, creating containers as needed.
 
     Args:
-        keys: the original keys where they are not strings, see ``odd_keys``.
+        keys: the original keys that are not strings, from ``odd_keys``.
     """
     here: Any = tree
     for length, key in enumerate(path, 1):

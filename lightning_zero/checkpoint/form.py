@@ -14,27 +14,27 @@ CHECKPOINT_KEY = "lightning_zero"
 """Key of our own entry in a Lightning checkpoint."""
 
 NAMES = "optimizer_names"
-"""Key within our entry in a full checkpoint: each optimizer's parameter names, by its key in a sharded checkpoint."""
+"""Key within our entry in a full checkpoint. It maps each optimizer, as ``optimizer_0``, to its parameter names."""
 
 CONTAINERS = "containers"
-"""Key within our entry in a sharded checkpoint: the containers that DCP's dotted names cannot express, namely empty
-containers and dictionaries with keys that are not strings."""
+"""Key within our entry in a sharded checkpoint. Its value has the containers that DCP's dotted names cannot express:
+empty containers, and dictionaries with keys that are not strings."""
 
 DCP_METADATA = ".metadata"
-"""File with the names, shapes and offsets of all tensors, as ``torch.distributed.checkpoint`` writes and reads it."""
+"""Name of DCP's metadata file (``torch.distributed.checkpoint``): the names, shapes and offsets of all tensors."""
 
 REST = "meta.pt"
-"""File with everything but the tensors of models and optimizers, named as in Lightning's own sharded strategies."""
+"""Name of the file with everything but the tensors of models and optimizers, as in Lightning's sharded checkpoints."""
 
 MANIFEST = "lightning_zero.json"
-"""Manifest file, written last: sizes and checksums of all other files."""
+"""Name of the manifest, which is written last and has the sizes and checksums of all other files."""
 
 SAVE_ID = "lightning_zero"
-"""The ``save_id`` in DCP's metadata of a folder with a manifest; other programs write random ids, or no id."""
+"""The ``save_id`` that we write to DCP's metadata; other programs write a random id or none."""
 
 
 def configs_of_models(module: Any) -> dict[str, str]:
-    """Return the ``config.json`` of each transformers model in a module, by name; required to create the model again.
+    """Return the contents of ``config.json``, which recreate a model, for each transformers model in a module, by name.
 
     If the module itself is such a model, its name is empty.
     """
@@ -51,9 +51,9 @@ class Manifest:
     """Sizes and checksums (``zlib.crc32``) of a sharded checkpoint's files.
 
     Attributes:
-        written_by: versions, stage and world size.
-        files: ``{"bytes": ..., "crc32": ...}`` by file name; the checksum is ``None`` if the pieces have checksums.
-        pieces: ``[offset, length, crc32]`` of each piece, by name of the data file.
+        written_by: versions, stage and world size of the run that wrote the checkpoint.
+        files: ``{"bytes": ..., "crc32": ...}`` by file name; ``crc32`` is None for files whose pieces have checksums.
+        pieces: ``[offset, length, crc32]`` of each piece, by file name.
     """
 
     written_by: dict[str, Any]
@@ -66,7 +66,7 @@ class Manifest:
 
     @classmethod
     def of_bytes(cls, data: bytes) -> Manifest:
-        """Parse a manifest; a damaged one may raise any exception."""
+        """Parse a manifest. Any exception means that the manifest is damaged."""
         body = json.loads(data)
         if body.pop("crc32") != zlib.crc32(_encoded(body)):
             raise ValueError("its checksum does not match its contents")
@@ -74,11 +74,11 @@ class Manifest:
 
 
 def check_format(path: str, number: Any) -> None:
-    """Refuse a format version that is newer than this package's."""
+    """Refuse a format version that this package cannot read."""
     if not isinstance(number, int) or not 1 <= number <= FORMAT:
         raise ValueError(
             f"{path} was written by a newer lightning_zero: its format is {number!r}, and this version reads formats "
-            f"up to {FORMAT}. Update it: pip install -U lightning_zero."
+            f"up to {FORMAT}. Update with: pip install -U lightning_zero."
         )
 
 

@@ -18,8 +18,9 @@ class Row:
     Attributes:
         name: dotted path in Lightning's dictionary.
         bytes: size of the values.
-        pieces: number of pieces, stored in ``files`` files.
-        tied_to: the name of an earlier tensor with the same memory.
+        pieces: number of pieces in which the tensor is stored.
+        files: number of files that contain these pieces.
+        tied_to: name of the first tensor with the same memory; None if this tensor is the first.
     """
 
     name: str

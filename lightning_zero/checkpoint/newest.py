@@ -13,9 +13,9 @@ from lightning.pytorch import Trainer
 
 
 def is_last(trainer: Trainer, path: Any) -> bool:
-    """Whether Lightning itself resolved the path from ``ckpt_path="last"``, as opposed to a path given by the user.
+    """Whether Lightning found the path itself, as for ``ckpt_path="last"``, instead of receiving it from the user.
 
-    The strategy receives only the path; the user's argument is a local variable of a calling frame.
+    The strategy receives only the path, so the user's argument is read from the local variables of calling frames.
     """
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -28,14 +28,14 @@ def is_last(trainer: Trainer, path: Any) -> bool:
 
 
 def others_by_age(trainer: Trainer, path: Any) -> list[str]:
-    """Return all other checkpoints in the folders of the Trainer's callbacks, newest first."""
+    """Return all checkpoints except ``path`` in its folder and in those of the Trainer's callbacks, newest first."""
     found: dict[str, Any] = {}
     for folder in {os.path.dirname(str(each)) for each in (path, *_last_ones(trainer))}:
         fs, place = url_to_fs(folder)
         for entry in fs.ls(place, detail=False) if fs.exists(place) else []:
             hidden = os.path.basename(entry).startswith(".")
             if not hidden and entry.endswith(".ckpt") and _plain(entry) != _plain(path):
-                with suppress(OSError):  # a dangling link
+                with suppress(OSError):  # the entry may be a dangling link
                     found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(entry)
     return sorted(found, key=lambda entry: found[entry], reverse=True)
 

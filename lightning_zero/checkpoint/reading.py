@@ -1,4 +1,4 @@
-"""Open checkpoints of any origin: contents by name, with tensors that are read only when needed."""
+"""Open checkpoints of any supported form as dictionaries, whose tensors are read only when they are needed."""
 
 from __future__ import annotations
 
@@ -33,12 +33,13 @@ class OpenedCheckpoint:
         path: the path that was opened.
         form: "full" for one file, "sharded" for a DCP folder.
         written_by: versions, stage and world size, as far as the checkpoint records them.
-        checkpoint: Lightning's dictionary: ``state_dict``, ``optimizer_states`` with parameters by number, and all
-            other entries. Tensors are mapped from a local file; those of a sharded checkpoint are ``LazyTensor``.
-        as_saved: the dictionary as it was passed to the saving function; DCP stores optimizer states by name.
+        checkpoint: contents as Lightning's dictionary: ``state_dict``, ``optimizer_states`` keyed by parameter number,
+            and all other entries. Tensors of a sharded checkpoint are ``LazyTensor``; those of a local file are
+            memory-mapped.
+        as_saved: contents as passed to the saving function; in the sharded form, optimizer states are keyed by name.
         names_of_optimizers: each optimizer's parameter names in the order of their numbers; None if unknown.
-        trust: function to call once ``verify`` has run for all shares, after which pieces are read unverified.
-        pieces: the file of each piece of a ``LazyTensor``, by its ``stored_name``.
+        trust: function to call once all shares have been verified; pieces are then read without verification.
+        pieces: maps the ``stored_name`` of each ``LazyTensor`` to the files of its pieces, one file name per piece.
     """
 
     path: str
@@ -63,21 +64,21 @@ class OpenedCheckpoint:
         return sum(extent.length for extent in self._extents())
 
     def verify(self, progress: Callable[[int], None] | None = None, share: tuple[int, int] = (0, 1)) -> None:
-        """Verify everything, or a share of it, against its checksums. Needs only a few MiB of memory.
+        """Verify the checkpoint, or a share of it, against its checksums. This needs only a few MiB of memory.
 
         Args:
             progress: called with the number of bytes of each read.
-            share: ``(number, of)``: the share to verify when several processes divide the work.
+            share: ``(number, of)``: verify share ``number``, counted from 0, when ``of`` processes divide the work.
 
         Raises:
-            DamagedCheckpointError: naming everything that is damaged.
+            DamagedCheckpointError: naming what is damaged.
         """
         verify(self._files, self._extents(), progress, share)
 
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection while thousands of long-lived objects are created, as each collection scans them."""
+    """Disable garbage collection while thousands of long-lived objects are created: each collection would scan them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -94,11 +95,12 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
     Args:
         path: a Lightning file, or a ``torch.distributed.checkpoint`` folder written by this package, FSDP2 or another
             program; a local path or an fsspec URL.
-        weights_only: ``False`` unpickles any objects that the project's hooks have added, which can run code: only for
-            trusted checkpoints. Otherwise their classes must be allowed by ``torch.serialization.add_safe_globals``.
+        weights_only: ``False`` unpickles objects of any class, for example from the project's hooks. Unpickling can run
+            code, so use ``False`` only for trusted checkpoints. Otherwise, such classes must be allowed by
+            ``torch.serialization.add_safe_globals``.
 
     Raises:
-        FileNotFoundError: if there is nothing at the path, or an empty folder.
+        FileNotFoundError: if the path does not exist, or is an empty folder.
         NoCheckpointError: if the path contains no checkpoint.
         ValueError: if the checkpoint was written by a later version, or names classes that are not allowed.
         DamagedCheckpointError: if damage is apparent without reading the whole checkpoint.
@@ -144,7 +146,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         except ForbiddenClassError as error:
             raise ValueError(f"{files.path}: {with_way_out(error)}.") from error
         except Exception as error:
-            if "PytorchStreamReader" in str(error):  # the pickle names a record that the archive lacks
+            if "PytorchStreamReader" in str(error):  # the archive lacks a record to which its pickle refers
                 raise DamagedCheckpointError.of(path, str(error).splitlines()[0]) from error
             kind = ValueError if isinstance(error, (OSError, MemoryError)) else NoCheckpointError
             raise kind(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
@@ -171,7 +173,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
 
 
 def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
-    """List the records, and verify all except those of tensors."""
+    """List an archive's records, and verify all records except those with the values of tensors."""
     try:
         records = records_of(file)
         for record in records:
@@ -192,7 +194,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
     except RuntimeError as error:
         if "unable to mmap" not in str(error):
             raise
-    # torch's mapping is writable, so the system reserves memory for it, which fails for a file larger than memory.
+    # torch's mapping is writable, so the system reserves memory for it. This fails if the file is larger than memory.
     with FakeTensorMode():
         checkpoint = load_torch(files.local_path, weights_only=weights_only)
 
@@ -208,7 +210,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
 
 
 def _names_by_offset(files: Files) -> dict[int, list[str]]:
-    """Return the names of the tensors in each record of a file, by the record's offset. Reads the pickle again."""
+    """Return the names of the tensors in each record of a file, by the record's offset. Unpickles the file again."""
     names: dict[int, list[str]] = {}
     with files.open() as file, suppress(ForbiddenClassError), FakeTensorMode():
         for name, tensor in _tensors_in(_as_lightnings(load_torch(file))).items():
@@ -220,7 +222,7 @@ def _names_by_offset(files: Files) -> dict[int, list[str]]:
 
 
 def opened_folder(folder: Folder) -> OpenedCheckpoint:
-    """The contents of a folder, with Lightning's names."""
+    """Open the contents of a folder in the form of Lightning's dictionary."""
     tree = folder.tree()
     checkpoint, names = _number_parameters(folder.files.path, tree)
     return OpenedCheckpoint(
@@ -238,7 +240,7 @@ def opened_folder(folder: Folder) -> OpenedCheckpoint:
 
 
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
-    """Convert optimizer states keyed by parameter name, as in DCP, to states keyed by number, under Lightning's key."""
+    """Convert DCP's optimizer states, keyed by parameter name, to Lightning's ``optimizer_states``, keyed by number."""
     rest = dict(tree)
     found: list[tuple[dict[str, Any], list[str]]] = []
     while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
@@ -252,7 +254,7 @@ def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[
     """Return an optimizer state in numbered form (see ``by_number``), and the parameters' names in the same order.
 
     Args:
-        what: name of the state, for the error message.
+        what: description of the state, for the error message.
     """
     try:
         state = by_number(saved)
@@ -277,7 +279,7 @@ def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightnings(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return a dictionary with the weights under Lightning's key."""
+    """Return the dictionary with the weights, if there are any, under Lightning's key ``state_dict``."""
     if "state_dict" in tree:
         return tree
     if isinstance(tree.get("model"), dict):  # the key used by FSDP and, by convention, Fabric projects
@@ -289,7 +291,7 @@ def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
     """Return all tensors in nested dictionaries and lists by dotted name."""
     if isinstance(tree, Tensor):
         return {name: tree}
-    if not isinstance(tree, (dict, list, tuple)):  # iterating over a configuration would resolve interpolations
+    if not isinstance(tree, (dict, list, tuple)):  # iterating over OmegaConf containers would resolve interpolations
         return {}
     found: dict[str, Tensor] = {}
     for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):

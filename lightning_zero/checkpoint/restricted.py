@@ -1,4 +1,4 @@
-"""Restricted unpickling of DCP metadata and ``torch.save`` files: the code that they name is listed, but not run."""
+"""Unpickle DCP metadata and ``torch.save`` files with allowed classes only, and list the classes that a file names."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _METADATA_CLASSES = {
         "_MEM_FORMAT_ENCODING",
     },
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    # the module of these classes in torch 2.1 and earlier
+    # in torch 2.1 and earlier, these classes were in this module
     "torch.distributed._shard.sharded_tensor.metadata": {"MEM_FORMAT_ENCODING", "TensorProperties"},
     "torch.serialization": {"_get_layout"},
     "collections": {"OrderedDict"},
 }
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
-NOT_RUN = "None of its code was run. Do not load the file in another way"
+NOT_RUN = "None of the file's code was run. Do not load the file by other means"
 
 
 class ForbiddenClassError(ValueError):
@@ -60,7 +60,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
-            return _member  # Python 3.11.0 to 3.11.3 pickles enum members by getattr
+            return _member  # Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr
         if module.split(".")[0] == "pathlib" and name in _PATHS:
             # for display only: a WindowsPath cannot be created on other systems
             return pathlib.PureWindowsPath if "Windows" in name else pathlib.PurePosixPath
@@ -78,7 +78,7 @@ def load_dcp_metadata(data: bytes) -> Any:
     """Load the ``Metadata`` from a ``.metadata`` file of ``torch.distributed.checkpoint``.
 
     Raises:
-        ForbiddenClassError: if the file names a class that is not allowed; it is neither imported nor called.
+        ForbiddenClassError: if the file names a class that is not allowed; the class is neither imported nor called.
         Exception: of various classes, if the file is damaged.
     """
     return _MetadataUnpickler(io.BytesIO(data)).load()
@@ -87,16 +87,16 @@ def load_dcp_metadata(data: bytes) -> Any:
 def load_torch(
     file: Any, *, weights_only: bool | None = None, mmap: bool = False, may_have_configuration: bool = True
 ) -> Any:
-    """Call ``torch.load`` for the CPU, with OmegaConf's containers allowed as well.
+    """Call ``torch.load`` with tensors on the CPU and, by default, OmegaConf's containers allowed.
 
     Args:
         file: a path, or a stream.
-        weights_only: ``False`` unpickles any object: only for trusted files.
+        weights_only: ``False`` unpickles objects of any class; only for trusted files.
         mmap: see ``torch.load``; requires a path.
-        may_have_configuration: False excludes OmegaConf, whose import takes 4 MB.
+        may_have_configuration: whether to allow OmegaConf's containers; False saves the import, which takes 4 MB.
 
     Raises:
-        ForbiddenClassError: naming forbidden classes and their places; a ``CodeToRunError`` if loading would run code.
+        ForbiddenClassError: naming forbidden classes and their locations; ``CodeToRunError`` if loading would run code.
         Exception: of various classes, if the file is damaged.
     """
     if weights_only is False:
@@ -109,7 +109,7 @@ def load_torch(
                 raise
             if hasattr(file, "seek"):
                 file.seek(0)
-            # torch's own message advises an option that would run the file's code
+            # torch's own message recommends an option that would run the file's code
             refused: Exception = _refusal(file) or type(error)(_without_advice(str(error)))
         raise refused
 
@@ -140,14 +140,14 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
     imports = "; ".join(f"from {use.module} import {use.name.partition('.')[0]}" for use in unsafe)
     allowed = ", ".join(use.name for use in unsafe)
     return ForbiddenClassError(
-        f"it contains objects of classes that are loaded only if you allow them: {found}. Loading them runs their "
-        f"code. If you know that all of them belong to your project or its libraries, write '{imports}; "
+        f"it contains objects of classes that are loaded only if you allow them: {found}. Loading runs code of "
+        f"these classes. If you know that all of them belong to your project or its libraries, write '{imports}; "
         f"torch.serialization.add_safe_globals([{allowed}])' before loading"
     )
 
 
 def _not_allowed(uses: list[Use]) -> list[Use]:
-    """Return the uses that torch refuses. torch can only check files, so a file with their names is created."""
+    """Return the uses that torch refuses. torch only checks files, so an archive with these names is created."""
     named = b"".join(f"c{use.module}\n{use.name}\n".encode() for use in uses if "\n" not in use.kind)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:
@@ -169,7 +169,7 @@ def _without_advice(text: str) -> str:
 
 @contextmanager
 def _omegaconf_allowed() -> Iterator[None]:
-    """Context that allows the classes in OmegaConf's containers, which do not resolve interpolations on loading."""
+    """Context in which torch may load OmegaConf's containers; loading does not resolve their interpolations."""
     from omegaconf import base, nodes
     from omegaconf.dictconfig import DictConfig
     from omegaconf.listconfig import ListConfig
@@ -220,7 +220,7 @@ _RUN_CODE = set(
     smtplib socket subprocess sys tempfile timeit trace types urllib webbrowser
     """.split()
 )
-"""Packages from which a checkpoint has no reason to name anything but plain values."""
+"""Packages that can run code. A checkpoint has no reason to name anything in them except plain values."""
 
 _NAMES_THAT_RUN_CODE = set(
     """
@@ -228,7 +228,7 @@ _NAMES_THAT_RUN_CODE = set(
     popen rmtree run_module run_path runstring system
     """.split()
 )
-"""Names that run code, whichever package they come from."""
+"""Names of callables that run code, in any package."""
 
 _CALLS_THAT_RUN_CODE = {"call", "compile", "getattr", "load", "loads", "open", "remove", "run", "unlink", "unpickle"}
 
@@ -238,9 +238,9 @@ class Use:
     """A class or function that a pickle names.
 
     Attributes:
-        module, name: the module that it would be imported from, and its name there.
+        module, name: the module from which loading would import the class or function, and its name in the module.
         place: dotted path of its first occurrence in the file's dictionaries; empty if unknown.
-        is_called: whether loading would call it as a function.
+        is_called: whether loading would call the class or function.
     """
 
     module: str
@@ -262,7 +262,7 @@ class Use:
 
     @property
     def runs_code(self) -> bool:
-        """Whether the class or function is known to run code. If False, it may still run code."""
+        """Whether the class or function is known to run code. If False, loading may still run code."""
         package, last, found = self.module.partition(".")[0], self.name.rpartition(".")[2], self._loaded()
         is_class = isinstance(found, type)
         if self.name in _VALUES.get(self.module, "").split() or (is_class and issubclass(found, BaseException)):
@@ -277,7 +277,7 @@ class Use:
         return self.is_called and is_library
 
     def _loaded(self) -> Any:
-        """Return the named object if its module is already imported and has that name, else None."""
+        """Return the named object if its module is already imported and has this name, otherwise None."""
         found: Any = sys.modules.get(self.module)
         for part in self.name.split("."):
             try:
@@ -290,7 +290,7 @@ class Use:
 
 
 class _Kind(type):
-    """Metaclass of stand-ins; records whether a stand-in is called like a function or created like an object."""
+    """Metaclass of stand-ins for classes and functions; records whether unpickling calls a stand-in."""
 
     use: Use
 
@@ -300,7 +300,7 @@ class _Kind(type):
 
 
 class _Anything(metaclass=_Kind):
-    """Stand-in for every object while a file is inspected: accepts all of pickle's operations and ignores them."""
+    """Stand-in for every object in an inspected file; only collects the values that pickle would give the object."""
 
     use = Use("", "")
     items: list[Any]
@@ -314,7 +314,7 @@ class _Anything(metaclass=_Kind):
         pass
 
     def __call__(self, *args: Any) -> _Anything:
-        raise NotImplementedError  # the result of a call is unknown, and so is the effect of calling that result
+        raise NotImplementedError  # the result of a call is unknown, so calling this result could have any effect
 
     def append(self, value: Any) -> None:
         self.items.append(value)

@@ -55,7 +55,7 @@ class Saver:
     """Saves checkpoints. Call ``finish`` on all ranks before each save: it raises errors from earlier saves.
 
     Args:
-        in_background: copy the values, and return before they are written.
+        in_background: whether saves return after copying the values, which a background thread then writes.
     """
 
     def __init__(self, in_background: bool) -> None:
@@ -88,12 +88,12 @@ class Saver:
             gather: all-gathers a value.
 
         Raises:
-            CheckpointNotSavedError: on every rank, if writing failed; for background saves, ``finish`` raises it.
+            CheckpointNotSavedError: on every rank, if any rank fails to write; from ``finish`` for background saves.
         """
         # Connect before any collective: if the store's host is lost, connecting takes as long as the group's timeout.
         store = own_connection() if self._in_background and process_group.is_initialized() else None
         label = new_label()
-        # Checked here as well, so that every rank refuses a path before any rank has written to it.
+        # The path is also checked here, so that every rank refuses it before any rank writes to it.
         everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
         label, path, refusal = everyone[0]
         if refusal is not None:
@@ -104,7 +104,7 @@ class Saver:
             return
         self.finish()
         copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
-        # Values on a disk are read when they are written to the checkpoint; they must not change until then.
+        # Values on a disk are read only when the checkpoint is written, and must not change until then.
         reading = BackgroundWork(is_awaited=any(map(_stays_on_disk, content.entries)))
         exchanging: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
         if store is not None and len(everyone) > 1:
@@ -126,7 +126,7 @@ class Saver:
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
 
-        Another thread must call the returned function, as training waits for that copy before changing guarded values.
+        Another thread must call the returned function, since training waits for it before changing guarded values.
         """
         guarded = [entry for entry in entries if entry.is_guarded]
         now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
@@ -142,7 +142,7 @@ class Saver:
         return copied
 
     def made(self, value: Tensor) -> None:
-        """Note that a tensor will not change, so it need not be copied to be saved."""
+        """Record that a tensor will not change, so background saves need not copy it."""
         if self._in_background:
             self._made[value] = None
 
@@ -165,7 +165,7 @@ class Saver:
 
         Args:
             checkpoint: a dictionary with the same sharded tensors on every rank; other values are taken from rank 0.
-            group: a process group for these background threads only; None with one rank.
+            group: a process group that only these background threads use; None if there is one rank.
         """
         self.finish()
         sharded: list[ShardedTensor] = []
@@ -220,7 +220,7 @@ class Saver:
             act()
 
     def finish(self) -> None:
-        """Wait until all checkpoints have been written."""
+        """Wait until all checkpoints have been written, and raise the first error."""
         jobs, self._jobs = self._jobs, []
         _unfinished.discard(self)
         wait(jobs)
@@ -228,10 +228,10 @@ class Saver:
             job.result()
 
     def close(self, *, abandon: bool = False) -> None:
-        """Call ``finish`` at the end of a run, and end the thread.
+        """End a run: call ``finish``, and end the background thread.
 
         Args:
-            abandon: whether other ranks are gone: a save that waits for them longer than a few seconds is discarded.
+            abandon: whether other ranks may be gone: a save that waits for them longer than a few seconds is discarded.
         """
         if abandon:
             self._abandoned.set()
@@ -245,7 +245,7 @@ class Saver:
 
 
 class _Later(int):
-    """Placeholder for a sharded tensor that is assembled in the background: the tensor's number."""
+    """Placeholder for a sharded tensor that is assembled in the background; its value is the tensor's index."""
 
 
 def _stays_on_disk(entry: Entry) -> bool:
@@ -268,7 +268,7 @@ def _log_failures() -> None:
 def put_together(
     entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
 ) -> list[Tensor]:
-    """Return full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective."""
+    """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective."""
     whole = []
     for entry, owned in zip(entries, ranges):
         if rank:
@@ -287,7 +287,7 @@ def put_together(
 def own_connection() -> Store:
     """Return a second connection to the process group's store, since the main thread may block the first one.
 
-    The connection is reused by later saves: connecting to a store whose host is gone takes as long as the group's
+    Later saves reuse the connection, since connecting to a store whose host is gone takes as long as the group's
     timeout.
     """
     return _connection(process_group.default_store())
@@ -304,7 +304,7 @@ class StoreExchange:
     Args:
         store: see ``own_connection``.
         name: a name that is the same on every rank, and different for each exchange.
-        abandoned: once set, other ranks are awaited for only a few seconds more.
+        abandoned: once set, the exchange waits for other ranks for only a few more seconds.
     """
 
     def __init__(self, store: Store, name: str, abandoned: Event) -> None:
@@ -316,12 +316,12 @@ class StoreExchange:
     def __call__(self, value: Any) -> list[Any]:
         """All-gather a small picklable value, and return the values in the order of ranks."""
         number, self._round = self._round, self._round + 1
-        with explained("The exchange about a checkpoint", DistError):  # fails if the rank that hosts the store ends
+        with explained("The exchange of checkpoint metadata", DistError):  # fails if the store's host process ends
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
             missing = self._wait(f"{number}")
         if missing:
             raise RuntimeError(
-                f"rank(s) {missing} did not write their shards: {failure() or 'the run, or their process, has ended'}"
+                f"rank(s) {missing} did not write their shards: {failure() or 'the run or their processes have ended'}"
             )
         return [
             value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
@@ -333,13 +333,13 @@ class StoreExchange:
 
     def __exit__(self, *_: object) -> None:
         """Announce that this rank is done. Rank 0, whose process may host the store, waits for all others."""
-        with suppress(RuntimeError):  # without a store no other rank can wait for the announcement
+        with suppress(RuntimeError):  # raised if the store is gone: then no rank can wait for this key
             self._store.set(f"left/{self._rank}", "")
             if self._rank == 0:
                 self._wait("left")
 
     def _wait(self, what: str) -> list[int]:
-        """Wait until all ranks have written their keys, and return the ranks that never will."""
+        """Wait for the keys of all other ranks; return the ranks whose keys are missing when the wait is given up."""
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:

@@ -42,7 +42,7 @@ Gather = Callable[[Any], list[Any]]
 
 _flatten, _StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
-"""Maximum size of a piece in bytes, if its rows permit: reading a piece back takes this much memory."""
+"""Maximum size of a piece in bytes, unless one row is larger: reading a piece takes this much memory."""
 
 
 class CheckpointNotSavedError(OSError):
@@ -54,12 +54,12 @@ class Entry:
     """The part of a tensor that one rank writes.
 
     Attributes:
-        names: the names of the parameter and of parameters tied to it, which share its pieces.
+        names: all names of the tensor, which has several if parameters are tied.
         share: how tensor parallelism divides the full tensor.
-        dtype: the tensor's dtype.
-        values: this rank's range, 1-D, in any dtype; a ``LazyTensor`` is read piece by piece.
-        start, stop: the range in the flattened tensor or, if the tensor is divided, in this rank's flattened share.
-        is_guarded: whether writes to the values wait for reads in the background, see ``background_work``.
+        dtype: the dtype to write.
+        values: this rank's values, of any shape and dtype; a ``LazyTensor`` is read piece by piece.
+        start, stop: this rank's range in the flattened tensor, or in this rank's flattened share of a divided tensor.
+        is_guarded: whether writes to the values wait for background reads; see ``background_work``.
     """
 
     names: tuple[str, ...]
@@ -87,7 +87,7 @@ class Entry:
         return boxes_of(self.share, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
 
     def piece(self, box: Box) -> Tensor:
-        """Return the values in one rectangle, on the CPU, in a storage of their size."""
+        """Return the values in one rectangle, on the CPU, in a storage of exactly their size."""
         part = flat_range(self.values.detach(), box.start - self.start, box.stop - self.start)
         return _alone(part.to("cpu", self.dtype).contiguous()).view(box.sizes)
 
@@ -98,9 +98,9 @@ class Content:
 
     Attributes:
         entries: this rank's parts of tensors.
-        objects: other leaves of DCP's tree, serialised; like ``rest`` and ``paths``, only on rank 0.
-        rest: all other entries, serialised.
-        paths: each leaf's path in the tree, by DCP's dotted name.
+        objects: all other leaves of DCP's tree, serialised, by DCP's dotted name; empty except on rank 0.
+        rest: the entries outside of DCP's tree, serialised; empty except on rank 0.
+        paths: each leaf's path in the tree, by DCP's dotted name; empty except on rank 0.
     """
 
     entries: list[Entry]
@@ -153,7 +153,7 @@ def content_of(
 
 
 def is_view_of_parameter(value: Any) -> bool:
-    """Whether a value is a view of a sharded parameter that user code put into a checkpoint; views have no shards."""
+    """Whether a value, which user code may save, is a view of a sharded parameter; such views have no shards."""
     return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
 
 
@@ -176,13 +176,13 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return an optimizer's parameter names in group order: from ``names`` by ``id``, otherwise the number as text."""
+    """Return an optimizer's parameter names in group order. ``names`` is keyed by ``id``; other names are numbers."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
 
 
 def _split(value: Any) -> tuple[Any, Any]:
-    """Return values other than sharded tensors, and the sharded tensors or None, each in nested dicts and lists."""
+    """Split nested dicts and lists into a tree without sharded tensors, and a tree of only these tensors, or None."""
     if isinstance(value, WrapperTensor):
         return None, value
     if isinstance(value, (dict, list, tuple)):
@@ -195,7 +195,7 @@ def _split(value: Any) -> tuple[Any, Any]:
 
 
 def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tree that DCP can flatten, and the containers that DCP could not restore, with None for leaves.
+    """Return a tree that DCP can flatten, and the containers that DCP cannot restore, with None in place of leaves.
 
     Such containers occur in extra state of modules (``get_extra_state``) and in optimizers' groups.
     """
@@ -209,7 +209,7 @@ def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
         if isinstance(value, dict):
             is_odd = is_odd or not all(isinstance(key, str) for key in value)
             return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
-        # DCP stores a tuple as one object.
+        # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
         is_sharded = any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
         return items if is_sharded else value, hollow, is_odd
 
@@ -224,7 +224,7 @@ def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
 
 
 def identity(tensor: Tensor) -> Any:
-    """Key that is equal for tied tensors (the same memory) and different for all others."""
+    """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
     if isinstance(tensor, ShardedTensor):
         return sharded_tree.identity(tensor)
     if isinstance(tensor, LazyTensor) or not tensor.numel():
@@ -239,20 +239,20 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
         stop = start + tensor.slot.local_numel if share.is_counted_here else start
         is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
         return Entry(names, share, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
-    # Rank 0 alone writes any other tensor, whether or not it is the same on every rank.
+    # Only rank 0 writes a tensor that is not sharded, even if its values differ between ranks.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
     return Entry(names, Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
 
 def _alone(part: Tensor) -> Tensor:
-    """View whose storage is no larger than the tensor, since torch.save writes whole storages."""
+    """Return the tensor with a storage of its own size, since torch.save writes entire storages."""
     if part.untyped_storage().nbytes() == part.nbytes or not part.numel():
         return part
     return torch.frombuffer(part.view(torch.uint8).numpy(), dtype=torch.uint8).view(part.dtype)
 
 
 class CopyBuffer:
-    """Reusable CPU memory that checkpoints are copied to; pinned if there is a GPU."""
+    """Reusable CPU memory to which checkpoints are copied; pinned if values are on an accelerator."""
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -273,7 +273,7 @@ class CopyBuffer:
             position += _aligned(entry.nbytes)
             copied.append(replace(entry, values=target))
             if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one by one: together they may exceed memory
+                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: all together may exceed memory
                 continue
             targets.append(target)
             sources.append(entry.values.detach().reshape(-1)[: target.numel()])
@@ -290,7 +290,7 @@ class CopyBuffer:
 
 
 def device_of(entries: list[Entry]) -> torch.device | None:
-    """The values' device; None for the CPU."""
+    """Return the device of the values that are not on the CPU; None if all values are on the CPU."""
     return next((entry.values.device for entry in entries if entry.values.device.type != "cpu"), None)
 
 
@@ -300,7 +300,7 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """Record of one rank's output: a file's name and size, and its pieces as ``[offset, length, crc32]``."""
+    """What one rank has written: its file's name and size, and each piece as ``[offset, length, crc32]``."""
 
     file: str
     nbytes: int
@@ -323,11 +323,11 @@ def save_in_parts(
 
     Args:
         content: this rank's part.
-        destination: the same on every rank.
+        destination: has the same path and label on every rank.
         written_by: versions, stage and world size, for the manifest.
 
     Raises:
-        CheckpointNotSavedError: on every rank, if one rank could not write. Then all files are removed.
+        CheckpointNotSavedError: on every rank, if any rank could not write; this save's files are then removed.
     """
     try:
         try:
@@ -364,7 +364,7 @@ def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
 
 
 def refusal_of(path: str, label: str) -> str | None:
-    """Return the reason why a checkpoint must not be written to a path, or None if it may. See ``Destination``."""
+    """Return the reason why ``Destination`` refuses to write a checkpoint to a path; None if it does not refuse."""
     try:
         Destination(path, label).check_replaceable()
     except Exception as error:
@@ -383,7 +383,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
     except BaseException as error:
         destination.discard()
         if not isinstance(error, (OSError, RuntimeError)):
-            raise  # the project's objects cause pickling errors
+            raise  # for example a pickling error, caused by an object of the project
         raise CheckpointNotSavedError(
             f"The checkpoint {destination.path} was not saved: {_reason(error)}. Its partial file was removed; an "
             "earlier checkpoint at this path is unchanged."
@@ -404,7 +404,7 @@ def _write(content: Content, destination: Destination, rank: int) -> Written:
         destination.clear_leftovers()
     name = f"__{rank}_0.distcp"
     tensors, objects = [], {}
-    # Small tensors are stored together: opening a checkpoint reads some, and disks read neighbouring blocks as well.
+    # Small tensors are stored together: opening a checkpoint reads some of them, and read-ahead fetches the others.
     entries = sorted(content.entries, key=lambda entry: entry.nbytes > archives.SMALL)
     with destination.writing(name) as stream:
         for entry in entries:
@@ -428,14 +428,14 @@ def _save_piece(entry: Entry, box: Box, stream: Stream) -> None:
 
 
 def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
-    """Call ``write``, and return offset, length and checksum of the bytes written to the stream."""
+    """Call ``write``, and return the offset, length and checksum of the bytes that it writes to the stream."""
     offset = stream.begin()
     write()
     return [offset, stream.position - offset, stream.crc32]
 
 
 def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written]) -> None:
-    """On rank 0, write metadata and manifest, which turn the files of all ranks into a checkpoint."""
+    """On rank 0, write the metadata and the manifest, and move the checkpoint of all ranks' files into place."""
     invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if invisible:
         raise OSError(
@@ -458,7 +458,7 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
 
 
 def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> Metadata:
-    """Return DCP's metadata for the output of all ranks; ``paths`` as in ``Content``.
+    """Return DCP's metadata for what all ranks have written; ``paths`` is as in ``Content``.
 
     Raises:
         ValueError: if a tensor lacks the shards of some ranks.

@@ -1,11 +1,11 @@
-"""Slots: files in shared memory (tmpfs) to which each rank copies its part of a run's state; they outlive processes.
+"""Slots: files in shared memory (tmpfs), which outlive processes; each rank copies its part of a run's state to them.
 
     header    the trailer's position and checksum; zeros while the slot is being written
     values    the values of this rank's tensors, each aligned to 64 bytes
     trailer   descriptions of the values, sums that reveal damage, and the rest of the state, pickled
 
-Each rank has two slots and writes to them in turn, so one is whole at any moment (in-memory checkpoints as in Gemini,
-SOSP 2023, section 4, but within the machine, since tmpfs outlives a killed process).
+Each rank writes alternately to two slots, so one slot is complete at any time. The design follows Gemini (SOSP 2023,
+section 4), but slots are on the rank's own machine, since tmpfs outlives a killed process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from lightning_zero.engine.compat import foreach_copy
 from lightning_zero.engine.plan.chunks import Box
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
-_HEADER = struct.Struct("<8sQQI")  # magic, position and length of the trailer, its CRC-32
+_HEADER = struct.Struct("<8sQQI")  # magic; the trailer's position, length and CRC-32
 _MAGIC = b"lzslot01"
 
 
@@ -41,10 +41,10 @@ class About(NamedTuple):
     """Identifies the state in a slot.
 
     Attributes:
-        attempt: number of the job's attempt; starting its processes again begins the next one.
-        number: number of the copy within the attempt.
-        step: optimizer steps so far.
-        world_size: number of ranks; each has a slot.
+        attempt: number of the job's attempt; each restart of the job's processes begins the next attempt.
+        number: number of the copy of the state within the attempt.
+        step: number of optimizer steps so far.
+        world_size: number of ranks, and so of the slots that make up one copy.
     """
 
     attempt: int
@@ -55,39 +55,39 @@ class About(NamedTuple):
 
 
 class SlotWriter:
-    """Writer of a slot's file, which each copy overwrites.
+    """Writer of a slot's file. Each copy of the state overwrites the file.
 
     Args:
         path: the file's path.
-        staging: CPU memory to which a device's values are copied first. Writers that never write at the same time may
-            share it.
+        staging: CPU memory to which values on an accelerator are copied first. Writers that never write at the same
+            time may share this memory.
     """
 
     VALUES = 4096
-    """Position of the first value: a page boundary, for mapping. The header before it makes the slot whole."""
+    """Position of the first value in the file, on a page boundary. Writing the header before it completes the slot."""
 
     def __init__(self, path: str, staging: CopyBuffer | None = None) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._size = os.fstat(self._file).st_size
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staging = CopyBuffer() if staging is None else staging
-        self._length = 0  # bytes of contents
+        self._length = 0  # length of the contents in bytes
         self._layout: Any = None
         self._tensors = b""
 
     def begin(self, content: Content, about: About, own: Any) -> Callable[[], None]:
-        """Begin to replace the slot's contents: copy values that may change at any time, and pickle everything else.
+        """Begin to replace the slot's contents: copy unguarded values, which may change at any time; pickle the rest.
 
         Args:
             content: what to write; guarded values are copied later.
             own: this rank's own state, such as its position in the data.
 
         Returns:
-            A function that copies the guarded values and makes the slot whole. Another thread must call it, since
-            training waits for that copy before it changes guarded values.
+            A function that copies the guarded values and completes the slot. Another thread must call this function,
+            since training waits for its copy before changing guarded values.
 
         Raises:
-            OSError: if there is not enough room.
+            OSError: if the file system has too little space.
         """
         os.pwrite(self._file, bytes(_HEADER.size), 0)
         entries = sorted(content.entries, key=lambda entry: entry.is_guarded)
@@ -116,21 +116,21 @@ class SlotWriter:
 
     @property
     def contents(self) -> Tensor:
-        """All bytes of a slot that is whole."""
+        """All bytes of a complete slot."""
         return self._mapped()[: self._length]
 
     def overwritten(self, length: int) -> Tensor:
-        """Return memory for new contents. The bytes before ``VALUES`` must be written last.
+        """Return the file's memory for new contents. The bytes before ``VALUES`` must be written last.
 
         Raises:
-            OSError: if there is not enough room.
+            OSError: if the file system has too little space.
         """
         os.pwrite(self._file, bytes(_HEADER.size), 0)
         self._reserve(length)
         return self._mapped()[:length]
 
     def _reserve(self, size: int) -> None:
-        """Allocate the file's memory now, since a write to memory that tmpfs lacks would kill the process."""
+        """Allocate the file's memory now: if tmpfs had no memory left at a later write, the process would be killed."""
         if size > self._size:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
             os.posix_fallocate(self._file, 0, size)
@@ -142,13 +142,13 @@ class SlotWriter:
         return self._memory
 
     def _copied(self, entries: list[Entry], positions: Sequence[int]) -> tuple[int, int]:
-        """Copy values to their positions, and return where the written bytes begin and end."""
+        """Copy values to their positions, and return where the copied bytes begin and end."""
         memory, begin, end = self._mapped(), positions[0], positions[len(entries)]
         targets, sources = [], []
         for entry, position in zip(entries, positions):
             target = memory[position : position + entry.nbytes].view(entry.dtype)
             if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one by one: together they may exceed memory
+                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: all together may exceed memory
             else:
                 targets.append(target)
                 sources.append(entry.values.detach().reshape(-1)[: target.numel()])
@@ -179,7 +179,7 @@ class SlotWriter:
 
 
 def _positions(entries: list[Entry]) -> list[int]:
-    """Return where each entry begins, and where the last entry ends."""
+    """Return the position of each entry, followed by the end of the last entry."""
     positions = [SlotWriter.VALUES]
     for entry in entries:
         positions.append(-(-(positions[-1] + entry.nbytes) // 64) * 64)
@@ -192,12 +192,12 @@ def _place(entry: Entry, box: Box, position: int) -> list[int]:
 
 
 def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None = None) -> list[Entry]:
-    """The entries themselves if they are on the CPU; otherwise copies in host memory."""
+    """Return the entries if their values are on the CPU, otherwise copies of the entries in ``staging``."""
     return entries if device_of(entries) is None else staging.copied(entries, after)
 
 
 def _sum(memory: Tensor) -> int:
-    """Return a sum that any single change to the memory alters; the memory's length must be a multiple of eight."""
+    """Return a sum that a change of any single 8-byte word alters; the length must be a multiple of 8 bytes."""
     return int(memory.view(torch.int64).sum())
 
 
@@ -206,7 +206,7 @@ def _sum(memory: Tensor) -> int:
 
 @dataclass
 class Slot:
-    """A slot that was whole when it was read; ``verify`` detects later damage."""
+    """A slot that was complete when its trailer was read; ``verify`` checks the values."""
 
     path: str
     about: About
@@ -214,7 +214,7 @@ class Slot:
 
     @classmethod
     def at(cls, path: str) -> Slot | None:
-        """Read the slot in a file; return None if the slot is not whole."""
+        """Read the trailer of the slot in a file; return None if the slot is incomplete."""
         with open(path, "rb") as file:
             head = file.read(_HEADER.size)
             if len(head) < _HEADER.size:
@@ -230,7 +230,7 @@ class Slot:
         return cls(path, about, rest)
 
     def verify(self) -> bool:
-        """Whether all values are as they were written."""
+        """Whether all values match their sums."""
         _, sums, _ = self._trailer
         with open(self.path, "rb") as file:
             memory = torch.frombuffer(mmap.mmap(file.fileno(), 0, mmap.MAP_PRIVATE), dtype=torch.uint8)
@@ -243,13 +243,13 @@ class Slot:
 
     @property
     def state(self) -> tuple[dict[str, tuple[Any, ...]], Any, dict[str, Any], Any]:
-        """``paths``, ``rest`` and ``objects`` as in ``Content``, and the rank's own state."""
+        """``paths``, ``rest`` and ``objects`` as in ``Content``, and ``own`` as in ``SlotWriter.begin``."""
         _, _, state = self._trailer
         return pickle.loads(state)
 
 
 class _SlotFolder(Folder):
-    """All ranks' slots of one copy, read as a sharded checkpoint."""
+    """Reads the slots of all ranks, which make up one copy of the state, as a sharded checkpoint."""
 
     def __init__(self, folder: str, slots: Sequence[Slot]) -> None:
         self.files, self.written_by = Files(folder), {}
@@ -275,11 +275,11 @@ class _SlotFolder(Folder):
 
 
 def open_slots(folder: str, slots: Sequence[Slot]) -> tuple[OpenedCheckpoint, list[Any]]:
-    """Open slots as a sharded checkpoint, whose tensors are read when they are needed.
+    """Open slots as a sharded checkpoint whose tensors are read when they are needed.
 
     Args:
         folder: the folder that contains all slots.
-        slots: the slots of one copy, in the order of ranks.
+        slots: the slots that make up one copy of the state, in the order of ranks.
 
     Returns:
         The checkpoint, and each rank's own state.

@@ -1,4 +1,4 @@
-"""Load weights from a file: names and shapes immediately, this rank's shard of values when the module is sharded."""
+"""Load weights from a file: read names and shapes now, and each rank's shard of values once the module is sharded."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _IN_A_FOLDER = (
 def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
     """Load a file's weights into a module. Call it on every rank; it does not communicate.
 
-    Within ``configure_model`` under ZeRO the values stay in the file until the module is sharded; then each rank reads
-    its shard. A module that is already sharded reads its shards at once. Otherwise parameters on the meta device use
-    the file's mapped memory, and values are copied into other parameters. The module's dtypes are kept.
+    Within ``configure_model`` under ZeRO, the values stay in the file until the module is sharded; then each rank reads
+    its shard. For a module that is already sharded, each rank reads its shard at once. Otherwise, parameters on the
+    meta device use the file's mapped memory, and values are copied into all other parameters. Dtypes are kept.
 
     Args:
-        module: may be on the meta device, ordinary, or wholly or partly sharded.
+        module: an ordinary module, one on the meta device, or one that is fully or partly sharded.
         path: a ``.safetensors`` file; a ``torch.save`` file with a state dict or a Lightning checkpoint; or a folder
             written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. For tied
             parameters, the file needs only one of their names.
-        strict: refuse tensors that are missing in the file or unknown to the module. If False, at least one must fit.
+        strict: refuse tensors that the file or the module lacks. If False, at least one name must match.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
@@ -46,7 +46,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Raises:
         FileNotFoundError: if there are no weights at the path.
         ModuleNotFoundError: for safetensors files, if the package safetensors is not installed.
-        ValueError: if the file cannot be read, or does not fit (naming all tensors at fault). Nothing is loaded then.
+        ValueError: if the file cannot be read, or does not fit (naming the tensors at fault). Nothing is loaded.
 
     Example:
         >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, "weights.pt")
@@ -64,7 +64,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
 
         def note(_: nn.Module, keys: IncompatibleKeys) -> None:
             filled = {id(target.stand_in) for target in targets if target.stand_in.taken is not None}
-            named = module.state_dict(keep_vars=True)  # includes all names of tied parameters
+            named = module.state_dict(keep_vars=True)  # with all names of tied parameters
             keys.missing_keys[:] = [name for name in keys.missing_keys if id(named.get(name)) not in filled]
             found.append(IncompatibleKeys(list(keys.missing_keys), list(keys.unexpected_keys)))
 
@@ -74,7 +74,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         except RuntimeError as error:
             if not found:
                 raise
-            misshapen = [line.strip() for line in str(error).splitlines()[1:]]  # torch's list
+            misshapen = [line.strip() for line in str(error).splitlines()[1:]]  # the mismatches that torch lists
         finally:
             hook.remove()
     (keys,) = found
@@ -87,9 +87,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     if misshapen:
         wrong.append(listed(misshapen).rstrip("."))
     if wrong:
-        advice = "" if misshapen else " Load what fits with strict=False."
+        advice = "" if misshapen else " To load the tensors that fit, pass strict=False."
         if not fits:
-            advice = " They have no name in common: load the file into the part of the module that was saved."
+            advice = " The file and the module share no name: load the file into the part of the module that was saved."
         raise ValueError(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
@@ -130,7 +130,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 
 @contextmanager
 def _named_in_errors(path: Path) -> Iterator[None]:
-    """Context that converts readers' errors, which vary in class and mostly lack the file's name, to ValueError."""
+    """Context that turns errors of all classes into a ValueError that names the file."""
     try:
         yield
     except Exception as error:

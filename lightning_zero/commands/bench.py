@@ -1,4 +1,4 @@
-"""`lightning-zero bench`: run a benchmark from the repository that this package was installed from; compare results."""
+"""`lightning-zero bench`: run the repository's benchmarks, and compare their results."""
 
 import importlib
 import importlib.util
@@ -11,10 +11,10 @@ from lightning_zero.commands.parsing import Menu
 SCRIPTS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 BENCHMARKS = {
-    "peers": "time, memory and traffic next to DDP, FSDP and DeepSpeed",
+    "peers": "time, memory and traffic compared with DDP, FSDP and DeepSpeed",
     "ratios": "whether a stage has become slower relative to DDP",
     "plans": "predicted step times compared with measured ones",
-    "growth": "what the engine costs as tensors, units and ranks increase",
+    "growth": "the engine's overhead as tensors, units and ranks increase",
     "compare": "whether one result or run takes more time or memory than another",
 }
 
@@ -31,12 +31,12 @@ def parser() -> Menu:
 
 def main(arguments: list[str]) -> int:
     if arguments[:1] and arguments[0] in BENCHMARKS:
-        sys.argv = [str(SCRIPTS / f"{arguments[0]}.py"), *arguments[1:]]  # recorded as the command in results
+        sys.argv = [str(SCRIPTS / f"{arguments[0]}.py"), *arguments[1:]]  # results record this command
     return parser().run(arguments)
 
 
 def _load(name: str) -> Any:
-    """Import a benchmark's script. The script imports no torch, so it takes no CPU core from the measured processes."""
+    """Import a benchmark's script. It does not import torch, so it takes no CPU core from the measured processes."""
     if name == "compare":
         return importlib.import_module("lightning_zero.commands.bench_compare")  # works without the repository
     if not (SCRIPTS / f"{name}.py").exists():

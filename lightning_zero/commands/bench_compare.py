@@ -1,4 +1,4 @@
-"""`lightning-zero bench compare`: whether benchmarks, or runs with ZeroMonitor, became slower or take more memory."""
+"""`lightning-zero bench compare`: show whether benchmarks or runs with ZeroMonitor became slower or larger."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _UNITS = {
 """Units of readings in benchmark results, by the name of the reading. For every reading, more is worse."""
 _DERIVED = {"about", "costs", "medians"}
 _PLACES = {"systems", "rounds", "series", "models", "strategies"}
-"""Names in the path of a reading that are not printed."""
+"""Names that are left out when the path of a reading is printed."""
 _RESAMPLES = 2000
 
 Path_ = tuple[str, ...]
 
 
 class Series(NamedTuple):
-    """Readings of one quantity in ``"s"``, ``"x"`` (multiples of another system) or ``"bytes"`` (which hardly vary)."""
+    """Readings of one quantity. The unit is ``"s"``, ``"x"`` (multiples of another system's time) or ``"bytes"``."""
 
     unit: str
     values: list[float]
@@ -41,15 +41,16 @@ class Series(NamedTuple):
 
 @dataclass(frozen=True)
 class Change:
-    """One quantity before and after.
+    """Comparison of the old and the new readings of one quantity.
 
     Attributes:
-        old, new: medians.
-        samples: number of readings behind each median.
+        old, new: medians of the readings.
+        samples: number of old and of new readings.
         ratio: the new median divided by the old one.
-        interval: 95 % interval of the ratio, by resampling; None with fewer than two readings on a side.
-        p: p-value of a two-sided Mann-Whitney U test; None in the same case.
-        verdict: ``"slower"`` or ``"larger"``, ``"faster"`` or ``"smaller"``, or nothing.
+        interval: 95 % confidence interval of the ratio, by resampling; None if there are fewer than two old or new
+            readings, or if ``old`` is zero.
+        p: p-value of a two-sided Mann-Whitney U test; None if there are fewer than two old or new readings.
+        verdict: ``"slower"`` or ``"larger"``, ``"faster"`` or ``"smaller"``, or empty if nothing changed.
     """
 
     name: str
@@ -67,17 +68,17 @@ def parser() -> Parser:
     made = Parser(
         prog="lightning-zero bench compare",
         description="Compare two benchmark results, two folders of results, or the folders of two runs with "
-        "ZeroMonitor and a CSVLogger. The exit code is 1 if something is slower, or takes more memory.",
+        "ZeroMonitor and a CSVLogger. The exit code is 1 if something became slower or takes more memory.",
     )
     made.add_argument("old", type=Path, metavar="OLD", help="file or folder")
     made.add_argument("new", type=Path, metavar="NEW", help="file or folder")
-    made.add_argument("--threshold", type=float, default=1.05, help="ratio that counts as a change (default: 1.05)")
-    made.add_argument("--alpha", type=float, default=0.05, help="significance of the test (default: 0.05)")
+    made.add_argument("--threshold", type=float, default=1.05, help="changes must exceed this ratio (default: 1.05)")
+    made.add_argument("--alpha", type=float, default=0.05, help="significance level of the test (default: 0.05)")
     made.add_argument(
         "--relative-to",
         metavar="SYSTEM",
-        help="compare times as ratios to those of a system in the same file, such as ddp: for machines whose speed "
-        "differs or drifts",
+        help="compare times divided by those of a system in the same file, such as ddp; for machines whose speeds "
+        "differ or drift",
     )
     made.add_argument("--json", action="store_true", help="print the changes as JSON")
     return made
@@ -106,10 +107,10 @@ def main(arguments: list[str]) -> int:
 def compare(
     old: Path, new: Path, threshold: float, alpha: float, relative_to: str | None, notes: list[str]
 ) -> list[Change]:
-    """The changes of all readings that two files or folders have in common.
+    """Compare all readings that two files or folders have in common.
 
     Args:
-        notes: receives a line for everything that could not be compared, or only with caution.
+        notes: list that receives a line about everything that cannot be compared, or only with caution.
 
     Raises:
         ImportError: if scipy is not installed.
@@ -133,23 +134,23 @@ def compare(
             if path in others and any((*series.values, *others[path].values))
         ]
     if alone := sorted(before.keys() ^ after.keys()):
-        notes.append(f"only in one of {old} and {new}: {_listed(alone)}")
+        notes.append(f"in only one of {old} and {new}: {_listed(alone)}")
     if not changes:
         beside = f" that can be compared with those of {relative_to}" if relative_to else ""
         raise ValueError(f"{old} and {new} have no readings in common{beside}")
     if few := [each for each in changes if each.unit != "bytes" and _least_p(*each.samples) > alpha]:
         names = _listed([f"{each.name} ({each.samples[0]} and {each.samples[1]})" for each in few])
-        notes.append(f"too few samples for a significance of {alpha:g}, so never called slower: {names}")
+        notes.append(f"too few samples to be significant at --alpha {alpha:g}: {names}")
     return changes
 
 
 def _least_p(old: int, new: int) -> float:
-    """The smallest p that the test can give for these sample counts: all readings of one side are below the other's."""
+    """Return the smallest p-value possible with these sample counts: that of two series that do not overlap."""
     return 2 / math.comb(old + new, old)
 
 
 def change_of(name: str, old: Series, new: Series, threshold: float, alpha: float) -> Change:
-    """Compare two series. Times have changed if the test is significant; bytes are counted exactly and need no test."""
+    """Compare two series. Times count as changed only if the test is significant; bytes are exact and need no test."""
     medians = statistics.median(old.values), statistics.median(new.values)
     ratio = medians[1] / medians[0] if medians[0] else math.inf
     enough = min(len(old.values), len(new.values)) > 1
@@ -190,7 +191,7 @@ class _Result(NamedTuple):
 
 
 def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
-    """Read the result in a file, the results in a folder by file name, or the runs in a folder."""
+    """Read the result in a file, or all results or runs in a folder, by file name or run label."""
     if not place.exists():
         raise ValueError(f"{place}: there is no such file or folder")
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
@@ -205,7 +206,7 @@ def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
         found[file.stem if place.is_dir() else ""] = _Result(series, result["about"].get("hardware"))
         if not series:
             notes.append(
-                f"{file} has no samples, only what was computed from them: measure again with "
+                f"{file} has no samples, only statistics computed from them: measure again with "
                 f"{result['about'].get('command', 'its benchmark')}"
             )
     return found
@@ -220,9 +221,9 @@ def _result(file: Path) -> dict[str, Any]:
 
 
 def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:
-    """The readings in a benchmark's result, each by its path of names.
+    """Return the readings in a benchmark's result, by their paths in the nested dictionaries.
 
-    A time counts only if it is in a list: a single time is a median of other readings.
+    Times outside of lists are left out: each of these is a median of other readings.
     """
     found: dict[Path_, Series] = {}
     for path, value, is_listed in _numbers(result):
@@ -233,8 +234,11 @@ def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:
 
 
 def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[tuple[Path_, float, bool]]:
-    """Every number with its path, and whether it is one of several. List items are repeats of one reading, except
-    dictionaries outside of rounds or within a list of lists: those are separate readings, for example by size."""
+    """Yield each number, its path, and whether a list contains it. List items share a path: they repeat one reading.
+
+    Dictionaries in a list are repeats only in the outermost list under ``rounds``. In any other list, each is a
+    separate reading, for example by size.
+    """
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and (is_listed or "rounds" not in path):
         value = {str(place): each for place, each in enumerate(value)}
     if isinstance(value, Mapping):
@@ -249,7 +253,7 @@ def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[
 
 
 def _runs(folder: Path) -> dict[str, _Result]:
-    """Time and memory of a run, or of the jobs of a sweep by their labels, as ZeroMonitor has logged them."""
+    """Read the times and memory that ZeroMonitor has logged in a run, or in the jobs of a sweep, by job label."""
     from lightning_zero.reporting.records import ReportError, read_runs
 
     try:

@@ -28,7 +28,7 @@ from lightning_zero.io.names import suggestion
 
 
 class JobFailed(Exception):
-    """A job cannot be started, or one of its ranks ended with an exit code other than 0 after printing the reason."""
+    """A job cannot be started, or one of its ranks has failed or was killed."""
 
     exit_code = 1
 
@@ -60,7 +60,7 @@ def _are_betas(value: Any) -> bool:
     )
 
 
-# For values that the configured objects would accept, but fail on later, when processes have been started.
+# Rules for values that the configured objects accept, but that cause an error later, when processes have started.
 RULES: dict[str, Rule] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "a whole number, 0 to 4294967295"),
     **dict.fromkeys(("model.warmup_steps", "data.workers"), _whole(0)),
@@ -72,7 +72,7 @@ RULES: dict[str, Rule] = {
     "optimizer.betas": (_are_betas, "two numbers, each 0 or more and below 1"),
     "trainer.gradient_clip_val": _or_null(NOT_NEGATIVE),
     "trainer.check_val_every_n_epoch": _or_null(_whole(1)),
-    "model.prompt": (lambda v: isinstance(v, str) and v != "", "a text of at least one character"),
+    "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a whole number, 1 or more, or "auto"'),
 }
@@ -101,7 +101,7 @@ def check(config: DictConfig) -> DictConfig:
         if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
             raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
     if not resolved.trainer.get("enable_progress_bar", True):
-        resolved.callbacks.pop("progress", None)  # Lightning rejects a bar with enable_progress_bar=false
+        resolved.callbacks.pop("progress", None)  # Lightning rejects this callback with enable_progress_bar=false
     _choose_devices(resolved.trainer)
     _check_types(resolved.trainer)
     _check_packages(resolved)
@@ -110,14 +110,14 @@ def check(config: DictConfig) -> DictConfig:
 
 
 def _choose_devices(trainer: DictConfig) -> None:
-    """Replace ``accelerator: auto``: all GPUs of this machine, or two processes on its CPU."""
+    """Replace ``accelerator: auto`` with this machine's GPUs or, if there are none, its CPU with two processes."""
     from torch.cuda import device_count
 
     if trainer.get("accelerator") != "auto":
         return
     trainer.accelerator = "gpu" if device_count() else "cpu"
     if trainer.accelerator == "cpu" and trainer.devices == "auto":
-        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # as many as torchrun has started
+        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # set by torchrun
 
 
 _KINDS: dict[Any, Rule] = {
@@ -129,9 +129,9 @@ _KINDS: dict[Any, Rule] = {
 
 
 def _check_types(trainer: DictConfig) -> None:
-    """Check the Trainer's arguments against its annotations; the Trainer itself checks some of them late, or never.
+    """Check the Trainer's arguments against its type hints, since the Trainer checks some arguments late or never.
 
-    An argument that also takes text or objects is left to the Trainer.
+    Only arguments that must be a bool, an int, a float, None or one of a list of literals are checked here.
     """
     from lightning.pytorch import Trainer
 
@@ -146,7 +146,7 @@ def _check_types(trainer: DictConfig) -> None:
 
 
 def _rules_of(hint: Any) -> list[Rule]:
-    """Rules for a type; a value must meet at least one. The list is empty if the type is not checked."""
+    """Rules for a type hint; a value must meet at least one. Empty if values of this type are not checked."""
     if get_origin(hint) in (Union, UnionType):
         rules = [_rules_of(member) for member in get_args(hint)]
         return list(chain(*rules)) if all(rules) else []
@@ -155,7 +155,7 @@ def _rules_of(hint: Any) -> list[Rule]:
     return [_KINDS[hint]] if hint in _KINDS else []
 
 
-# By target: the package that the object imports, and the extra of lightning_zero that installs the package.
+# For each ``_target_``: the package that it imports, and the extra of lightning_zero that installs this package.
 EXTRAS = {
     "lightning_zero.zoo.digits.DigitsData": ("sklearn", "demo"),
     "lightning_zero.zoo.muon.muon_and_adamw": ("pytorch_optimizer", "optimizers"),
@@ -169,7 +169,7 @@ EXTRAS = {
 
 
 def _check_packages(config: DictConfig) -> None:
-    """Check that the config's packages are installed; without TensorBoard, write a CSV file, as Lightning does."""
+    """Check that the packages the config needs are installed. If TensorBoard is missing, log to a CSV file instead."""
     from lightning.pytorch.utilities import rank_zero_info
 
     for group in ("data", "logger", "optimizer"):
@@ -199,7 +199,7 @@ def _check_made(config: DictConfig) -> None:
         "model": make_model,
         "optimizer": lambda optimizer: instantiate(optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
         "stage": instantiate,
-        "logger": instantiate,  # also creates MLflow's database, before several ranks would create it at once
+        "logger": instantiate,  # also creates MLflow's database, which the ranks would otherwise all create at once
         "callbacks": lambda callbacks: [instantiate(callback) for callback in callbacks.values()],
         "trainer": lambda trainer: instantiate(
             trainer, callbacks=[instantiate(callback) for callback in config.callbacks.values()], logger=False
@@ -207,7 +207,7 @@ def _check_made(config: DictConfig) -> None:
     }
     lightning = logging.getLogger("lightning.pytorch")
     level = lightning.level
-    lightning.setLevel(logging.ERROR)  # the training process repeats Lightning's messages about the Trainer
+    lightning.setLevel(logging.ERROR)  # the training process will print these messages
     try:
         for group, make in makers.items():
             try:
@@ -223,11 +223,11 @@ _REFUSALS = (InstantiationException, ValueError, TypeError, OSError)
 
 
 def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[DictConfig], Any]) -> str:
-    """Return the error in one line that begins with the key at fault: without this key, ``make`` succeeds."""
+    """Return the error in one line that begins with the wrong key: if this key is removed, ``make`` succeeds."""
     from hydra.utils import get_object
 
     text = in_one_line(error)
-    if re.match(r"\w+=|offload: ", text):  # from the models, the data or offload, such as: heads=3 must ...
+    if re.match(r"\w+=|offload: ", text):  # the message already names the key, as in: heads=3 must ...
         return f"{group}.{text}"
     found = re.search(r"^full_key: (.+)$", str(error), flags=re.MULTILINE)
     key = found[1] if found else group
@@ -248,7 +248,7 @@ def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return the first line of the error, without Hydra's explanations, with the key's name."""
+    """Return the error in one line with the key's name, without Hydra's explanations."""
     cause = error.__cause__
     if isinstance(error, InstantiationException) and cause is not None:
         return in_one_line(cause)
@@ -262,7 +262,7 @@ def in_one_line(error: BaseException) -> str:
             return _unknown(cause.full_key or str(cause.key), cause.parent_node)
         return in_one_line(cause)
     if isinstance(error, ConfigCompositionException) and cause is None:
-        return " ".join(str(error).split())  # later lines say what to write
+        return " ".join(str(error).split())  # the later lines say what to write instead
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
     return _first_line(error)

@@ -19,7 +19,7 @@ from lightning_zero.io.labels import new_label
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
 
-EPILOG = "PATH is a checkpoint from any writer: a Lightning file, or a torch.distributed.checkpoint folder."
+EPILOG = "PATH is a Lightning checkpoint file or a torch.distributed.checkpoint folder, written by any library."
 
 
 def main(arguments: list[str]) -> int:
@@ -89,7 +89,7 @@ def parser() -> Parser:
         "the module's transformers model, if there is exactly one; '' exports everything under its own name",
     )
 
-    convert = command("convert", _convert, "write a whole checkpoint in the other form")
+    convert = command("convert", _convert, "write a checkpoint as one file or as a sharded folder")
     convert.add_argument("--to", choices=("full", "sharded"), required=True, help="one file, or a folder")
 
     foreign = command("import", _import, "convert a DeepSpeed or FSDP checkpoint to a Lightning checkpoint")
@@ -97,7 +97,7 @@ def parser() -> Parser:
     foreign.add_argument(
         "--prefix",
         default="",
-        help="prefix of each parameter's name: model. if the LightningModule holds the network as self.model",
+        help="prefix to add to parameter names: model. if the LightningModule holds the network as self.model",
     )
     foreign.add_argument("--model", metavar="ENTRY", help="fsdp only: the entry that contains the weights")
     return made
@@ -111,7 +111,7 @@ def _open(options: Any) -> Any:
         return open_checkpoint(options.path, weights_only=False if options.trust else None)
     except ValueError as error:
         if isinstance(error.__cause__, ForbiddenClassError) and not isinstance(error.__cause__, CodeToRunError):
-            raise ValueError(f"{error} In this command, weights_only=False is --trust.") from error
+            raise ValueError(f"{error} In this command, write --trust instead of weights_only=False.") from error
         raise
 
 
@@ -134,21 +134,21 @@ def _export(options: Any) -> None:
     content = export(opened, dtype, options.strip_prefix)
     models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
     if options.strip_prefix is None and len(models) > 1:
-        _say(f"several transformers models ({', '.join(models)}): choose one with --strip-prefix PREFIX")
+        _say(f"there are several transformers models ({', '.join(models)}): choose one with --strip-prefix PREFIX")
     if content.config is not None:
         _refuse_existing([paths.beside("config.json")], options)
     with progress("exporting", content.bytes) as advance:
         files = write_safetensors(content, paths, most_bytes=options.max_shard_size, advance=advance)
     if content.left_out:
-        _say(f"left out: {listed(content.left_out)}")
+        _say(f"not exported: {listed(content.left_out)}")
     beyond = [weight.name for weight in content.weights if weight.overflows]
     if beyond:
-        _say(f"out of the range of fp16, so now infinite: {listed(beyond)}; --dtype bf16 has the range of fp32")
+        _say(f"values outside the range of fp16 became infinite in {listed(beyond)}; --dtype bf16 has fp32's range")
     if options.json:
         counts = {"tensors": len(content.weights), "tied": len(content.tied), "bytes": content.bytes}
         print_json({"files": files, **counts, "left_out": content.left_out, "infinite": beyond})
         return
-    tied = f", {len(content.tied)} tied" if content.tied else ""
+    tied = f" + {len(content.tied)} tied" if content.tied else ""
     print(f"{listed(files)}: {len(content.weights)} tensors{tied}, {in_bytes(content.bytes)}")
 
 
@@ -158,7 +158,7 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
         if not fs.exists(place):
             continue
         if not options.overwrite:
-            raise ValueError(f"{path} exists already: write another OUT, or --overwrite to replace it.")
+            raise ValueError(f"{path} already exists: choose another OUT, or replace it with --overwrite.")
         Destination(path, new_label()).check_replaceable()
 
 
@@ -179,7 +179,7 @@ def _inspect(options: Any) -> None:
     print(f"{opened.path}: {opened.form}, {in_bytes(sum(row.bytes for row in own))} in {len(own)} tensors")
     by = ", ".join(f"{what} {which}" for what, which in opened.written_by.items())
     print(f"written by: {by or 'unknown'}")
-    print(", ".join(f"{name} {value}" for name, value in known.items()) or "no epoch, no step")
+    print(", ".join(f"{name} {value}" for name, value in known.items()) or "epoch and step: not recorded")
 
     shown = rows if options.all else [row for row in rows if row.part == "state_dict"]
     table: list[tuple[str, ...]] = [("name", "shape", "dtype", "bytes", "pieces", "files")]
@@ -227,7 +227,8 @@ def _write(opened: Any, options: Any) -> None:
     from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
 
     total = bytes_of(opened.checkpoint)
-    is_assembled = options.to == "full" and opened.form == "sharded"  # then the values are written twice
+    # if so, values are first written to a temporary file, then to OUT
+    is_assembled = options.to == "full" and opened.form == "sharded"
     with progress("converting", 2 * total if is_assembled else total) as advance:
         (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)
     if options.json:

@@ -13,12 +13,12 @@ from lightning_zero.io.tables import show
 class CompareJobs(Callback):
     """Hydra callback that records the folder of a sweep.
 
-    Hydra calls ``on_multirun_end`` only if no job failed, but the remaining jobs should be compared after a failure,
-    too. So the command itself calls ``compare`` when the sweep is over.
+    ``commands.train`` calls ``compare`` when the sweep is over. Hydra would call ``on_multirun_end`` only if no job
+    failed, but the other jobs should be compared after a failure, too.
     """
 
     folder: ClassVar[Path | None] = None
-    report: ClassVar[Path | None] = None  # results.json of a job, or comparison.json of a sweep
+    report: ClassVar[Path | None] = None  # path of a job's results.json or a sweep's comparison.json
 
     def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
         CompareJobs.folder = Path(config.hydra.sweep.dir).absolute()
@@ -46,7 +46,7 @@ def compare(folder: Path) -> Path:
 
 
 def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of a sweep's table: the heading, then one row per job."""
+    """The rows of a sweep's table: the headings, then one row per job."""
     from lightning_zero.monitoring.report import figures
 
     found = {label: {each.heading: each.value for each in figures(results)} for label, results in done.items()}
@@ -61,7 +61,7 @@ def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
-    """Return each job's results, or None if the job failed, by the overrides in which the jobs differ."""
+    """Return the results of jobs (None for a failed job), labelled by the overrides in which the jobs differ."""
     from lightning_zero.reporting.records import OVERRIDES, labels_of, overrides_of
 
     files = sorted(folder.glob(f"*/{OVERRIDES}"), key=lambda file: (len(file.parts[-3]), file))

@@ -1,6 +1,6 @@
-"""`lightning-zero completion`: shell completion of subcommands, options and values, by Hydra's shell functions.
+"""`lightning-zero completion`: shell completion of subcommands, options and values, with Hydra's shell functions.
 
-These functions run `lightning-zero -sc query=SHELL` at each Tab, with the line so far in COMP_LINE.
+When Tab is pressed, these functions run `lightning-zero -sc query=SHELL`, with the line so far in COMP_LINE.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ fish: write  lightning-zero completion fish | source  into ~/.config/fish/config
 def parser() -> Parser:
     made = Parser(
         "lightning-zero completion",
-        description="Print a script that lets a shell complete subcommands, options and lightning-zero train values.",
+        description="Print shell code that completes subcommands, options and the values of lightning-zero train.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -38,22 +38,22 @@ def main(arguments: list[str]) -> int:
 def answer(menu: Parser, request: list[str]) -> int:
     """Print the completions of the line in COMP_LINE; ``request`` is ``["-sc", "query=SHELL"]``."""
     line = os.environ["COMP_LINE"]
-    _, *before, current = f"{line}|".split()  # the mark keeps an empty last word
+    _, *before, current = f"{line}|".split()  # with |, split() keeps an empty last word
     current = current[:-1]
     if before[:1] == ["train"] and not current.startswith("-"):
         overrides = [word for word in before[1:] if word != "--json"]
         os.environ["COMP_LINE"] = " ".join(["lightning-zero", *overrides, current])
         return train.main(request)
-    # A subcommand that cannot be loaded, such as a benchmark outside of a clone, has no candidates.
+    # Nothing is completed for a subcommand that cannot be loaded, such as bench outside of a clone of the repository.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.suppress(SystemExit):
         print("\n".join(candidates(menu, before, current)))
     return 0
 
 
 def candidates(parser: argparse.ArgumentParser, before: list[str], current: str) -> list[str]:
-    """Completions of the word ``current`` after the words ``before``; none for files and free values."""
+    """Completions of the word ``current`` after the words ``before``; none where any text is allowed, as for paths."""
     positionals, options = _arguments(parser)
-    pending = None  # an option whose values come next
+    pending = None  # the last option, if it takes further values
     for word in before:
         if word in options:
             pending = options[word] if options[word].nargs != 0 else None

@@ -1,4 +1,4 @@
-"""`lightning-zero doctor`: describe this machine, the parts that the engine can use, and their speed."""
+"""`lightning-zero doctor`: measure this machine, and report what works on it."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def main(arguments: list[str]) -> int:
         resources = replace(resources, disk_bandwidth=disk_bandwidth(about["disk"]) / parsed.ranks)
     except OSError as error:
         findings.append(
-            f"The disk for offload='nvme' could not be measured ({error}): give --disk FOLDER. Until then plans "
-            f"assume {in_bytes(resources.disk_bandwidth)}/s."
+            f"The disk for offload='nvme' could not be measured ({error}): give --disk FOLDER. Without a "
+            f"measurement, plans assume {in_bytes(resources.disk_bandwidth)}/s."
         )
     found = {"versions": _versions(), "machine": {**_machine(), **about}, "resources": asdict(resources)}
     findings += _findings(found)
@@ -87,24 +87,24 @@ def _machine() -> dict[str, Any]:
 
 
 def _findings(found: dict[str, Any]) -> list[str]:
-    """Features that will not work or will be slow on this machine, each with a remedy."""
+    """Causes of slow training on this machine, with remedies where there are any."""
     machine, resources = found["machine"], found["resources"]
     said = []
     if machine.get("transport") == "gloo":
         said.append(
             "Ranks on this machine cannot read each other's memory (process_vm_readv is not permitted), so they "
-            "exchange over Gloo's sockets, which is slower. In a container, allow it with --cap-add=SYS_PTRACE."
+            "exchange data over Gloo's sockets, which is slower. In a container, --cap-add=SYS_PTRACE permits it."
         )
     if machine["processors"] < machine["ranks"]:
         said.append(
-            f"{machine['ranks']} ranks share {machine['processors']} processor(s): they compute in turn. "
-            "Use at most as many ranks as processors, or GPUs."
+            f"{machine['ranks']} ranks share {machine['processors']} processor(s), so they take turns. "
+            "Use no more ranks than processors, or use GPUs."
         )
     if not machine["gpus"] and resources["flops"] < 1e12:
         said.append(
-            f"No GPU is visible; matrix products reach {resources['flops'] / 1e9:.0f} GFLOP/s per rank. Training a "
-            "model of 10^9 parameters takes "
-            f"{6e9 / resources['flops']:.2g} s per token and rank."
+            f"No GPU is visible. Matrix multiplications reach {resources['flops'] / 1e9:.0f} GFLOP/s per rank, so "
+            "training a model with 10^9 parameters takes "
+            f"{6e9 / resources['flops']:.2g} s per token on each rank."
         )
     return said
 

@@ -1,4 +1,4 @@
-"""`lightning-zero drift`: whether recent values have drifted from a reference, as an exit code."""
+"""`lightning-zero drift`: compare recent values with a reference; exit code 1 means drift."""
 
 from __future__ import annotations
 

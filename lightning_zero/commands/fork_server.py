@@ -1,7 +1,7 @@
-"""Imported first by the fork server of ``lightning-zero launch``, so that the server ends with the launcher.
+"""Ends the fork server of ``lightning-zero launch`` when the launcher ends. The server imports this module first.
 
-Without this module, the server would notice the launcher's end, but with its many imports would take
-seconds to shut down, while its processes continue.
+Without this module, the server would notice the launcher's end, too. But with its many imports, it would take
+seconds to shut down, and its processes would continue in the meantime.
 """
 
 import ctypes
@@ -12,7 +12,7 @@ _PR_SET_PDEATHSIG = 1  # option of prctl
 
 
 def end_with_parent() -> None:
-    """Let the kernel kill this process when its parent ends. Only on Linux."""
+    """Make the kernel kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -35,7 +35,8 @@ _PRELOADED = [
     "lightning_zero.strategies.trainer",
 ]
 _PATIENCE = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
-"""In seconds. With torchrun's defaults, noticing a lost machine takes 15 s, and waiting for a replacement 30 s more."""
+"""Rendezvous settings, times in seconds. With torchrun's defaults, it takes 15 s to notice a lost machine, and another
+30 s to wait for a replacement."""
 _GRACE = 2.0  # seconds for a hanging process to write its stack
 
 
@@ -43,27 +44,29 @@ def parser() -> Parser:
     made = Parser(
         "lightning-zero launch",
         description=(
-            "Start the processes of a script, and start all of them again when one has failed or was killed. With "
-            "ZeroStrategy(resilience='memory') the script continues in the step that was running."
+            "Start the processes of a script, and restart all of them when one fails or is killed. With "
+            "ZeroStrategy(resilience='memory'), training continues in the step that was interrupted."
         ),
         epilog="Example: lightning-zero launch --nproc-per-node 2 train.py --lr 1e-3",
     )
     made.add_argument(
-        "--nproc-per-node", default="gpu", metavar="N", help="processes on this machine; gpu: one per GPU"
+        "--nproc-per-node", default="gpu", metavar="N", help="number of processes on this machine; gpu: one per GPU"
     )
-    made.add_argument("--max-restarts", type=int, default=3, metavar="N", help="how often all processes are restarted")
+    made.add_argument("--max-restarts", type=int, default=3, metavar="N", help="maximum number of restarts")
     made.add_argument(
         "--hang-timeout",
         type=float,
         default=1800.0,
         metavar="SECONDS",
-        help="kill processes that keep the others waiting once no process has begun a step for this long; 0: never",
+        help="kill hanging processes when no process has begun a step for this long; 0: never",
     )
-    made.add_argument("--nnodes", default="1", metavar="N|MIN:MAX", help="machines; up to MAX may join or be lost")
-    made.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address at which several machines rendezvous")
-    made.add_argument("--rdzv-id", metavar="NAME", help="name of the job: the same name continues it later")
+    made.add_argument(
+        "--nnodes", default="1", metavar="N|MIN:MAX", help="number of machines: fixed, or between MIN and MAX"
+    )
+    made.add_argument("--rdzv-endpoint", metavar="HOST:PORT", help="address at which the machines rendezvous")
+    made.add_argument("--rdzv-id", metavar="NAME", help="name of the job; the same name continues the job later")
     made.add_argument("--log-dir", metavar="FOLDER", help="folder for the processes' output (default: the terminal)")
-    made.add_argument("-m", "--module", action="store_true", help="the script is a module's name")
+    made.add_argument("-m", "--module", action="store_true", help="the script is the name of a module")
     made.add_argument("script", help="Python script that each process runs; with -m, the name of a module")
     made.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of the script")
     return made
@@ -76,7 +79,7 @@ def main(arguments: list[str]) -> int:
         made.error(f"--nnodes {given.nnodes} requires --rdzv-endpoint HOST:PORT and --rdzv-id NAME on all machines")
     if not given.module and not os.path.isfile(given.script):
         made.error(f"there is no file {given.script}")
-    from lightning_zero.engine.comm.agent import number_of_gpus, run_processes  # here, because this imports torch
+    from lightning_zero.engine.comm.agent import number_of_gpus, run_processes  # here, because it imports torch
 
     ranks = number_of_gpus() if given.nproc_per_node == "gpu" else given.nproc_per_node
     if not (str(ranks).isdecimal() and int(ranks)):
@@ -96,7 +99,7 @@ def main(arguments: list[str]) -> int:
         "start-method": "forkserver",
         **({"log-dir": given.log_dir, "redirects": "3"} if given.log_dir else {}),
     }
-    if given.nnodes != "1":  # a machine that joins later would wait for an address forever (torch 2.13)
+    if given.nnodes != "1":  # without this variable, a machine that joins later waits forever (torch 2.13)
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     multiprocessing.set_forkserver_preload(_PRELOADED)
     folder = tempfile.mkdtemp(prefix="lightning_zero-beats-")
@@ -116,8 +119,8 @@ def main(arguments: list[str]) -> int:
 
 
 def run_script(script: str, is_module: bool, *arguments: str) -> None:
-    """Run a script as ``python script`` does, in a process that has been forked for it."""
-    end_with_parent()  # the parent is the server, which ends with the launcher
+    """Run a script in this forked process as ``python script`` would."""
+    end_with_parent()  # the parent is the fork server, which ends with the launcher
     faulthandler.enable()
     sys.argv = [script, *arguments]
     try:
@@ -127,27 +130,27 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
         else:
             sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
             runpy.run_path(script, run_name="__main__")
-    except SystemExit as end:  # torchelastic waits for a result, which a process that exits does not return
+    except SystemExit as end:  # torchelastic expects the function to return, not to exit
         if end.code not in (None, 0):
             raise
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        sys.last_value = error  # as the interpreter does, for functions that run at exit
+        sys.last_value = error  # as the interpreter would; read by functions that run at exit
         sys.excepthook(type(error), error, error.__traceback__)
-        # Torch would write the error to a file for the launcher. A process that exits because another one has died may
-        # still be writing the file, and the launcher would fail to read it (torch 2.13).
+        # Torch would write the error to a file that the launcher reads. If this process exits because another one has
+        # died, the file may be incomplete when the launcher reads it, and the launcher would fail (torch 2.13).
         raise SystemExit(1) from None
     finally:
-        atexit._run_exitfuncs()  # multiprocessing's processes skip exit functions
+        atexit._run_exitfuncs()  # multiprocessing's processes do not run atexit functions
 
 
 def _end_hangs(folder: str, timeout: float, is_alone: bool) -> None:
-    """Kill hanging processes: those that do not wait for others, once no process has begun a step for ``timeout``.
+    """Once no process has begun a step for ``timeout``, kill the processes that are not waiting for others.
 
-    If all processes of this machine wait, the hanging process is on another machine, whose launcher kills it. If there
-    is no other machine, or still no step has begun after twice the timeout, the processes wait for each other, and all
-    of this machine's processes are killed.
+    If all processes on this machine are waiting, the hanging process is on another machine, whose launcher kills it. If
+    there is no other machine, or no step has begun after twice the timeout, the processes are waiting for each other,
+    and all processes on this machine are killed.
     """
     before: dict[int, int] = {}
     since = time.monotonic()
@@ -169,10 +172,10 @@ def _end_those_that_hang(noted: list[beats.Beats], timeout: float) -> None:
     hanging = [each for each in noted if not each.is_waiting] or noted
     for each in hanging:
         waiting = [str(other.rank) for other in noted if other not in hanging]
-        others = f", and rank(s) {', '.join(waiting)} wait for it" if waiting else ""
+        others = f", and rank(s) {', '.join(waiting)} are waiting for it" if waiting else ""
         print(
             f"lightning-zero launch: no process has begun a step for {timeout:g} s. Rank {each.rank} (process "
-            f"{each.process}) hangs{others}. It is killed; its stack follows, unless the process was stopped.",
+            f"{each.process}) is hanging{others}. Killing it; its stack follows, unless it is suspended (SIGSTOP).",
             file=sys.stderr,
             flush=True,
         )

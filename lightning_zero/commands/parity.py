@@ -1,4 +1,4 @@
-"""`lightning-zero parity`: check that a project trains under ZeRO as under DDP, or find the first difference."""
+"""`lightning-zero parity`: check that a project trains identically under ZeRO and DDP, or find the first difference."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def main(arguments: list[str]) -> int:
     own, of_script = cut(arguments)
     parsed = parser().parse_args(own)
     if not parsed.project:
-        parser().error("specify what to train")
+        parser().error("specify what to train: package.module:Module, train.py or model=gpt_tiny")
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.parity import probe
@@ -56,11 +56,11 @@ def parser() -> Parser:
     made.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
     made.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
     made.add_argument(
-        "--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3], help="stages (default: all)"
+        "--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3], help="ZeRO stages (default: all)"
     )
     made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
     made.add_argument("--option", nargs="+", default=[], metavar="name=value", help="other options of ZeroStrategy")
-    made.add_argument("--json", action="store_true", help="print the findings as JSON")
+    made.add_argument("--json", action="store_true", help="print the result as JSON")
     return made
 
 
@@ -70,10 +70,10 @@ def _said(comparison: Any, parsed: Any) -> str:
     parts = []
     if comparison.loss is not None:
         theirs, ours = (", ".join(f"{loss:.9g}" for loss in losses) for losses in comparison.loss)
-        parts.append(f"the ranks' losses are {ours}, but under DDP {theirs}")
+        parts.append(f"the ranks' losses are {ours} under ZeRO, but {theirs} under DDP")
     if comparison.weights:
         worst = sorted(comparison.weights, key=lambda name: -comparison.weights[name])
         listed = ", ".join(f"{name} by up to {comparison.weights[name]:.3g}" for name in worst[:3])
         rest = f", and {len(worst) - 3} more" if len(worst) > 3 else ""
-        parts.append(f"weights differ after it: {listed}{rest}")
+        parts.append(f"weights differ after this micro-batch: {listed}{rest}")
     return f"zero{comparison.stage}: differs from DDP at micro-batch {comparison.step}: {'; '.join(parts)}."

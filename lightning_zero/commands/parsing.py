@@ -1,4 +1,4 @@
-"""Command parsers: an error is one line that suggests the nearest name; subcommands are imported when chosen."""
+"""Command-line parsers: errors are one line and suggest the nearest name; subcommands are imported when chosen."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from lightning_zero.io.names import suggestion
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports errors in one line, without its usage, and suggests names for misspelt values and options."""
+    """Parser that reports errors in one line without the usage, and suggests names for misspelt values or options."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -29,7 +29,7 @@ class Parser(argparse.ArgumentParser):
         return given
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Check a value against its choices, and suggest the nearest, which argparse cannot do before Python 3.14."""
+        """Check a value against the choices, and suggest the nearest one, as argparse does only since Python 3.14."""
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = suggestion(str(value), known)
@@ -41,8 +41,8 @@ class Menu(Parser):
     """Parser of a command whose subcommands are modules with ``parser()`` and ``main(arguments)``.
 
     Args:
-        does: one line about each subcommand, by name.
-        load: imports a subcommand's module by name.
+        does: a one-line description of each subcommand, by name.
+        load: function that imports a subcommand's module by name.
     """
 
     def __init__(self, prog: str, does: Mapping[str, str], load: Callable[[str], Any], **more: Any) -> None:
@@ -57,12 +57,12 @@ class Menu(Parser):
         name, *rest = arguments or ["--help"]
         if name not in self.commands.choices:
             self.parse_args([name])
-            self.error(f"{name}: a command must come first")
+            self.error(f"{name}: the first argument must be a command")
         return self.load(name).main(rest)
 
 
 def visible(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """The arguments of a parser that its help lists."""
+    """The arguments that a parser's help lists."""
     return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
 
 

@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     if parsed.paper:
         return _paper(parsed)
     if not parsed.project:
-        parser().error("specify what to plan, or --paper")
+        parser().error("specify what to plan: package.module:Module, train.py or model=gpt_small; or --paper")
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans
@@ -38,7 +38,7 @@ def main(arguments: list[str]) -> int:
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
-            settings = {"machines": 1, **settings}  # --ranks also replaces the Trainer's number of machines
+            settings = {"machines": 1, **settings}  # with --ranks, the Trainer's number of machines is ignored
         plan = partial(
             make_plans,
             project.make_module,
@@ -87,10 +87,11 @@ def parser() -> Parser:
     made = Parser(
         prog="lightning-zero plan",
         usage=USAGE,
-        description="Run the real Trainer and engine for two steps on fake tensors, as one rank of many.",
+        description="Predict memory, traffic and time: run the real Trainer and engine for two steps on fake tensors, "
+        "as one rank of many.",
     )
     add_project(made)
-    made.add_argument("--ranks", type=int, help="world size (default: that of the project's Trainer, or 1)")
+    made.add_argument("--ranks", type=int, help="world size (default: the Trainer's, or 1)")
     made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
     made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu", "nvme", "activations"])
     made.add_argument(
@@ -101,13 +102,13 @@ def parser() -> Parser:
         help="other options of ZeroStrategy, such as prefetch=0",
     )
     made.add_argument(
-        "--machines", type=int, help="machines, with equally many ranks each (default: the Trainer's, or 1)"
+        "--machines", type=int, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
     )
     made.add_argument(
         "--shard-within",
         nargs="+",
         default=["none"],
-        help="at stage 3, shard parameters over all ranks (none), those of a machine (node), or groups of N ranks (N)",
+        help="at stage 3, shard parameters over all ranks (none), a machine's ranks (node), or groups of N ranks (N)",
     )
     made.add_argument(
         "--compression",
@@ -120,7 +121,7 @@ def parser() -> Parser:
         nargs="+",
         default=["none"],
         type=_size_or_none,
-        help="ranks that compute each forward together, as the module's configure_model divides it: none or numbers",
+        help="number of ranks among which the module's configure_model divides tensors (tensor parallelism), or none",
     )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
     made.add_argument(
@@ -142,19 +143,17 @@ def parser() -> Parser:
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file that lightning-zero doctor --json has written")
-    made.add_argument("--flops", type=float, help="floating-point operations per second of matrix products")
+    made.add_argument("--flops", type=float, help="floating-point operations per second in matrix products")
     made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
     made.add_argument("--link-bandwidth", type=float, help="bytes per second that a rank sends in a collective")
-    made.add_argument("--machine-bandwidth", type=float, help="bytes per second that a machine sends to the others")
+    made.add_argument("--machine-bandwidth", type=float, help="bytes per second from a machine to other machines")
     made.add_argument("--link-seconds", type=float, help="latency of a collective")
     made.add_argument("--host-bandwidth", type=float, help="bytes per second of optimizer updates on the host")
-    made.add_argument(
-        "--disk-bandwidth", type=float, help="bytes per second that such an update moves from and to a disk"
-    )
+    made.add_argument("--disk-bandwidth", type=float, help="bytes per second of optimizer updates on a disk")
     made.add_argument(
         "--transport",
         choices=["nccl", "gloo", "shared memory"],
-        help="transport between the ranks, which determines the buffers (default: as in --resources, or nccl)",
+        help="transport between ranks, which determines communication buffers (default: as in --resources, or nccl)",
     )
     made.add_argument("--json", action="store_true", help="print the plans as JSON")
     made.add_argument(
@@ -165,7 +164,7 @@ def parser() -> Parser:
 
 def _size_or_none(text: str) -> str:
     if text != "none" and not (text.isdigit() and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r} must be none, or a number of ranks, 1 or more")
+        raise argparse.ArgumentTypeError(f"{text!r} must be 'none' or a positive number of ranks")
     return text
 
 
@@ -174,12 +173,12 @@ def _group(text: str) -> str | int | None:
 
 
 def _fixed_options(given: list[str]) -> dict[str, Any]:
-    """Options of ZeroStrategy that are the same in all plans."""
+    """ZeroStrategy's options from --option, which are the same in all plans."""
     options = strategy_options(given)
     for name in ("stage", "shard_within", "compression"):
         if name in options:
             value, choice = options[name], name.replace("_", "-")
-            raise ValueError(f"{name}={value} is not for --option: write --{choice} {value}.")
+            raise ValueError(f"{name}={value} cannot be set with --option: write --{choice} {value}.")
     return options
 
 
@@ -191,7 +190,7 @@ def _memory(text: str) -> int:
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
-    """The machine's speed from a measurement, overridden by options; None if neither is given."""
+    """The machine's measured speeds, overridden by options; None if neither is given."""
     from lightning_zero.planning.timeline import Resources
 
     given = dict(measured)
@@ -201,7 +200,7 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
     if not given:
         return None
     if "flops" not in given:
-        raise ValueError("--flops must be given with the machine's other speeds, or --resources FILE for all of them")
+        raise ValueError("--flops is required with the machine's other speeds: add it, or give --resources FILE")
     return Resources(**{"memory_bandwidth": given["flops"] / 100, **given})
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 def cut(arguments: list[str]) -> tuple[list[str], list[str]]:
-    """The command's own arguments, and those after ``--``, which belong to a script."""
+    """Split at ``--`` into the command's own arguments and the script's arguments."""
     where = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:where], arguments[where + 1 :]
 
@@ -23,23 +23,23 @@ def add_project(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "project",
         nargs="*",
-        help="a LightningModule class or a function that makes one, with its arguments; a script, which is run up to "
-        "Trainer.fit; or overrides of the configuration of lightning-zero train",
+        help="a LightningModule class, or a function that returns a module, with its arguments; a script, which is run "
+        "up to Trainer.fit; or overrides of the configuration of lightning-zero train",
     )
     parser.add_argument(
         "--batch",
         nargs="+",
         metavar="BATCH",
-        help="for a class: package.module:function that returns a batch as the loader does, or tensors such as "
-        "'int64[4,1024]'",
+        help="for a class or a function: package.module:function that returns a batch like the data loader's, or "
+        "tensors such as 'int64[4,1024]'",
     )
 
 
 def project_of(parsed: argparse.Namespace, of_script: list[str]) -> Any:
-    """The project that the first arguments name.
+    """The project that the command's positional arguments name.
 
     Raises:
-        ValueError: if they do not name a project.
+        ValueError: if the arguments do not name a project.
     """
     from lightning_zero.planning import projects
 
@@ -58,7 +58,7 @@ def _of_config(overrides: list[str]) -> Any:
     """The project that ``lightning-zero train`` would train with these overrides.
 
     Raises:
-        ValueError: if the configuration is wrong.
+        ValueError: if the configuration is invalid.
     """
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
@@ -98,10 +98,10 @@ def _found(name: str) -> Callable[..., Any]:
 
 
 def _batches(given: list[str]) -> Iterator[Any]:
-    """The project's batches, or random ones of declared shapes: one tensor, or a tuple of several.
+    """Batches from the project's function, or random batches of declared shapes: one tensor, or a tuple of several.
 
     Raises:
-        ValueError: if ``given`` has another form.
+        ValueError: if ``given`` is neither a function nor declared tensors.
     """
     import torch
 
@@ -137,7 +137,7 @@ def setting(text: str) -> tuple[str, Any]:
 
 
 def strategy_options(given: list[str]) -> dict[str, Any]:
-    """Options of ZeroStrategy.
+    """Parse and check options of ZeroStrategy, given as ``name=value``.
 
     Raises:
         ValueError: if an option does not exist or has a wrong value.

@@ -26,8 +26,8 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.strategies.resilience_config import resilience_config
 
 Job = Callable[[DictConfig], None]
-RESTARTS = 3  # how often the ranks of a job that keeps its state in memory are restarted
-GRACE = 5.0  # seconds for ranks to end by themselves before they are terminated, and again before they are killed
+RESTARTS = 3  # maximum number of restarts of a job with ``resilience``
+GRACE = 5.0  # seconds for ranks to end before they are terminated, and another such time before they are killed
 
 
 def ranks_exist() -> bool:
@@ -36,10 +36,10 @@ def ranks_exist() -> bool:
 
 
 def launch(job: Job, config: DictConfig) -> None:
-    """Run ``job(config)`` on ``trainer.devices`` processes of this machine, and return when all have ended.
+    """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
     When a process fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds. With ``resilience``, a
-    failure restarts all processes, which continue from the state that the previous ranks have kept.
+    failure restarts all processes, which continue from the state that the previous processes have kept in memory.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(
@@ -56,14 +56,14 @@ def launch(job: Job, config: DictConfig) -> None:
         try:
             return _run(job, config, attempt, restarts)
         except JobFailed as error:
-            print(f"lightning-zero train: {error}; all ranks are started again", file=sys.stderr, flush=True)
+            print(f"lightning-zero train: {error}; restarting all ranks", file=sys.stderr, flush=True)
     _run(job, config, restarts, restarts)
 
 
 def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
     world_size = _world_size(config)
-    # As with torchrun, this process hosts the store: its port is open before the ranks learn the port's number, so
-    # no other program can take the port in between.
+    # As with torchrun, this process hosts the store. The port is open before the ranks learn its number, so no other
+    # program can take the port.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def interrupt(*_: object) -> NoReturn:
@@ -75,8 +75,8 @@ def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
         while not ranks.join(grace_period=GRACE):
             pass
     except ProcessExitedException as error:
-        how = f"by {error.signal_name}" if error.signal_name else f"with exit code {error.exit_code}"
-        raise JobFailed(f"rank {error.error_index} of {world_size} ended {how}") from None
+        how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
+        raise JobFailed(f"rank {error.error_index} of {world_size} {how}") from None
     finally:
         for process in ranks.processes:
             process.terminate()
@@ -92,7 +92,7 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID="lightning-zero",  # Lightning then does not launch processes of its own
+        TORCHELASTIC_RUN_ID="lightning-zero",  # so that Lightning launches no processes itself
         TORCHELASTIC_RESTART_COUNT=str(attempt),
         TORCHELASTIC_MAX_RESTARTS=str(restarts),
         RANK=str(rank),
@@ -105,8 +105,8 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
     try:
         job(config)
     except Exception as error:
-        traceback.print_exc()  # printed here, because the launching process shows one rank's error only
-        sys.last_value = error  # as the interpreter does, for functions that run at exit
+        traceback.print_exc()  # printed here, because the launching process reports only one rank's error
+        sys.last_value = error  # as the interpreter would; read by functions that run at exit
         sys.exit(1)
     if process_group.is_initialized():
         process_group.destroy()

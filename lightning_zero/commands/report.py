@@ -54,7 +54,7 @@ def parser() -> Parser:
         "--carbon-intensity", type=_above_0, metavar="GRAMS", help="grams of CO2 per kWh, for the emissions"
     )
     made.add_argument("--no-prediction", dest="prediction", action="store_false", help="omit predicted memory")
-    made.add_argument("--json", action="store_true", help="print what the page would show, and write nothing")
+    made.add_argument("--json", action="store_true", help="print the data of the page as JSON, and write nothing")
     return made
 
 
@@ -78,7 +78,7 @@ def _check_packages() -> None:
 
 
 def _write(summary: dict[str, Any], root: Path, folders: list[Path], output: Path) -> list[Path]:
-    """Write the page, and for each job with records a card in the job's subfolder of the output; return their paths."""
+    """Write the page and, for each job with records, a card in the job's subfolder of ``output``; return all paths."""
     from lightning_zero.reporting import card, page
     from lightning_zero.reporting.records import ReportError
 
@@ -98,7 +98,7 @@ def _write(summary: dict[str, Any], root: Path, folders: list[Path], output: Pat
 
 
 def _finite(value: Any) -> Any:
-    """The value with None for infinities and NaN, which JSON cannot represent."""
+    """Replace infinities and NaN, which JSON cannot represent, with None."""
     if isinstance(value, dict):
         return {name: _finite(each) for name, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -18,13 +18,13 @@ from tqdm import tqdm
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Context that shows progress; yields a function that takes the number of bytes done since its last call."""
+    """Context with a progress bar; yields a function to call with the number of bytes done since its last call."""
     with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, delay=1) as bar:
         yield bar.update
 
 
 def size_of(text: str) -> int:
-    """Bytes of a size such as 500MB, 5GB or 4GiB; a type for argparse."""
+    """Convert a size such as 500MB, 5GB or 4GiB to bytes; a ``type`` for argparse."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", text, re.IGNORECASE)
     size = 0
     if found is not None:
@@ -35,7 +35,7 @@ def size_of(text: str) -> int:
 
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-"""Exit code of a command whose reader has closed the pipe: the same as of a program that SIGPIPE has ended."""
+"""Exit code if the reader of stdout has closed the pipe, as for a program that SIGPIPE has ended."""
 
 
 _stdout_for_json: TextIO | None = None
@@ -43,7 +43,7 @@ _stdout_for_json: TextIO | None = None
 
 @contextmanager
 def stdout_for_json() -> Iterator[None]:
-    """Context in which only ``print_json`` writes to stdout; other output, also of child processes, goes to stderr."""
+    """Context in which only ``print_json`` writes to stdout. Other output, even of child processes, goes to stderr."""
     global _stdout_for_json
     sys.stdout.flush()
     with os.fdopen(os.dup(1), "w") as _stdout_for_json:
@@ -63,17 +63,17 @@ def print_json(document: Any) -> None:
 def stdout_is_closed() -> bool:
     """Whether standard output is a pipe that its reader has closed."""
     poll = select.poll()
-    poll.register(1, 0)  # errors are always reported
+    poll.register(1, 0)  # poll always reports errors, even without requested events
     return bool(poll.poll(0))
 
 
 def discard_stdout() -> None:
-    """Discard buffered standard output, so that flushing it at the end of the process cannot fail."""
+    """Redirect standard output to /dev/null, so that flushing it at the end of the process cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
 
 
 class OptionalStdout:
-    """Standard output of a job, with which training continues after the reader has closed the pipe."""
+    """Standard output that discards text after the reader has closed the pipe, so that training continues."""
 
     def __init__(self) -> None:
         self._stream = sys.stdout

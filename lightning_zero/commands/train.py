@@ -1,4 +1,4 @@
-"""`lightning-zero train`: a Hydra app that trains one model, or with -m a sweep of models, and writes reports."""
+"""`lightning-zero train`: a Hydra app that trains one model or, with -m, a sweep of models, and writes reports."""
 
 import contextlib
 import json
@@ -29,7 +29,7 @@ from lightning_zero.commands.showing import OptionalStdout, print_json
 
 
 def train(config: DictConfig) -> None:
-    """Run one job on one rank, from the config to the report."""
+    """Run one job on this rank: train, validate and, on rank 0, write the report."""
     from hydra.utils import instantiate
     from lightning.pytorch import Trainer, seed_everything
 
@@ -37,8 +37,8 @@ def train(config: DictConfig) -> None:
     from lightning_zero.monitoring import ZeroMonitor, report
     from lightning_zero.reporting import RunManifest
 
-    sys.stdout = cast(TextIO, OptionalStdout())  # not restored, because the process flushes stdout at its end
-    # Validating on several ranks is intended; the treespec warning comes from Lightning itself with torch 2.13.
+    sys.stdout = cast(TextIO, OptionalStdout())  # not restored: the process flushes sys.stdout at exit
+    # Validating on several ranks is intended, and Lightning itself causes the treespec warning with torch 2.13.
     for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
         warnings.filterwarnings("ignore", message=message)
     seed_everything(config.seed, workers=True, verbose=False)
@@ -62,10 +62,10 @@ def train(config: DictConfig) -> None:
 
 
 def job(config: DictConfig) -> float | None:
-    """Hydra's function for each job: check the config, then train on existing ranks or launch processes.
+    """Run one Hydra job: check the config, then train in this process if it is a rank, otherwise launch ranks.
 
     Returns:
-        The validation metric named by ``objective``, for a sweeper to minimize; None on ranks without the report.
+        The validation metric named by ``objective``, for a sweeper to minimize; None without a report or this metric.
     """
     from lightning_zero.commands.ranks import launch, ranks_exist
 
@@ -95,7 +95,7 @@ def job(config: DictConfig) -> float | None:
 
 
 def this_rank() -> int:
-    """This process's rank from torchrun, SLURM or another launcher, as Lightning reads it; 0 without a launcher."""
+    """This process's rank, as set by torchrun, SLURM or another launcher; 0 without a launcher."""
     names = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "JSM_NAMESPACE_RANK")
     return next((int(os.environ[name]) for name in names if name in os.environ), 0)
 
@@ -106,7 +106,7 @@ def complain(text: str) -> None:
 
 
 def _quote_stage(argument: str) -> str:
-    """stage=1,2 -> stage="1","2": Hydra parses bare numbers as integers, but requires strings as names of options."""
+    """stage=1,2 -> stage="1","2": Hydra parses bare numbers as integers, but option names must be strings."""
     key, equals, value = argument.partition("=")
     return key + equals + re.sub(r"(?<![\w\"'])(\d+)(?![\w\"'])", r'"\1"', value) if key == "stage" else argument
 
@@ -128,7 +128,7 @@ def parser() -> Parser:
 
 
 def show_help(overrides: list[str]) -> None:
-    """Print options, groups and the configuration like Hydra's help, which takes a second longer to find groups."""
+    """Print options, groups and the configuration. Hydra's own help would take a second longer to find the groups."""
     with hydra.initialize_config_module("lightning_zero.conf", version_base="1.3"):
         config = hydra.compose("train", overrides)
     print(parser().format_help())
@@ -147,10 +147,10 @@ def main(arguments: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
         if this_rank() != 0:
-            # Ranks started by torchrun or SLURM are one job, whose results go to rank 0's folder only.
+            # Ranks that torchrun or SLURM has started run one job, whose results go to rank 0's folder only.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]  # the command that shells complete
+        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]  # Hydra installs shell completion for this name
         app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
         code = 0
         try:

@@ -1,12 +1,12 @@
 """Open checkpoints from DeepSpeed's ZeRO stages 1 to 3 without DeepSpeed.
 
-Each rank has a file with its shard of the fp32 master weights, which are flat vectors:
+Each rank has a file with its shards of the fp32 master weights, stored as flat vectors:
 
-- stages 1 and 2: one vector per param group, the concatenation of its parameters, split into as many equal shards as
-  there are ranks;
-- stage 3: each parameter is split separately, and a rank's shards of a sub-group's parameters are concatenated.
+- stages 1 and 2: the parameters of a param group are concatenated into one vector, which is split into equal shards,
+  one per rank;
+- stage 3: each parameter is split separately, and each rank concatenates its shards of a sub-group's parameters.
 
-The optimizer states are vectors with the same layout. Values that are not trained are in the model files.
+The optimizer states are vectors with the same layout. Frozen parameters and buffers are in the model files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
-# DeepSpeed's own entries in a model file. All others were passed as `client_state`; Lightning passes its checkpoint.
+# Entries of a model file that DeepSpeed writes itself. The others come from `client_state`, in which Lightning passes
+# its checkpoint.
 _OWN_ENTRIES = set(
     """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
@@ -49,11 +50,11 @@ _OWN_ENTRIES = set(
 
 
 def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
-    """Open a DeepSpeed checkpoint as Lightning's dictionary; values are read only when they are used.
+    """Open a DeepSpeed checkpoint as a Lightning checkpoint dictionary; values are read only when they are used.
 
-    Weights are the fp32 masters; tensors that are not trained are converted to fp32. If the parameters were in low
-    precision, the masters are also stored where a run in ``bf16-true`` looks for them. The optimizer's state has
-    torch's form, by parameter number; DeepSpeed's param groups do not contain parameters that are not trained.
+    Weights are the fp32 masters; other low-precision tensors are converted to fp32. If the parameters were in low
+    precision, the masters are also stored in the entry that a ``bf16-true`` run reads. The optimizer's state is in
+    torch's format, by parameter number; frozen parameters are not numbered, since DeepSpeed's param groups omit them.
 
     Args:
         path: a local folder with a ``latest`` file, as passed to ``engine.save_checkpoint`` or written by Lightning's
@@ -61,10 +62,10 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
 
     Raises:
         FileNotFoundError: if there is no checkpoint, or files of some ranks are missing.
-        ValueError: if the checkpoint was not written by ZeRO stages 1 to 3, or the model was split by other parallelism
-            as well; if the files do not belong together; if they contain objects of classes other than DeepSpeed's
-            (such objects are never created).
-        DamagedCheckpointError: if one of its files cannot be read.
+        ValueError: if the checkpoint was not written by ZeRO stages 1 to 3, or the model was also split by another
+            kind of parallelism; if the files stem from different saves; or if they contain objects of classes that are
+            not allowed (such objects are never created).
+        DamagedCheckpointError: if a file cannot be read.
     """
     folder = _folder_of_tag(Path(path))
     optimizer_files, model_files = _rank_files(folder)
@@ -73,7 +74,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     saved = list(by_rank.values())
     model, state = models[min(models)], saved[0]
     _check_only_zero(folder, model)
-    stage, count = _stage_of(folder, state), state["partition_count"]  # stages 1 and 2: a count for each param group
+    stage, count = _stage_of(folder, state), state["partition_count"]  # at stages 1 and 2, one count per param group
     world_size = max(count) if isinstance(count, (list, tuple)) else count
     _check_ranks(folder, "..._optim_states.pt", list(by_rank), world_size)
     _check_ranks(folder, "..._model_states.pt", list(models), world_size if stage == 3 else 1)
@@ -86,7 +87,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
         for name, fragments in layout.items():
             trained[name] = fragments.of(name, [flats[number] for flats in masters])
     state_dict = _state_dict(list(models.values()), trained)
-    # Added by the wrapper that Lightning before 2.1 put around the module.
+    # Before version 2.1, Lightning wrapped the module, which added a prefix to the names.
     prefix = "_forward_module." if all(name.startswith("_forward_module.") for name in state_dict) else ""
 
     checkpoint: dict[str, Any] = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
@@ -150,7 +151,8 @@ def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     if not optimizer:
         raise FileNotFoundError(
             f"{folder} has no file '..._optim_states.pt' of ZeRO's stages 1 to 3. It contains: "
-            f"{listed(names) or 'nothing'}. Without ZeRO, the weights are 'module' in mp_rank_00_model_states.pt."
+            f"{listed(names) or 'nothing'}. If ZeRO was not used, the weights are 'module' in "
+            "mp_rank_00_model_states.pt."
         )
     if not model:
         raise FileNotFoundError(f"{folder} is incomplete: it has no file '..._model_states.pt'.")
@@ -172,8 +174,8 @@ def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: int) ->
     if wrong:
         raise FileNotFoundError(
             f"{folder} does not contain the files of {world_size} rank(s): it has '{files}' of rank(s) "
-            f"{listed(map(str, ranks))}; {listed(map(str, wrong))} is missing, or left over from another save. Copy "
-            "the folders from all machines into one folder without other files."
+            f"{listed(map(str, ranks))}. The files of rank(s) {listed(map(str, wrong))} are missing, or left over from "
+            "another save. Copy the folders from all machines into one folder without other files."
         )
 
 
@@ -191,7 +193,7 @@ class _Inert:
 
 
 def _load(file: Path) -> dict[str, Any]:
-    """Load a DeepSpeed file with memory-mapped tensors. None of the classes it names is imported or called."""
+    """Load a DeepSpeed file with memory-mapped tensors, without importing DeepSpeed's classes."""
     try:
         named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
         own = [
@@ -214,7 +216,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
-    """Return an iterator over everything with a checksum: each record of each file."""
+    """Return a function that iterates over the records with checksums in all files."""
 
     def extents() -> Iterator[Extent]:
         for path in files:
@@ -230,11 +232,11 @@ def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
     return extents
 
 
-# -- their contents ----------------------------------------------------------------------------------------------------
+# -- contents of the files ---------------------------------------------------------------------------------------------
 
 
 def _stage_of(folder: Path, state: dict[str, Any]) -> int:
-    # "BF16_Optimizer", equivalent to stage 1, has no such entry.
+    # DeepSpeed's "BF16_Optimizer", which is equivalent to stage 1, writes no "zero_stage".
     stage = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
     if stage not in (1, 2, 3):
         raise ValueError(
@@ -253,14 +255,14 @@ def _check_only_zero(folder: Path, model: dict[str, Any]) -> None:
     if others:
         raise ValueError(_other_parallelism(folder, [f"{name}: {degree}" for name, degree in others.items()]))
     if not isinstance(model["module"], dict) or not model.get("param_shapes"):
-        raise ValueError(f"{folder} has no parameter names: it was written by a pipeline, or without the optimizer.")
+        raise ValueError(f"{folder} has no parameter names: pipeline parallelism was used, or no optimizer was saved.")
 
 
 class _Fragments(NamedTuple):
-    """Location of one parameter's elements, in order, in the ranks' flat vectors.
+    """Locations of one parameter's elements in the ranks' flat vectors.
 
     Attributes:
-        ranges: (rank, start, stop). The last range may extend into padding.
+        ranges: (rank, start, stop), in the order of the elements. The last range may extend into padding.
     """
 
     shape: tuple[int, ...]
@@ -272,7 +274,7 @@ class _Fragments(NamedTuple):
 
 
 _FlatLayout = dict[str, _Fragments]
-"""Parameters of one flat vector that is sharded over the ranks, in the order of the vector."""
+"""The fragments of one sharded flat vector by parameter name, in the order of the vector."""
 
 
 def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]]) -> list[_FlatLayout]:
@@ -299,7 +301,7 @@ def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[
 
 
 def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_FlatLayout]:
-    """Layouts at stage 3: each parameter is split into as many equal shards as there are ranks, the last one padded."""
+    """Layouts at stage 3: each parameter is split into equal shards, one per rank; the last shard is padded."""
     layouts = []
     for shapes in model["param_shapes"]:
         layout, offset = {}, 0
@@ -323,7 +325,7 @@ def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatL
             located = sum(stop - start for fragments in layout.values() for _, start, stop in fragments.ranges)
             fits = located == elements <= sum(held)
         if not fits:
-            advice = "Its files stem from different models or different saves."
+            advice = "Its files come from different models or different saves."
             if (folder / "offloaded_tensors").is_dir():
                 advice = "The optimizer's state was on NVMe, in files that only DeepSpeed can read."
             raise ValueError(
@@ -334,7 +336,7 @@ def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatL
 
 
 def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
-    """A tensor read from consecutive parts in mapped memory, converted to fp32 if the parts are less precise."""
+    """Join memory-mapped parts into one tensor, read when it is used; low-precision values are converted to fp32."""
     parts = [part.detach() for part in parts]  # masters are saved with requires_grad=True
     numel, dtype = prod(shape), parts[0].dtype if parts else torch.float32
     dtype = torch.float32 if dtype in LOW_PRECISION else dtype
@@ -353,7 +355,7 @@ def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
 
 
 def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dict[str, Any]:
-    """Return all entries of the module's own ``state_dict``, in its order."""
+    """Return the entries of the module's ``state_dict`` in their order, with parameters joined from all ranks."""
     model = models[0]
     frozen = {}
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
@@ -377,10 +379,10 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
 def _optimizer_state(
     folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_FlatLayout], is_dealt: bool
 ) -> tuple[list[str], dict[str, Any]] | None:
-    """Return the parameters' names, in the order of their numbers, and the optimizer's state in torch's form, or None.
+    """Return parameter names by number, and the optimizer's state in torch's format; None if it cannot be imported.
 
     Args:
-        states: the optimizer states of each rank.
+        states: each rank's optimizer state.
         is_dealt: whether 'round_robin_gradients' has distributed the parameters over the ranks in turn.
     """
     if not all(isinstance(state, dict) for state in states):
@@ -422,13 +424,13 @@ def _state_value(
     flats = [state[key] for state in per_rank]
     if any(flat.dim() != 1 or flat.numel() < master.numel() for flat, master in zip(flats, masters)):
         raise ValueError(
-            f"{folder}: the optimizer's '{key}' of {name} has the shape {tuple(value.shape)}, not one value for each "
-            "element: only the state of elementwise optimizers can be imported."
+            f"{folder}: the optimizer state '{key}' of {name} has the shape {tuple(value.shape)}, not one value for "
+            "each element: only the state of elementwise optimizers can be imported."
         )
     return fragments.of(f"{name} ({key})", flats)
 
 
 def _in_users_order(names: list[str], hands: int) -> list[str]:
-    """Restore the order of the user's param group."""
+    """Restore the order of the user's param group, from which names were dealt to ``hands`` ranks in turn."""
     dealt = [number for hand in range(hands) for number in range(hand, len(names), hands)]
     return [name for _, name in sorted(zip(dealt, names))]

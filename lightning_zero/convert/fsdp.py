@@ -20,11 +20,11 @@ _USUAL = ("state_dict", "model", "module", "model_state_dict")
 def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> OpenedCheckpoint:
     """Open an FSDP checkpoint like ``open_checkpoint``, with its entries under Lightning's keys.
 
-    Supports ``torch.distributed.checkpoint`` folders and ``torch.save`` files with full tensors, written by
-    Lightning's ``FSDPStrategy`` and ``ModelParallelStrategy`` or with torch's ``get_state_dict``, under any keys. The
-    weights are the only mapping from names to tensors or, if there are several, the mapping that contains the names of
-    the optimizer's parameters or has a usual key. Optimizers are recognised by ``state`` and ``param_groups``, nested
-    or flattened.
+    Supports ``torch.distributed.checkpoint`` folders and ``torch.save`` files with full tensors, written by Lightning's
+    ``FSDPStrategy`` and ``ModelParallelStrategy`` or with torch's ``get_state_dict``, under any keys. The weights are
+    recognised as the only mapping from names to tensors. Of several such mappings, the mapping that contains the
+    optimizer's parameter names, or that has a usual key, is chosen. Optimizers are recognised by ``state`` and
+    ``param_groups``, nested or flattened.
 
     Args:
         path: a local path, or an fsspec URL.
@@ -42,8 +42,8 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     name, weights = _weights_of(opened.path, tree, optimizers, model)
     if any(key.rsplit(".", 1)[-1].startswith("_flat_param") for key in weights):
         raise ValueError(
-            f"{opened.path}: '{name}' contains FSDP's flat parameters, which only the same FSDP can read: save it "
-            "again with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT."
+            f"{opened.path}: '{name}' contains FSDP's flat parameters, which only an identical FSDP setup can "
+            "read: save again with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     _take(tree, name)
     tree = {"state_dict": weights, **tree}
@@ -128,7 +128,7 @@ def _split(key: str, names: Any) -> tuple[str, str]:
 
 
 def _warn_of_modules_numbers(path: str, optimizer: dict[str, Any]) -> None:
-    """Warn that parameter order is lost: Lightning numbers parameters in module order in files with full tensors."""
+    """Warn if the order within param groups is lost: files with full tensors number parameters in module order."""
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     if numbers != list(range(len(numbers))):
         warnings.warn(
@@ -140,7 +140,7 @@ def _warn_of_modules_numbers(path: str, optimizer: dict[str, Any]) -> None:
 
 
 def _nested(flattened: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
-    """Return the nested form; parameters with equal options become one param group, since groups are not recorded."""
+    """Nest a flattened state. Param groups are not recorded, so parameters with equal options form one group."""
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in flattened.items():

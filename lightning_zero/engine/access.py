@@ -1,4 +1,4 @@
-"""Functions for user code with a sharded module: read full values, run different numbers of forwards on each rank."""
+"""Functions for user code: read full values of a sharded module, or run unequal numbers of forwards on the ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
     """Context in which the module's parameters are ordinary tensors of the full shape. Collective.
 
     Args:
-        module: fully sharded, partly sharded or not sharded. A forward within the context computes with the full
-            tensors, and backward through it adds to the gradients of the sharded parameters.
-        writeback: keep writes to the full tensors, which must be the same on every rank; otherwise they are dropped.
+        module: a module that is fully, partly or not sharded. A forward within the context computes with the full
+            tensors, and its backward adds to the gradients of the sharded parameters.
+        writeback: whether to keep changes to the full tensors. The changes must be the same on every rank.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -67,7 +67,7 @@ def full_grad(parameter: Tensor) -> Tensor | None:
         parameter: a parameter of a sharded or unsharded module.
 
     Returns:
-        An ordinary tensor that user code may keep and change; an unsharded gradient is returned as it is.
+        A new ordinary tensor; for an unsharded parameter, its ``grad`` itself.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -90,7 +90,7 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
         parameter: a parameter of a sharded module.
 
     Returns:
-        The state by name; empty before the first step, and for a parameter that no optimizer holds.
+        The state by name; empty before the first step, and for a parameter that is in no optimizer.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -107,18 +107,18 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
 
 
 def shard_of(tensor: Tensor) -> Tensor:
-    """This rank's shard of a parameter or gradient, 1-D; for an ordinary tensor all elements, flattened.
+    """This rank's shard of a parameter or gradient as a 1-D tensor; for an ordinary tensor, all elements, flattened.
 
-    The shard is for reading; a parameter's shard is a view of its (fp32) master weight. Modules of this and other ranks
-    see a write to the shard only when the values are next gathered or exchanged; for frozen parameters possibly never.
-    To change a parameter, write to the parameter itself (``p.mul_(2)``): that reaches every rank.
+    Do not write to the shard. A parameter's shard is a view of its fp32 master weight, and modules see a write to it
+    only when values are next gathered or exchanged, which may never happen for frozen parameters. To change a parameter
+    on every rank, write to the parameter itself (``p.mul_(2)``).
 
     Args:
         tensor: a parameter, a gradient, or an ordinary tensor.
 
     Returns:
-        A 1-D tensor; it may be empty, since ranks own ranges of a unit and not of a parameter. No communication,
-        except to complete a gradient that ``shard_within`` has summed only within machines.
+        A 1-D tensor; it may be empty, since ranks own ranges of a unit, not of each parameter. The function
+        communicates only to complete a gradient that has been summed only within the groups of ``shard_within``.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -133,14 +133,14 @@ def shard_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def uneven_forwards(module: nn.Module) -> Iterator[None]:
-    """Join of uneven inputs: within the context ranks may run different numbers of forwards. Collective.
+    """Context in which ranks may run different numbers of forwards (join of uneven inputs). Collective.
 
-    At stage 3 a forward all-gathers parameters. A rank that has finished takes part in the gathers of the others, so
+    At stage 3, a forward all-gathers parameters. A rank that has finished takes part in the other ranks' gathers, so
     every rank must run the same units. Read parameters only before or after the context, since reading needs every
-    rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2 and on unsharded modules.
+    rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2, or on unsharded modules.
 
     Args:
-        module: the module that is called: sharded, or a submodule of a sharded one.
+        module: the module whose forwards run: a sharded module, or a submodule of a sharded module.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)

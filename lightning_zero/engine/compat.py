@@ -1,11 +1,11 @@
 """Every private name of torch that this package uses, and every patch of torch, each with the reason.
 
-No other file spells ``torch._...``, a private name of a torch module or a private attribute of torch's objects, so only
-this file has to be checked against a new version of torch; ``tests/engine/test_compat.py`` has a test for each name.
+No other file uses ``torch._...``, a private name of a torch module or a private attribute of torch's objects, so only
+this file has to be checked against a new version of torch. ``tests/engine/test_compat.py`` has a test for each name.
 Checked with torch 2.13.0. Exceptions: private names of ``torch.distributed`` are in ``comm/process_group.py``, since
-only ``comm`` may import it; attributes of data loaders are in ``strategies/resuming.py``; and ``tensor._version``,
-``module._parameters`` and ``operator._schema`` are read anywhere, since torch has had them for years, and wrapper
-functions would cost time in each step.
+only ``comm`` may import that package; private attributes of data loaders are in ``strategies/resuming.py``; and all
+files may read ``tensor._version``, ``module._parameters`` and ``operator._schema``, since torch has had them for years,
+and wrapper functions would cost time in each step.
 """
 # ruff: noqa: F401  (imported from here)
 
@@ -53,11 +53,11 @@ from torch.utils._pytree import (
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
-"""Raised by operators on fake tensors whose result depends on values."""
+"""The exceptions that operators on fake tensors raise if their result depends on the tensors' values."""
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
-# Whether code runs in a backward, and in which one: recomputation calls module hooks in backward too.
+# In which backward pass code runs, if any. Module hooks need to know this, since recomputation calls them in backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 
@@ -77,7 +77,7 @@ def hooks_on_top() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-# A gather restores the values of saved views, so autograd must not see a new version of their storage.
+# A gather restores the values of views that autograd has saved, so it must not increment their version.
 keep_version = torch.autograd._unsafe_preserve_version_counter
 
 # Checkpointing that hooks can enter and leave; the public function would have to wrap the module's call.
@@ -85,7 +85,7 @@ checkpoint_generator = _checkpoint_without_reentrant_generator
 
 
 def is_profiling() -> bool:
-    """Whether a profiler runs. This check takes nanoseconds; a label takes microseconds even without a profiler."""
+    """Whether a profiler is running. This takes nanoseconds; a label takes microseconds even without a profiler."""
     return profiler._is_profiler_enabled
 
 
@@ -94,7 +94,7 @@ def is_profiling() -> bool:
 # Like ``torch.utils.swap_tensors``, which needlessly refuses objects with weak references: the references stay valid.
 swap_tensor = torch._C._swap_tensor_impl
 
-# Fails on the device, in the order of the device's queued work, so that the host need not wait for the value.
+# Checks a value on the device, in the order of its queued work, so that the host need not wait for the value.
 assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
 
 slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
@@ -106,7 +106,7 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
 
 
-# Identifies a storage while it lives, even after its memory is freed (a released buffer). Called for each saved tensor.
+# Identifies a storage object, even while its memory is freed (a released buffer). Called often: for each saved tensor.
 address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # An attribute that ``nn.Parameter`` sets on tensors of other classes.
@@ -114,30 +114,30 @@ PARAMETER_MARK = "_is_param"
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """Number of tensors over a tensor's storage, to detect tensors that user code keeps."""
+    """Number of tensors that use a tensor's storage; shows whether user code keeps such tensors."""
     return torch._C._storage_Use_Count(address_of(tensor.untyped_storage()))
 
 
 def shown_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor whose memory a tensor shows: for a DTensor, this rank's share."""
+    """The tensor that holds the memory of ``tensor``: for a DTensor, this rank's share; otherwise ``tensor``."""
     return getattr(tensor, "_local_tensor", tensor)
 
 
 class SlotsOfDTensor(torch.Tensor):
-    """Declares DTensor's ``__slots__``, without which Python refuses to exchange the classes of two objects."""
+    """Base class with DTensor's ``__slots__``: Python swaps the classes of two objects only if their slots match."""
 
     __slots__ = ("_local_tensor", "_spec")
 
 
 def offset_in_file(tensor: torch.Tensor) -> int:
-    """The offset of a tensor's storage in the file that ``torch.load`` has read under fake tensors."""
+    """The offset of a tensor's storage in the file from which ``torch.load`` has read it as a fake tensor."""
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None
     return offset
 
 
 def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
-    """Unpickle the ``data.pkl`` of a ``torch.save`` archive like ``torch.load(weights_only=True)``, over given memory.
+    """Unpickle the ``data.pkl`` of a ``torch.save`` archive like ``torch.load(weights_only=True)``, into given memory.
 
     Args:
         storage: returns the bytes of a storage, given its key; tensors are views of these bytes.
@@ -166,14 +166,14 @@ def dcp_internals() -> tuple[Any, Any, str]:
 # -- hooks and modules -------------------------------------------------------------------------------------------------
 
 Hooks = dict[int, Callable[[torch.Tensor], Any]]
-"""Hooks of a tensor by the ids of their handles."""
+"""Hooks of a tensor, by the id of each hook's handle."""
 
-# A tensor's gradient hooks: the engine calls them with gradients that autograd does not give to the tensor.
+# A tensor's gradient hooks. The engine calls them with gradients that autograd does not pass to the tensor.
 gradient_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
 
 
 def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Restore, on a tensor whose contents were exchanged, the dictionary of hooks that users' handles refer to."""
+    """After a tensor's contents were swapped, restore its dictionary of hooks, which users' handles refer to."""
     tensor._backward_hooks = hooks
 
 
@@ -186,7 +186,7 @@ def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
 
 
 def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Give a tensor the dictionary of post-accumulate-grad hooks, as users' handles refer to that dictionary."""
+    """Restore a tensor's dictionary of post-accumulate-grad hooks, which users' handles refer to."""
     tensor._post_accumulate_grad_hooks = hooks
 
 
@@ -196,18 +196,18 @@ def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-# Dictionaries of an optimizer's hooks by id; the engine calls these where a class has its own ``load_state_dict``.
+# Attributes with an optimizer's hooks, by id. The engine calls the hooks if the class overrides ``load_state_dict``.
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[Callable[..., Any]]:
-    """Hooks before an optimizer's step, its own and those of all optimizers, which may read or change gradients."""
+    """Hooks that run before an optimizer's step and may change gradients: its own, and those of all optimizers."""
     own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_pre_hooks
     return chain(own.values(), optimizers._global_optimizer_pre_hooks.values())
 
 
 def is_step_of_scheduler(step: Any) -> bool:
-    """Whether a learning-rate scheduler has put this ``step`` on an optimizer, to count calls."""
+    """Whether ``step`` is the wrapper with which a learning-rate scheduler counts calls of an optimizer's ``step``."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
@@ -221,12 +221,12 @@ FLAT_WEIGHTS = "_flat_weights"
 
 
 def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
-    """Fill a recurrent module's list of its parameters from its attributes, which have been replaced."""
+    """Update a recurrent module's list of parameters after its parameters have been replaced."""
     module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
 
 
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """Like ``refresh_flat_weights``, but permanent: cuDNN needs the parameters in one block of memory."""
+    """Like ``refresh_flat_weights``, but also move the parameters to one block of memory for cuDNN."""
     module._init_flat_weights()
 
 
@@ -234,9 +234,9 @@ def flatten_weights(module: torch.nn.RNNBase) -> None:
 
 
 def never_traced(function: Any) -> Any:
-    """Exclude a function's own code from ``torch.compile``; what it calls is compiled, unless it clears the eval frame.
+    """Exclude a function's own code from ``torch.compile``. Its callees are compiled, unless it clears the eval frame.
 
-    Uses the C interface, so that projects that do not compile do not spend half a second on importing the compiler.
+    Uses the C interface, since importing the compiler would cost projects that do not compile half a second.
     """
     strategy = eval_frame._FrameExecStrategy(eval_frame._FrameAction.SKIP, eval_frame._FrameAction.DEFAULT)
     eval_frame.set_code_exec_strategy(function.__code__, strategy)
@@ -245,7 +245,7 @@ def never_traced(function: Any) -> Any:
 
 
 def optimized_module_class() -> type | None:
-    """The class of modules that ``torch.compile`` returns; None as long as nothing has been compiled."""
+    """The class of modules that ``torch.compile`` returns; None while the compiler has not been imported."""
     compiler = sys.modules.get("torch._dynamo.eval_frame")
     return compiler.OptimizedModule if compiler is not None else None
 
@@ -291,14 +291,14 @@ class Patch:
 
 
 def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """A patch that replaces an attribute of a module by a function made from the original."""
+    """A patch that replaces an attribute of a module by ``make(original)``."""
 
     def install() -> Callable[[], None]:
         before = getattr(holder, name)
         ours = make(before)
 
         def undo() -> None:
-            if getattr(holder, name) is ours:  # otherwise ours has been wrapped, which is harmless
+            if getattr(holder, name) is ours:  # otherwise another patch has wrapped ours, which may stay
                 setattr(holder, name, before)
 
         setattr(holder, name, ours)
@@ -308,7 +308,7 @@ def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:
-    """Patch ``torch.autograd.grad`` and ``backward``: include gradients of the unsharded tensors that units used."""
+    """Patch ``torch.autograd.grad`` and ``backward`` to include gradients of the unsharded tensors that units used."""
     return replaced(torch.autograd, "_engine_run_backward", make)
 
 
@@ -318,7 +318,7 @@ def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
 
 
 def taken_by_foreach(cls: type) -> Patch:
-    """Let ``foreach`` functions accept a class: clipping then needs one reduction over ranks, not one per parameter."""
+    """Let ``foreach`` functions accept a tensor class, so that clipping reduces once over ranks, not per parameter."""
 
     def install() -> Callable[[], None]:
         _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.
 
 OffloadTarget = Literal["cpu", "nvme"]
 
-# The paper's names (P_os, P_os+g, P_os+g+p), and names from texts that name a stage after the state that it also
-# shards: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
+# The paper's names (P_os, P_os+g, P_os+g+p), and other texts' names, after the state that a stage shards in addition
+# to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -32,41 +32,43 @@ _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The options of an engine. An option that can be written in several ways is converted to one of them.
+    """The options of an engine. An option that can be written in several forms is converted to one form.
 
     Arguments:
         stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too (SC20, section 5). The paper's
             names ``"os"``, ``"os+g"``, ``"os+g+p"`` are accepted as well.
         offload: model states to keep outside device memory: ``"cpu"`` keeps master weights and optimizer states in
             host memory, ``"nvme"`` in files on a local disk. An ``OffloadConfig``, or a mapping of its fields,
-            sets more options. ``None`` keeps all of them on the device.
-        shard_within: at stage 3, the ranks that parameters and accumulating gradients are sharded over: ``"node"`` for
-            those of each machine, or a number of adjacent ranks. Each parameter then crosses between machines once a
-            step. Master weights and optimizer state are sharded over all ranks; with ``None``, so are parameters.
-        compression: how traffic between machines is compressed, on CPUs over Gloo: ``"exact"`` sends lossless changes
-            of parameters that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4 bits. A
-            ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
+            sets more options. ``None`` keeps all model states on the device.
+        shard_within: at stage 3, the ranks over which parameters and accumulated gradients are sharded: ``"node"`` for
+            the ranks of each machine, or a number of adjacent ranks. Parameters are then sent between machines only
+            once per step. Master weights and optimizer state are always sharded over all ranks; with ``None``,
+            parameters and gradients are as well.
+        compression: how traffic between machines is compressed (only on CPUs, over Gloo): ``"exact"`` sends lossless
+            changes of parameters that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4
+            bits. A ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
-        unit_numel: elements up to which neighbouring blocks are gathered together. ``None`` with automatic units:
-            ``2**20``, or less where fewer than four units would be left; otherwise each block is a unit.
-        prefetch: units gathered ahead of need at stage 3.
-        overlap: ``False`` waits for each collective right after its start; for debugging.
-        reduction_buffers: gradient buffers that may be in reduction at once.
+        unit_numel: number of elements up to which neighbouring blocks form one unit. With automatic units, ``None``
+            means ``2**20``, or less if that would leave fewer than four units; otherwise, each block is a unit.
+        prefetch: number of units that are gathered ahead of need at stage 3.
+        overlap: ``False`` waits for each collective right after starting it; for debugging.
+        reduction_buffers: number of gradient buffers that may be in reduction at the same time.
         reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
-            ``None`` for the dtype in which they are accumulated: fp32 for all low-precision parameters.
-        bucket_numel: elements above which a unit is split into several buckets, each with its own collectives, and the
-            gradient of one parameter is reduced in chunks; at most a quarter of the model.
+            ``None`` for the dtype in which gradients are accumulated: fp32 for low-precision parameters.
+        bucket_numel: largest number of elements in a bucket. Larger units are split into several buckets, each with its
+            own collectives, and larger gradients of one parameter are reduced in chunks. The limit is lowered to a
+            quarter of the model, unless the model is tiny.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
-        partition_activations: divide the inputs of modules that ``activation_checkpointing`` recomputes equally between
-            the tensor-parallel ranks that share them, on the device or where ``offload`` says.
-        whole_parameters: what optimizers of an unknown class need: ``True`` for whole parameters, each then updated by
-            one rank; ``False`` for no whole parameters, if they are elementwise; or a predicate of (name, parameter).
+        partition_activations: ``True`` lets each tensor-parallel rank keep only an equal part of a checkpointed
+            module's inputs, if these are the same on all ranks, on the device or where ``offload`` puts activations.
+        whole_parameters: whether optimizers of unknown classes need whole parameters. ``True``: yes, so each
+            parameter is updated by one rank; ``False``: no, they are elementwise; or a predicate of (name, parameter).
             ``None`` accepts only known classes.
-        allow_any_optimizer: ``True`` is another name for ``whole_parameters=False`` for unknown classes.
+        allow_any_optimizer: ``True`` means ``whole_parameters=False``, unless ``whole_parameters`` is set.
         compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered;
-            autocast would cast them anyway. ``None`` keeps their own dtype, as for all other parameters.
+            autocast would cast them anyway. ``None`` gathers them in their own dtype, like all other parameters.
         handshake_timeout: seconds to wait for the other ranks when user code reads a sharded tensor.
 
     Raises:
@@ -128,7 +130,7 @@ class EngineConfig:
                 )
             if offload is not None and offload.parameters is not None:
                 raise ValueError(
-                    f"shard_within={within!r} keeps parameters on the device for the ranks of a machine, and offload: "
+                    f"shard_within={within!r} keeps parameters on the device, but offload: "
                     f"parameters={offload.parameters!r} would move them away. Leave one of the two out."
                 )
         compression = compression_config(self.compression)
@@ -137,13 +139,13 @@ class EngineConfig:
             compression.check(self)
         if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
             raise ValueError(
-                f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, and no "
+                f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, but no "
                 "module is checkpointed: write activation_checkpointing='units' to checkpoint all units."
             )
 
         if self.partition_activations and self.activation_checkpointing is None:
             raise ValueError(
-                "partition_activations=True divides the inputs of checkpointed modules, and no module is checkpointed: "
+                "partition_activations=True divides the inputs of checkpointed modules, but no module is checkpointed: "
                 "write activation_checkpointing='units' to checkpoint all units."
             )
 
@@ -176,7 +178,7 @@ class EngineConfig:
 
     @property
     def keeps_whole(self) -> bool | Callable[[str, torch.Tensor], bool] | None:
-        """The option ``whole_parameters``, whichever of the two options sets it."""
+        """The value of ``whole_parameters``, which ``allow_any_optimizer`` may set instead."""
         return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
@@ -185,7 +187,7 @@ class EngineConfig:
             raise ValueError(
                 "partition_activations=True divides inputs that tensor-parallel ranks share, but there is only one "
                 "such rank: set tensor_parallel_size, or leave partition_activations out. To offload activations "
-                "instead: offload={'optimizer': None, 'activations': 'cpu'}."
+                "instead, write offload={'optimizer': None, 'activations': 'cpu'}."
             )
         if self.shard_within is not None and tensor_parallel_size is not None:
             raise ValueError(
@@ -201,22 +203,24 @@ _MOVED = ("optimizer", "parameters", "activations")
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Which model states are offloaded, and to where.
+    """Which model states and activations are offloaded, and where to.
 
     (Ren et al., "ZeRO-Offload", ATC 2021; Rajbhandari et al., "ZeRO-Infinity", SC 2021.)
 
     Args:
         optimizer: optimizer states and master weights: ``"cpu"`` keeps and updates them in host memory; ``"nvme"``
-            keeps them in a file on a local disk and updates them in host memory in chunks; None moves nothing.
-        gradients: each rank's shard of the reduced gradients of offloaded states: ``"cpu"``, or None to leave it on the
-            device until the update.
-        parameters: each rank's shard of the parameters while not gathered (stage 3): ``"cpu"``, ``"nvme"`` or None.
+            keeps them in a file on a local disk and updates them in host memory in chunks; None keeps them on the
+            device.
+        gradients: each rank's shard of the reduced gradients, if their optimizer states are offloaded: ``"cpu"``, or
+            None to leave it on the device until the update.
+        parameters: each rank's shard of the parameters while they are not gathered (stage 3): ``"cpu"``, ``"nvme"`` or
+            None.
         activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"``, ``"nvme"`` or None.
         path: a folder on a fast local disk, for ``"nvme"``.
         fraction: share of the optimizer states and master weights to offload, starting with the last modules.
-        sub_group: elements of master weights in one chunk of an update from disk. Three chunks are in host memory: one
-            is updated while the next is read and the previous one is written.
-        overlap: False does all work synchronously, with nothing in the background; for debugging.
+        sub_group: number of master weights in one chunk of an update from disk. Three chunks are in host memory: one is
+            updated while the next is read and the previous one is written.
+        overlap: False does all work synchronously, and nothing in the background; for debugging.
 
     Raises:
         ValueError: if an argument is not one of the allowed values.
@@ -244,12 +248,12 @@ class OffloadConfig:
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction!r} must be between 0 and 1.")
         if isinstance(self.sub_group, bool) or not isinstance(self.sub_group, int) or self.sub_group < 1:
-            raise ValueError(f"offload: sub_group={self.sub_group!r} must be a number of elements, 1 or more.")
+            raise ValueError(f"offload: sub_group={self.sub_group!r} must be a number of elements of at least 1.")
         for name in ("gradients", "parameters"):
             if getattr(self, name) is not None and self.optimizer is None:
                 raise ValueError(
-                    f"offload: {name}={getattr(self, name)!r} requires optimizer='cpu' or optimizer='nvme': only with "
-                    f"offloaded optimizer states are {name} offloaded."
+                    f"offload: {name}={getattr(self, name)!r} requires optimizer='cpu' or optimizer='nvme': {name} "
+                    "can be offloaded only together with optimizer states."
                 )
         if self.parameters == "nvme" and self.optimizer != "nvme":
             raise ValueError(
@@ -287,21 +291,23 @@ def offload_config(offload: Any) -> OffloadConfig | None:
 
 
 class NothingToCompressError(ValueError):
-    """``compression`` can have no effect between the machines of a run."""
+    """Raised if ``compression`` would have no effect between the machines of a run."""
 
 
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How parameters and gradients that are sent between machines are encoded, over Gloo.
+    """How parameters and gradients are encoded when they are sent between machines over Gloo.
 
     Args:
-        parameters: how updates of parameters gathered in 16 bits are sent: ``"exact"`` sends lossless changes of their
-            bits; None sends their values. At stage 3 this requires ``shard_within``: otherwise other machines do not
-            keep the former values.
+        parameters: how updated parameters are sent if they are gathered in 16 bits: ``"exact"`` sends lossless changes
+            of their bits; None sends their values. At stage 3, ``"exact"`` requires ``shard_within``: otherwise other
+            machines do not keep the former values.
         gradients: how gradients are sent to their owning rank, which adds them up in fp32: ``"int8"``, ``"int4"``, or
-            None to send them as they are. Where machines have equally many ranks, each machine's sums are sent.
-        block: neighbouring gradients that share a scale; an even number.
-        exempt_numel: gradients of parameters with fewer elements, or of one dimension, are sent as they are.
+            None to send them unchanged. If all machines have the same number of ranks, each machine sends only the sum
+            over its ranks.
+        block: number of neighbouring gradient elements that share a scale; must be even.
+        exempt_numel: gradients of parameters with fewer elements than this, or fewer than two dimensions, are sent
+            unchanged.
 
     Raises:
         ValueError: if an argument is not one of the allowed values.
@@ -327,10 +333,10 @@ class CompressionConfig:
                 raise ValueError(f"compression: {name}={value!r} must be {kind} of at least {least}.")
 
     def check(self, config: EngineConfig) -> None:
-        """Raise a ValueError if other options contradict these."""
+        """Raise a ValueError if the engine's other options contradict this configuration."""
         if self.parameters is not None and config.stage == 3 and config.shard_within is None:
             raise ValueError(
-                f"compression: parameters={self.parameters!r} requires that other machines keep the former values, and "
+                f"compression: parameters={self.parameters!r} requires that other machines keep the former values, but "
                 "at stage 3 they do not. Write shard_within='node', stage=1 or stage=2; or compress only gradients: "
                 "compression=CompressionConfig(gradients='int8')."
             )
@@ -373,19 +379,19 @@ def compression_config(compression: Any) -> CompressionConfig | None:
 
 
 def name_of_compression(compression: CompressionConfig) -> str:
-    """The option ``compression`` as a user writes it."""
+    """A compression as a user writes it: its name if it has one."""
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
 
 
 def check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
-    """Raise a ValueError if a mapping that is given for an option has keys that are not fields of its class."""
+    """Raise a ValueError if a mapping given for an option has a key that is not a field of the option's class."""
     known = names_of_options(config)
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
 
 
 def default_folder() -> str:
-    """The default folder for offloaded files: this user's own, in the folder for temporary files (``$TMPDIR``).
+    """The default folder for offloaded files: a folder of this user in the one for temporary files (``$TMPDIR``).
 
     Raises:
         ValueError: if the folder is on a file system in memory.
@@ -429,7 +435,7 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
             return dtype
     raise ValueError(
         f"reduce_dtype={reduce_dtype!r} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None for the "
-        "dtype in which gradients are accumulated (fp32; fp64 for fp64)."
+        "dtype in which gradients are accumulated (fp32, or fp64 for fp64)."
     )
 
 

@@ -62,19 +62,19 @@ def engines() -> list[Engine]:
 
 
 class Engine(Optimizers):
-    """Shard a module in place; afterwards it trains as before.
+    """Shards a module in place; afterwards the module is trained as before.
 
     Args:
-        module: the root module. Its parameters and buffers may be ordinary tensors, of which rank 0's values are used;
-            on the meta device, where each submodule initialises its own tensors; or mapped from files
-            (``torch.load(mmap=True)``, safetensors), of which each rank reads only its shard. The module is sharded
-            unit by unit, so values that are not in memory yet are never materialised all at once.
+        module: the root module. Its parameters and buffers may be ordinary tensors (rank 0's values are used), on the
+            meta device (each submodule initialises its own tensors), or mapped from files (``torch.load(mmap=True)``,
+            safetensors; each rank reads only its shard). The module is sharded unit by unit, so values on the meta
+            device or in files are never all in memory at once.
         optimizers: the optimizers of the module's parameters; the user keeps the same objects.
         config: the options; ``EngineConfig()`` by default.
         device: the device of parameters and buffers; None for their current device, which must be the same for all.
         group: the data-parallel process group; None for the default one.
-        mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, in place of a
-            group. The project has divided parameters over the second dimension, as DTensors; the engine shards each
+        mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, instead of a
+            group. The user's project divides parameters over the second dimension, as DTensors; the engine shards each
             rank's share over the first.
         options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
 
@@ -123,7 +123,7 @@ class Engine(Optimizers):
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
         self._buffers_follow = True
-        self._is_forward_a_step = True  # until ``window`` is used: then only windows are steps
+        self._is_forward_a_step = True  # once ``window`` has been used, only windows are steps
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             self._swap = self._open_swap(offload)
@@ -142,7 +142,7 @@ class Engine(Optimizers):
         except BaseException:
             self._clear_disk()
             raise
-        del sources, uncut  # frees the original values too; the buckets hold them now
+        del sources, uncut  # frees the original values too; the buckets now hold the values
         self.units = [Unit(plan, of_unit) for plan, of_unit in zip(plans, buckets)]
         for buffer in module.buffers():
             if not is_dtensor(buffer):
@@ -163,11 +163,11 @@ class Engine(Optimizers):
             chunk_numel=config.bucket_numel,
             in_flight=config.reduction_buffers,
             overlap=config.overlap,
-            # ``p.grad`` cannot be an ordinary tensor that shows this rank's share
+            # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
         self.set_optimizers(optimizers)
-        # Hooks on module and optimizers keep the engine alive; the engine keeps neither module nor optimizers alive.
+        # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step))
         after = OwnHook(lambda *_: self._close_window())
         may_join = module.modules() if self.gathers else ()
@@ -184,7 +184,6 @@ class Engine(Optimizers):
     # -- setting up -------------------------------------------------------------------------------------------------
 
     def _updates_thread(self, config: EngineConfig) -> Updates:
-        """The thread that updates offloaded master weights."""
         offload = config.offloads
         if offload is None:
             return Updates()
@@ -207,7 +206,7 @@ class Engine(Optimizers):
         return world_size(group if self._mesh is None else None)
 
     def _connect(self, group: ProcessGroup | None, device: torch.device) -> None:
-        """Open the engine's communication over a group; it is closed when the engine is deleted or closed."""
+        """Make the communicator and the rendezvous, which are closed when the engine is closed or deleted."""
         self.communicator = Communicator(group, device, self.config.shard_within, self._mesh)
         self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
         for part in (self.rendezvous, self.communicator):
@@ -227,7 +226,7 @@ class Engine(Optimizers):
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Context for a forward that is not the root module's own, such as Lightning's ``training_step``."""
+        """Context of a step that is not just one call of the root module, such as Lightning's ``training_step``."""
         self._is_forward_a_step = False
         self.schedule.check_in_place()
         windows = self.schedule.windows
@@ -246,14 +245,15 @@ class Engine(Optimizers):
     def take_turn(self, position: int | None) -> None:
         """Join of uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
 
-        A rank without a batch takes part in the all-gathers of the others, and returns once those have reached its next
-        batch or the end. At stages 1 and 2 ranks evaluate independently.
+        On a rank that has run out of batches in a dataloader, this call takes part in the other ranks' all-gathers. It
+        returns once the other ranks have reached the dataloader of this rank's next batch, or the end. At stages 1 and
+        2, ranks evaluate independently.
 
         Args:
             position: the index of the next batch's dataloader; None at the end of the loop.
         """
         if self.gathers:
-            self._follow_buffers()  # here, where every rank takes part
+            self._follow_buffers()  # now, since every rank takes part
             self.join.take(position)
 
     @property
@@ -265,10 +265,10 @@ class Engine(Optimizers):
         if self.schedule.windows == 0:
             if not in_backward():
                 self._check_no_step_is_due()
-                self.reducer.abort()  # if an exception ended the last backward
+                self.reducer.abort()  # in case an exception ended the last backward
                 for masters in self.masters:
                     masters.recover()
-                if self._sizes_of_groups() != self._group_sizes:  # by ``add_param_group``
+                if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
                     self._give_owners()
                 self.streams.begin_forward()
                 if self._activations is not None:
@@ -284,9 +284,10 @@ class Engine(Optimizers):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients locally at stage 1, without communication; stages 2 and 3 reduce every micro-batch.
+        """Context in which stage 1 accumulates gradients locally; stages 2 and 3 still reduce every micro-batch.
 
-        With ``shard_within``, stage 3 reduces gradients only within each machine.
+        Stage 1 with tensor parallelism also reduces every micro-batch. With ``shard_within``, stage 3 reduces gradients
+        only over the ranks that share one copy of the parameters.
         """
         before = self.reducer.synchronise
         self.reducer.synchronise = False
@@ -308,7 +309,7 @@ class Engine(Optimizers):
     # -- looking inside ---------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Memory in use and communication so far."""
+        """Report the memory in use, and communication so far."""
         for masters in self.masters:
             masters.states.measure()
         done = {"steps": self._steps, "backwards": self.reducer.backwards}
@@ -324,7 +325,7 @@ class Engine(Optimizers):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def rejoin(self) -> None:
-        """Use the new default process group after a failed run, so that the engine can be saved and closed."""
+        """After a failed run, switch to the new default process group, so that the engine can be saved and closed."""
         self.rendezvous.close()
         self.communicator.close()
         self._connect(None, self.communicator.device)
@@ -341,7 +342,7 @@ class Engine(Optimizers):
             keeps_masters: whether this rank keeps the result of ``masters_by_name`` as well.
 
         Raises:
-            Exception: from a failed update.
+            Exception: the error of a failed update in the background.
         """
         self._finish_updates()
         with self.rendezvous.met("the module's parameters"):
@@ -351,13 +352,13 @@ class Engine(Optimizers):
         """Turn sharded parameters and optimizer state back into ordinary full tensors. Collective.
 
         Args:
-            communicate: False avoids collectives, as after a failure: parameters that this rank does not hold in full
-                stay sharded, and the optimizers lose their state.
+            communicate: False avoids collectives, for use after a failure: parameters that this rank does not hold in
+                full stay sharded, and the optimizers lose their state.
             device: the device of the full parameters and states; by default the engine's.
 
         Raises:
-            Exception: from a failed update, otherwise the first error. Everything is closed as with
-                ``communicate=False``.
+            Exception: the error of a failed update in the background, or else the first error while closing. The
+                engine is then closed as with ``communicate=False``.
         """
         device = torch.device(device) if device is not None else self.communicator.device
         error = None
@@ -389,7 +390,7 @@ class Engine(Optimizers):
             alone: use no collectives, and ignore master weights that a failed update has left incomplete.
         """
         for masters in self.masters:
-            if not masters.is_closed:  # closed by another module's engine if the two share the optimizer
+            if not masters.is_closed:  # another engine may share the optimizer, and have closed them
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()

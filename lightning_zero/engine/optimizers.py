@@ -1,4 +1,4 @@
-"""The part of an engine that holds its optimizers, and gathers the parameters that they have updated."""
+"""The part of an engine that manages its optimizers, and gathers parameters again after an update."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from lightning_zero.engine.state_dicts import StateDicts
 
 
 class Optimizers(StateDicts):
-    """Base class of ``Engine``, which provides the attributes."""
+    """Base class of ``Engine``. The annotated attributes are set by ``Engine``."""
 
     config: EngineConfig
     communicator: Communicator
@@ -38,11 +38,11 @@ class Optimizers(StateDicts):
         self._is_updating = False
 
     def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
-        """Replace the optimizers, also during a run: optimizers that stay keep their state; others are released.
+        """Replace the optimizers; this is also possible during a run. Removed optimizers lose their state.
 
         Raises:
-            TypeError: for an optimizer that cannot update a shard of a parameter; nothing has been changed.
-            OSError: if a disk lacks space for an optimizer's states; nothing has been changed.
+            TypeError: if an optimizer cannot be used with this engine (see ``check_optimizers``).
+            OSError: if a disk lacks space for an optimizer's states. After either error, no optimizer is replaced.
         """
         check_optimizers(optimizers, self.config, ranks=self.communicator.everyone.size)
         self._check_not_divided(optimizers)
@@ -52,16 +52,16 @@ class Optimizers(StateDicts):
         self.masters = [known.get(optimizer) or masters_of(optimizer, self) for optimizer in optimizers]
         gone = [masters for masters in before if masters not in self.masters]
         if gone:
-            synchronize(self.background)  # an update of a removed optimizer may still be running
+            synchronize(self.background)  # a removed optimizer's update may still be running
         for masters in gone:
             masters.close(None)
         self._give_owners()
 
     def _give_owners(self) -> None:
-        """Reshard buckets with parameters that an optimizer needs whole but received after sharding. Collective.
+        """Reshard buckets whose parameters were sharded before an optimizer that needs whole ones got them. Collective.
 
         Raises:
-            RuntimeError: if a parameter of such a bucket has a gradient; nothing has been changed.
+            RuntimeError: if a parameter of such a bucket has a gradient; no bucket has been changed then.
         """
         self._check_not_divided(self.optimizers)
         self._group_sizes = self._sizes_of_groups()
@@ -74,8 +74,8 @@ class Optimizers(StateDicts):
         for slot in (slot for bucket in late for slot in slots_of(bucket)):
             if slot.parameter.grad is not None:
                 raise RuntimeError(
-                    f"'{slot.name}' has a gradient, and its unit is now to be updated by an optimizer that needs whole "
-                    "parameters. Give parameters to such an optimizer when they have no gradients: after "
+                    f"'{slot.name}' has a gradient, but its unit must be resharded for an optimizer that needs whole "
+                    "parameters. Add parameters to such an optimizer while they have no gradients: after "
                     "optimizer.zero_grad(), or before the first backward."
                 )
         if late:
@@ -100,13 +100,15 @@ class Optimizers(StateDicts):
 
     @contextmanager
     def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context for the backward before the optimizer's ``step``, if nothing in between reads or changes gradients.
+        """Context for the last backward before ``optimizer.step``, to start updates of offloaded states in backward.
 
-        Offloaded states are updated as soon as their gradient is reduced, while backward continues. Parameters must be
-        used only by their own modules: any other use would make backward read updated values.
+        Each update starts as soon as its gradient is reduced, while backward continues. No code may read or change
+        gradients between this backward and ``optimizer.step``. Parameters must be used only by their own modules:
+        otherwise backward might read updated values.
 
         Raises:
-            RuntimeError: if a forward or another ``last_backward`` comes before ``optimizer.step``; nothing is changed.
+            RuntimeError: if ``optimizer.step`` has not been called since an earlier ``last_backward``. A forward raises
+                the same error.
         """
         self._check_no_step_is_due()
         masters = self._masters_of(optimizer)
@@ -117,9 +119,9 @@ class Optimizers(StateDicts):
         self.reducer.on_reduced = masters.begin if begins else None
         try:
             yield
-            masters.awaits_step = begins  # the same on every rank, whichever updates have begun on this one
+            masters.awaits_step = begins  # the same on every rank, even if no update has begun on this rank
         except BaseException:
-            masters.recover()  # so that no update waits for gradients that will not come
+            masters.recover()  # so that no update waits for gradients that will never arrive
             raise
         finally:
             self.reducer.on_reduced = None
@@ -130,23 +132,23 @@ class Optimizers(StateDicts):
                 raise RuntimeError(
                     "optimizer.step() has not been called since 'with engine.last_backward(optimizer)' ended: "
                     f"{type(masters.optimizer).__name__} may have updated some offloaded parameters, and a forward "
-                    "would compute with old values of the others. Call optimizer.step() before the next forward, or "
+                    "would compute with old values of the rest. Call optimizer.step() before the next forward, or "
                     "call loss.backward() without 'with engine.last_backward(optimizer)'."
                 )
 
     def begin_update(self) -> None:
-        """Mark the start of an update: until ``updated`` is called, some master weights are a step ahead of others."""
+        """Mark the start of an update: until ``updated`` is called, only some master weights may have been updated."""
         self._is_updating = True
 
     def updated(self, buckets: list[Bucket]) -> None:
-        """Gather the parameters of updated buckets again; the updates may still be running in the background."""
+        """Count an update, and gather its buckets again; the update may still be running in the background."""
         self._steps += 1
         self._updates += 1
         self._is_updating = False
         self.show(buckets)
 
     def show(self, buckets: list[Bucket]) -> None:
-        """All-gather again those of the buckets that are currently gathered, in the order of the plan."""
+        """After a change of these buckets' masters, gather again the buckets that are gathered now."""
         changed, kept = set(buckets), []
         by_changes = self._agree_on_changes()
         for bucket in (bucket for bucket in self.buckets if bucket in changed):
@@ -158,11 +160,11 @@ class Optimizers(StateDicts):
             bucket.wait()
 
     def _agree_on_changes(self) -> set[Bucket]:
-        """The buckets that no rank has written to since the last step, so that changes can be sent. Collective."""
+        """The buckets that no rank wrote to since the last update, and whose changes alone can be sent. Collective."""
         sending = [bucket for bucket in self.buckets if bucket.sends_changes]
         if not sending:
             return set()
-        written = self.communicator.control.any_rank([bucket.was_written for bucket in sending], "showing an update")
+        written = self.communicator.control.any_rank([bucket.was_written for bucket in sending], "sending an update")
         return {bucket for bucket, is_written in zip(sending, written) if not is_written}
 
     @property
@@ -175,7 +177,7 @@ class Optimizers(StateDicts):
         return any(bucket.update is not None and bucket.update.work.has_failed for bucket in self.buckets)
 
     def _finish_updates(self) -> None:
-        """Wait for updates in the background. Raise the error of a failed update, at every call."""
+        """Wait for background work. After a failed update, raise its error at every call."""
         synchronize(self.background)
         for bucket in self.buckets:
             if bucket.update is not None:

@@ -1,4 +1,4 @@
-"""Report of an engine: bytes in memory and communication, compared with the paper's formula."""
+"""Report of an engine: its bytes in memory, with the paper's formula for them, and its communication."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from lightning_zero.engine.state.ledger import Ledger
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """Memory that torch's allocator has used on a device since the process began, or since its peaks were reset.
+    """Memory that torch's allocator has used on a device since the process began, or since torch's peaks were reset.
 
     Attributes:
-        allocated_peak: the most bytes that tensors occupied.
-        reserved_peak: the most bytes that the allocator had taken from the device.
-        inactive_split_peak: the most bytes that no tensor used and that could not be given back, since tensors used
+        allocated_peak: the most bytes that tensors occupied at one time.
+        reserved_peak: the most bytes that the allocator held at one time.
+        inactive_split_peak: the most unused bytes that the allocator could not return to the device, since tensors used
             other parts of the same segments.
-        retries: how often an allocation succeeded only after all cached memory was given back.
+        retries: how often an allocation failed at first and was tried again after all cached memory was returned.
     """
 
     allocated_peak: int
@@ -34,32 +34,32 @@ class DeviceMemory:
 
     @property
     def fragmentation(self) -> float:
-        """The part of ``reserved_peak`` that tensors did not need (M_D in "ZeRO", SC20, section 6.3)."""
+        """The fraction of ``reserved_peak`` that tensors did not need (M_D in "ZeRO", SC20, section 6.3)."""
         return 1 - self.allocated_peak / self.reserved_peak if self.reserved_peak else 0.0
 
 
 @dataclass(frozen=True)
 class Report:
-    """Memory of an engine and its communication.
+    """An engine's memory and communication.
 
     Attributes:
         stage: the engine's stage.
         world_size: number of ranks that have a part of the model states.
-        tensor_parallel_size: number of ranks that share each tensor.
-        numel: Psi, elements of all parameters.
+        tensor_parallel_size: number of ranks over which tensor parallelism divides a tensor; 1 without it.
+        numel: Psi, the number of elements in all parameters.
         padded_numel: ``numel`` including the alignment gaps and padding of the buckets.
-        at_rest: bytes in memory now by category: parameters, gathered, gradients, reduction, optimizer, activations
-            (of ``partition_activations``).
+        at_rest: bytes in memory now, by category: parameters, gathered, gradients, reduction, optimizer, activations
+            (of ``partition_activations``), host (offloaded).
         peak: the same bytes when their total was highest since the last ``reset_peak``.
         calls, elements, bytes: counts by kind of collective ("all_gather", "reduce_scatter", "control", "activations":
             gathers of ``partition_activations``) since the last ``reset_counters``. Elements are logical: an all-gather
             of a bucket counts the full padded bucket.
-        bytes_by_link: the same bytes, by whether they travel "within" a machine or "across" machines; see ``Counters``.
+        bytes_by_link: ``bytes`` by link instead of kind: "within" a machine or "across" machines; see ``Counters``.
         steps, backwards: optimizer steps and synchronised backward passes since the last ``reset_counters``.
         formula: bytes of model states per rank by the paper's formula for this stage, with Adam's two moments.
-        replicated: the same bytes under DDP, which keeps all model states on every rank.
-        units: elements by unit name, in the order of the plan; the root unit's name is "".
-        device_memory: memory in use on this rank's device, by other code too; None on a CPU.
+        replicated: bytes of model states per rank under DDP, which keeps all of them on every rank.
+        units: number of elements by unit name, in the order of the plan; the root unit's name is "".
+        device_memory: what torch's allocator used on this rank's device, for the whole process; None on a CPU.
     """
 
     stage: int
@@ -87,8 +87,8 @@ class Report:
 
 
 WORKING_BUFFERS = ("gathered", "reduction", "activations")
-"""Categories of a report that are not model states: gathered parameters, gradients until they are reduced, and the
-inputs of checkpointed modules that are kept in parts."""
+"""Categories of a report that are not model states: gathered parameters, gradients that are not reduced yet, and
+partitioned inputs of checkpointed modules."""
 
 
 def report_of(
@@ -137,7 +137,7 @@ def _memory_of(device: torch.device) -> DeviceMemory | None:
 
 
 def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:
-    """Bytes of a rank's model states by the paper's formula, for any placements."""
+    """Bytes of model states per rank, by the paper's formula, if they were placed according to ``placements``."""
     return sum(
         placements.model_state_bytes(
             bucket.layout.numel,

@@ -1,4 +1,4 @@
-"""The part of an engine that reads and writes the contents of a checkpoint: state dicts and master weights by name."""
+"""Engine methods for the contents of a checkpoint: state dicts, and master weights by parameter name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, wa
 
 
 class StateDicts:
-    """Base class of ``Engine``, which provides the attributes."""
+    """Base class of ``Engine``; ``Engine`` provides the attributes."""
 
     masters: list[Masters]
     rendezvous: Rendezvous
@@ -44,10 +44,10 @@ class StateDicts:
         """The module's state dict, by default with full (unsharded) tensors on the CPU. Collective.
 
         Args:
-            leaf: the form of each tensor: ``on_cpu``, ``on_meta`` for ranks that take part but do not write, or
-                ``in_parts``, which leaves sharded tensors, gathers nothing and copies nothing.
-            module: a submodule; the root module by default.
-            without: names to leave out, without gathering them. The same on every rank.
+            leaf: converts each tensor: ``on_cpu``; ``on_meta``, for ranks that join the gathers but write nothing; or
+                ``in_parts``, which leaves tensors sharded, without gathers or copies.
+            module: a submodule; by default, the root module.
+            without: names of entries to omit, which are not gathered. Must be the same on every rank.
         """
         with torch.no_grad():
             state = (module or self.module).state_dict()
@@ -62,7 +62,7 @@ class StateDicts:
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
 
-        An optimizer that the engine does not know returns its own state dict, on each rank.
+        For an optimizer that the engine does not shard, each rank returns the optimizer's own state dict.
 
         Args:
             leaf: see ``full_state_dict``.
@@ -73,7 +73,7 @@ class StateDicts:
         return state if leaf is in_parts else copy.deepcopy(state)
 
     def masters_by_name(self, *, leaf: Leaf = on_cpu) -> dict[str, Tensor]:
-        """The fp32 master weights of low-precision parameters by name, by default full tensors on the CPU. Collective.
+        """The fp32 master weights of low-precision parameters by name; by default, full tensors on the CPU. Collective.
 
         Args:
             leaf: see ``full_state_dict``.
@@ -88,14 +88,14 @@ class StateDicts:
             return walk(masters, leaf)
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
-        """Restore the fp32 master weights that belong to the current parameters. Collective with ``shard_within``.
+        """Restore saved fp32 master weights that match the current parameters. Collective with ``shard_within``.
 
-        Elements of a parameter that differ from the rounded master weight were changed after the save and keep their
+        A parameter's element that differs from its rounded master weight was changed after the save, so it keeps its
         value. Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master
         weights.
 
         Args:
-            masters: full tensors by name.
+            masters: full tensors by parameter name.
         """
         for slot in (slot for bucket in self.buckets for slot in slots_of(bucket) if slot.name in masters):
             restore_digits(slot, masters[slot.name])

@@ -1,4 +1,4 @@
-"""Heartbeats: each process of a job records its progress in a file, from which the launcher detects a hanging one."""
+"""Heartbeats: each process of a job records its progress in a file, so that the launcher can detect a hang."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from functools import cache
 from typing import NamedTuple
 
 FOLDER = "LIGHTNING_ZERO_BEATS"
-"""Environment variable with the folder of the heartbeat files; without it nothing is recorded."""
+"""Environment variable with the path of the heartbeat folder; if it is not set, nothing is recorded."""
 
 _STEPS, _WAITING = struct.Struct("<q"), struct.Struct("<dq")
-_FRESH = 10.0  # seconds for which a record that a process is waiting remains valid
+_FRESH = 10.0  # seconds for which ``note_waiting(True)`` remains valid
 
 
 class Beats(NamedTuple):
@@ -23,7 +23,7 @@ class Beats(NamedTuple):
     Attributes:
         rank: the process's rank.
         process: the process's id.
-        steps: the number of steps begun, or -1 after the last step.
+        steps: the number of steps started so far, or -1 after the last step.
         is_waiting: whether the process is currently waiting for other ranks.
     """
 
@@ -57,19 +57,19 @@ def _writer(process: int) -> _Writer | None:
 
 
 def note_step() -> None:
-    """Record that this process begins a step."""
+    """Record that this process starts a step."""
     if (writer := _writer(os.getpid())) is not None:
         writer.step()
 
 
 def note_waiting(is_waiting: bool) -> None:
-    """Record whether this process is waiting for other ranks; call this several times in ten seconds while it waits."""
+    """Record whether this process is waiting for other ranks. Repeat during a wait: the record expires after 10 s."""
     if (writer := _writer(os.getpid())) is not None:
         writer.waits(is_waiting)
 
 
 def note_end() -> None:
-    """Record that this process begins no further steps for now, so that it is not mistaken for a hanging process."""
+    """Record that this process starts no further steps for now, so that it is not mistaken for a hanging process."""
     if (writer := _writer(os.getpid())) is not None:
         writer.end()
 

@@ -12,14 +12,14 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 ALIGNMENT = 4096
-"""For ``O_DIRECT`` on all common disks, offsets, sizes and addresses in bytes must be multiples of this."""
+"""Alignment in bytes that ``O_DIRECT`` requires of offsets, sizes and addresses on common disks."""
 
 BUFFER = 2**24
 """Bytes per write: enough to keep a disk busy until the next write."""
 
 
 def aligned_memory(nbytes: int) -> memoryview:
-    """Allocate memory whose address is a multiple of ``ALIGNMENT``; pages are only allocated when they are used.
+    """Allocate memory whose address is a multiple of ``ALIGNMENT``. The system allocates each page at its first use.
 
     The memory is shared with forked processes, as the target of ``O_DIRECT`` reads must be: with private memory, a
     child process might get the very page that the disk is writing to (see open(2)).
@@ -31,10 +31,10 @@ _MADV_WIPEONFORK = 18  # a Linux constant; Python has no name for it
 
 
 def huge_memory(nbytes: int) -> memoryview:
-    """Like ``aligned_memory``, but in huge pages if the system supports them, which makes the disk's transfers larger.
+    """Like ``aligned_memory``, but in huge pages if the system supports them, so that disk transfers are larger.
 
-    Huge pages require private memory. Forked processes see zeros in it, so they neither hold pages nor make this
-    process copy pages that the disk is writing to.
+    Huge pages require private memory. Forked processes see zeros in this memory, so they keep no pages alive, and
+    the system never copies a page that the disk is writing to.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return aligned_memory(nbytes)
@@ -43,7 +43,7 @@ def huge_memory(nbytes: int) -> memoryview:
         memory.madvise(_MADV_WIPEONFORK)
     except OSError:  # Linux before 4.14
         return aligned_memory(nbytes)
-    with suppress(OSError):  # not supported by this system
+    with suppress(OSError):  # the system does not support huge pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return memoryview(memory)
 
@@ -54,7 +54,7 @@ def aligned(number: int) -> int:
 
 
 def free_bytes(place: str | int) -> int:
-    """Return the bytes available to this user on the disk of a path or an open file."""
+    """Return the free bytes, available to this user, on the disk of a path or an open file."""
     status = os.statvfs(place)
     return status.f_bavail * status.f_frsize
 
@@ -77,7 +77,7 @@ def is_in_memory(path: str) -> bool:
 def make_private_folder(path: str) -> None:
     """Create a folder, and its missing parents, for this user alone; an existing folder is left unchanged.
 
-    A folder in a world-writable folder, such as ``/tmp``, is refused if another user may have created it or may change
+    A path in a world-writable folder, such as ``/tmp``, is refused if another user may have created it or may change
     its contents.
     """
     os.makedirs(path, 0o700, exist_ok=True)
@@ -86,26 +86,26 @@ def make_private_folder(path: str) -> None:
     found = os.lstat(path)
     reason = None
     if stat.S_ISLNK(found.st_mode):
-        reason = "it is a link"
+        reason = "the path is a link"
     elif found.st_uid not in (os.geteuid(), 0):
-        reason = f"it belongs to user {found.st_uid}"
+        reason = f"the folder belongs to user {found.st_uid}"
     elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        reason = "every user may change its contents"
+        reason = "every user may change the folder's contents"
     if reason is not None:
         raise PermissionError(
             errno.EACCES,
-            f"{reason}, in a folder that every user may write to, so other users might read or change its files: "
-            "remove it, or choose another path",
+            f"{reason}, and every user may write to its parent folder, so other users might read or change its files: "
+            "remove the folder or link, or choose another path",
             path,
         )
 
 
 class DirectFile:
-    """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow.
+    """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow it.
 
-    ``read`` and ``write`` may be called by several threads at once, for different positions. Data whose address in
-    ``aligned_memory`` and position in the file are multiples of ``ALIGNMENT`` bypasses the page cache, up to the last
-    whole block of ``ALIGNMENT`` bytes; all other data goes through the cache.
+    ``read`` and ``write`` may be called by several threads at once, for different positions. Data bypasses the page
+    cache if its address and its position in the file are multiples of ``ALIGNMENT``. A last block of fewer than
+    ``ALIGNMENT`` bytes, like all other data, goes through the cache.
 
     Args:
         path: the file's path, which must not exist yet, not even as a link.
@@ -123,7 +123,7 @@ class DirectFile:
         self._open = [self._cached]
         weakref.finalize(self, _close, self._open)
         self._direct: int | None = None
-        with suppress(OSError, AttributeError):  # not supported by in-memory file systems and other operating systems
+        with suppress(OSError, AttributeError):  # in-memory file systems and some operating systems lack direct I/O
             direct = os.open(path, access | os.O_DIRECT)
             self._open.append(direct)
             if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # otherwise the path was replaced meanwhile
@@ -133,7 +133,7 @@ class DirectFile:
     def reserve(self, nbytes: int) -> None:
         """Set the size of a new file and allocate its blocks, so that no later write finds the disk full.
 
-        If the file system cannot allocate blocks in advance, only the space that is free now is checked.
+        If the file system cannot allocate blocks in advance, this method only checks the space that is free now.
         """
         free = free_bytes(self._cached)
         try:
@@ -156,7 +156,7 @@ class DirectFile:
         while data:
             written = self._move(os.pwrite, data, position)
             if not self.is_direct and written >= BUFFER and hasattr(os, "posix_fadvise"):
-                # Start writing back now, not only at the sync.
+                # Start to write the cached data to the disk now, not at the sync.
                 os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
             data, position = data[written:], position + written
 
@@ -186,7 +186,7 @@ class DirectFile:
 
     def close(self) -> None:
         _close(self._open)
-        self._cached, self._direct = -1, None  # the system reuses the file descriptors
+        self._cached, self._direct = -1, None  # the system may reuse the closed descriptors
 
 
 def _close(descriptors: list[int]) -> None:
@@ -223,7 +223,7 @@ class Appender:
         self._writing: Future[None] | None = None
 
     def write(self, data: memoryview) -> int:
-        """Append bytes. A write error is raised by this call, a later one or ``finish``."""
+        """Append bytes. This call, a later call or ``finish`` raises any error from writing them."""
         taken = len(data)
         while data:
             count = min(len(data), BUFFER - self._filled)

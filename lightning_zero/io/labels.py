@@ -8,12 +8,12 @@ import socket
 import time
 
 LABEL = r"(?P<label>.+-\d+-[0-9a-f]{16})"
-"""Pattern of a label, for use in file name patterns; dates in names do not match it."""
+"""Regular expression for a label within a file name. It does not match dates."""
 
 _FORGOTTEN = 24 * 3600
 """Seconds without a write after which a file from another machine is treated as left over from a dead process."""
 
-_FIRST = time.time_ns()  # distinguishes processes that reuse a process id
+_FIRST = time.time_ns()  # distinguishes this process from earlier ones with the same process id
 _numbers = itertools.count(_FIRST)
 
 
@@ -33,7 +33,7 @@ def is_of_the_dead(label: str) -> bool | None:
     machine, _, pid = process.rpartition("-")
     if machine != this_machine():
         return None
-    if int(pid) == os.getpid():  # a restarted container may reuse process ids
+    if int(pid) == os.getpid():  # may be an earlier process: a restarted container may reuse ids
         return int(number, 16) < _FIRST
     try:
         os.kill(int(pid), 0)
@@ -45,7 +45,7 @@ def is_of_the_dead(label: str) -> bool | None:
 
 
 def is_left_over(label: str, path: str) -> bool:
-    """Whether the process that created a file or folder no longer works on it."""
+    """Whether the process that created a file or folder has ended, or (on another machine) seems to have ended."""
     dead = is_of_the_dead(label)
     if dead is None:
         paths = [path]

@@ -1,4 +1,4 @@
-"""Replace and remove files and folders so that other processes see each either whole or not at all."""
+"""Replace files and folders so that other processes never see incomplete ones; remove and sync them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def replace(new: str, place: str, aside: str) -> None:
-    """Rename ``new`` to ``place``. Any previous contents are then at ``new`` or ``aside``, or are gone.
+    """Rename ``new`` to ``place``. What was at ``place`` before is then at ``new`` or ``aside``, or has been deleted.
 
-    All three paths are in one folder. Where the system cannot exchange two names, nothing is at ``place`` for a moment.
+    All three paths are in one folder. If the system cannot exchange two names, ``place`` is missing for a moment.
     """
     try:
-        os.rename(new, place)  # works if nothing is there, or replaces a file with a file
+        os.rename(new, place)  # succeeds if ``place`` does not exist, or if both are files
         return
     except OSError:
         if not os.path.lexists(place):
@@ -56,7 +56,7 @@ def sync_folder(folder: str) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # the file system cannot sync folders
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # these mean that the file system cannot sync folders
             raise
     finally:
         os.close(descriptor)

@@ -29,19 +29,19 @@ BUFFERS = 3
 """Number of buffers of a ring: one is being filled, one changed, one written."""
 
 SLICE = 2**20
-"""Smallest part of an extent, in bytes, that is worth a thread of its own."""
+"""Smallest part of an extent, in bytes, that is worth a separate thread."""
 
 
 class SwapFile(DirectFile):
-    """An unnamed file, which the system removes when this process and processes forked from it end for any reason.
+    """An unnamed file. The system removes it once this process and processes forked from it have ended, for any reason.
 
-    The file initially contains zeros, for which disk space is reserved, and grows if more is written.
+    The file initially contains ``nbytes`` zeros, for which disk space is reserved. Writes beyond its end enlarge it.
 
     Args:
-        folder: the folder's path, on a local disk; a missing folder is created for this user alone. Errors name it.
+        folder: path of a folder on a local disk, named in errors. A missing folder is created for this user alone.
 
     Raises:
-        OSError: if the disk lacks space or no file can be created in the folder; then no space is taken.
+        OSError: if the disk lacks space or no file can be created in the folder; no disk space stays reserved then.
     """
 
     def __init__(self, folder: str, nbytes: int = 0) -> None:
@@ -53,8 +53,8 @@ class SwapFile(DirectFile):
         except OSError as error:
             raise type(error)(
                 error.errno,
-                f"no file for offload can be created there ({error.strerror}): write the path of a folder on a local "
-                "disk in which this user may create files",
+                f"no file for offload can be created in this folder ({error.strerror}): write the path of a folder on "
+                "a local disk in which this user may create files",
                 folder,
             ) from error
         self.path = folder
@@ -67,7 +67,7 @@ class SwapFile(DirectFile):
 
     def close(self) -> None:
         """Free the disk space, even if forked processes have the file open."""
-        with suppress(OSError):  # it has been closed before
+        with suppress(OSError):  # the file was closed before
             self.reserve(0)
         super().close()
 
@@ -110,16 +110,16 @@ class Ring:
         self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
 
     def close(self) -> None:
-        """End the threads, as garbage collection of the ring does, and wait until they have ended."""
+        """End the threads and wait for them. Garbage collection of the ring ends them, too."""
         for executor in (self._readers, self._writers):
             executor.shutdown()
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
-        """Return the buffer for an extent, given the extent's number."""
+        """Return the first ``nbytes`` of the buffer for the extent with number ``index``."""
         return self._buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, extent: Extent, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
-        """Start to read an extent into its buffer, after the given writes."""
+        """Start to read an extent into its buffer, once the writes ``after`` have ended."""
 
         def read(memory: memoryview, position: int) -> None:
             wait(after)
@@ -161,7 +161,7 @@ def stream(
     """
     notifying = Lock()
     reads: deque[list[Future[None]]] = deque()  # of the next extents
-    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the last extents; earlier writes have succeeded
+    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the latest extents; earlier writes have succeeded
     try:
         for index, extent in enumerate(extents[:BUFFERS]):
             reads.append(ring.read(index, extent))
@@ -180,20 +180,20 @@ def stream(
         for future in chain.from_iterable(reads):
             future.cancel()
         wait([*chain.from_iterable(reads), *chain.from_iterable(writes)])
-        reads.clear()  # break the cycle of a raised exception, this frame and the futures
+        reads.clear()  # break the reference cycle of a raised exception, this frame and the futures
         writes.clear()
 
 
 def _wait(futures: Iterable[Future[None]]) -> None:
     """Wait for the futures in order; raise the error of the first failed future."""
     waiting = deque(futures)
-    del futures  # no reference from this frame to an exception that refers to it
+    del futures  # otherwise this frame would refer to futures whose exceptions refer to this frame
     while waiting:
         waiting.popleft().result()
 
 
 def _when_done(futures: Sequence[Future[None]], notify: Callable[[], object], notifying: Lock) -> None:
-    """Call ``notify`` once after all futures have succeeded, with the lock held; not at all if one fails."""
+    """Call ``notify`` once, with the lock held, when all futures have succeeded; never if one fails."""
     left = len(futures)
 
     def done(future: Future[None]) -> None:

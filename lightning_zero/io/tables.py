@@ -1,4 +1,4 @@
-"""Plain-text tables, made without rich, because where rich is installed, Lightning changes every progress bar."""
+"""Plain-text tables, made without rich: if rich is installed, Lightning changes its progress bar in every run."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ def show(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
     """Print rows of cells in columns as wide as their longest cell.
 
     Args:
-        rows: rows of equally many cells; a heading is a row, too.
-        right: the columns to align to the right.
+        rows: rows with the same number of cells, including the heading, if any.
+        right: indices of the columns to align to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:

@@ -1,4 +1,4 @@
-"""Monitoring: callbacks that measure or watch a run while it trains, evaluates or predicts, and a report at its end."""
+"""Monitoring: callbacks that measure or watch training, evaluation or prediction, and a report at the end of a run."""
 
 from lightning_zero.monitoring.callback import ZeroMonitor
 from lightning_zero.monitoring.drift import DriftMonitor

@@ -1,4 +1,4 @@
-"""Callback that monitors a fit: figures for the loggers, warnings, and data for a report."""
+"""Callback that monitors a fit: it logs figures, warns of outliers, and collects data for a report."""
 
 from __future__ import annotations
 
@@ -37,59 +37,59 @@ _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
 
 class _Copies(NamedTuple):
-    """Values on their way to the host: the losses of some steps and the gradient norm after the last one."""
+    """Values on their way to the host: the losses of some steps, and the gradient norm after the last step."""
 
     steps: list[int]
     losses: Tensor
     norm: Tensor | None
-    arrived: torch.Event | None  # None on the CPU
+    arrived: torch.Event | None  # recorded after the copies; None on the CPU
 
 
 class _Rank(NamedTuple):
-    """Values that each rank sends to the others: the seconds not spent waiting for them, and its mean loss."""
+    """Values that each rank sends to the others: its seconds minus waits for other ranks, and its mean loss."""
 
     seconds: float
     loss: float | None
 
 
 class Monitor:
-    """Logs throughput, memory, communication, waits and stragglers, and warns when throughput or loss leaves its band.
+    """Logs throughput, memory, communication, waits and stragglers; warns if throughput or loss is out of range.
 
-    Every ``every_n_steps`` optimizer steps, rank 0 writes to all of the Trainer's loggers. Works with every strategy;
-    figures that only the ZeRO engine knows (memory by category, traffic, waits, the slowest rank) require it.
+    Every ``every_n_steps`` optimizer steps, rank 0 writes to all of the Trainer's loggers. The callback works with
+    every strategy, but some figures require ZeRO: memory by category, traffic, waits and the slowest rank.
 
     A module may define a unit of throughput by a method ``count(batch) -> int`` and an attribute ``counted``, for
     example ``"tokens"``.
 
     Args:
-        every_n_steps: optimizer steps from one observation to the next.
-        batch_size_fn: returns the number of samples in a rank's batch; by default the first tensor's first dimension.
+        every_n_steps: number of optimizer steps between observations.
+        batch_size_fn: returns the number of samples in a rank's batch; by default, the first tensor's length.
         length_fn: returns how many items (such as tokens) a rank's batch has, as for Lightning's ``ThroughputMonitor``.
-        flops_per_batch: floating-point operations of a rank's micro-batch, forward and backward; by default the
-            module's attribute ``flops_per_batch``, otherwise they are counted once, in the first micro-batch.
+        flops_per_batch: floating-point operations of a rank's micro-batch, forward and backward; by default, the
+            module's attribute ``flops_per_batch`` or, if there is none, a count in the first micro-batch.
         available_flops: floating-point operations per second of one device, for the MFU, or a file written by
-            ``lightning-zero doctor --json``; by default Lightning's table, which lists GPUs.
-        top_units: number of units whose waits are logged: those with the longest waits.
-        window: number of observations from which the bands of throughput and loss are computed.
-        band_width: half the width of the band, in robust standard deviations.
+            ``lightning-zero doctor --json``; by default, the device's figure in Lightning's table of GPUs.
+        top_units: number of units whose waits are logged, starting with the longest wait.
+        window: number of observations from which the bands (recent ranges) of throughput and loss are computed.
+        band_width: half the width of a band, in robust standard deviations.
 
     Attributes:
-        loss_curve: (step, training loss on rank 0) of each optimizer step.
+        loss_curve: (step, this rank's training loss) of each optimizer step.
         validation_curve: (step, metrics) of each validation during the fit.
-        counted: the unit that ``per_second`` counts.
+        counted: the unit of throughput that ``per_second`` counts; ``"steps"`` unless the module defines another.
         per_second: throughput in ``counted`` per second, over all ranks, during training only.
-        elements_per_step: elements communicated by a rank per optimizer step, during training only.
-        peak_bytes: peak memory of a rank in bytes, by category.
-        formula_bytes: bytes of model states according to the stage's formula, with Adam as the optimizer.
+        elements_per_step: elements that this rank communicates per optimizer step, during training only.
+        peak_bytes: this rank's peak memory in bytes, by category.
+        formula_bytes: bytes of model states according to the stage's formula for Adam.
         ddp_bytes: bytes of model states under DDP, which keeps all of them on every rank.
-        units: number of elements of each unit (gathered and reduced together), by name; empty with other strategies.
-        waited: seconds per optimizer step that rank 0 waited for each unit, longest first.
+        units: number of elements of each unit (modules gathered and reduced together), by name; empty without ZeRO.
+        waited: seconds per optimizer step that this rank waited for each unit, longest wait first.
         numel: number of elements of all parameters.
         metrics: the figures from the last observation, by name, on rank 0.
 
     Raises:
-        ValueError: for an argument that is out of range.
-        OSError: if the file with the available FLOP/s cannot be read.
+        ValueError: if an argument is out of range, or the file contains no FLOP/s.
+        OSError: if the file cannot be read.
     """
 
     def __init__(
@@ -128,14 +128,14 @@ class Monitor:
         self.numel = 0
         self.metrics: dict[str, float] = {}
         self._step = self._observed_at = 0
-        self._began: float | None = None  # start of the time to be added at the next pause; None while paused
-        self._part, self._total = Measured(), Measured()  # sums since the last observation; sums before it
-        self._losses: list[tuple[int, Tensor]] = []  # left on the device: reading a value would synchronize
+        self._began: float | None = None  # when measuring was last resumed; None while it is paused
+        self._part, self._total = Measured(), Measured()  # sums since the last observation, and all sums before
+        self._losses: list[tuple[int, Tensor]] = []  # by step; on the device, since reading them would synchronize
         self._copied: _Copies | None = None
         self._throughput: Throughput | None = None
         self._flops_per_batch: float | None = None
         self._flop_counter: FlopCounter | None = None  # kept only until the first micro-batch has ended
-        self._counts = False  # whether the counter has been entered
+        self._counts = False  # whether the counter's context has been entered
         self._time_band, self._loss_band = self._make_band(), self._make_band()
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -168,13 +168,13 @@ class Monitor:
             part.items += count(batch) if count is not None else 0
         step = trainer.global_step
         if step == self._step:
-            return  # between micro-batches
+            return  # no optimizer step: more micro-batches follow
         self._step = step
         if (loss := _loss_in(outputs)) is not None:
             self._losses.append((step, loss))
         if self._began is None:
             if engine_of_run(trainer) is None:
-                self._note_peak(model_state_bytes(trainer))  # includes the gradients, which a validation would drop
+                self._note_peak(model_state_bytes(trainer))  # with gradients, which Lightning drops before a validation
             self._resume(trainer)
         else:
             part.steps += 1
@@ -184,12 +184,12 @@ class Monitor:
                 self._observe(trainer, pl_module)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        # Measuring resumes after the next step: at stages 1 and 2 validation may have gathered the parameters that the
-        # step would have gathered.
+        # Measuring resumes only after the next step: at stages 1 and 2, validation may already have gathered the
+        # parameters that the step would gather.
         self._pause(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if trainer.state.fn == "fit":  # includes the sanity check before the first step, as the curve's first point
+        if trainer.state.fn == "fit":  # the sanity check before the first step is the curve's first point
             metrics = {k: v.item() for k, v in trainer.callback_metrics.items() if k.startswith("validation/")}
             self.validation_curve.append((trainer.global_step, metrics))
 
@@ -204,7 +204,7 @@ class Monitor:
         if total.steps:
             self.per_second = (total.items * ranks_with_data(trainer) or total.steps) / total.seconds
         if engine is None:
-            # Every rank holds all parameters, gradients and two moments.
+            # Without ZeRO, every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
                 replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad) for p in pl_module.parameters()
             )
@@ -226,13 +226,13 @@ class Monitor:
         """Find the FLOP counts that the MFU requires, or log why no MFU is available."""
         dtype = _DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
         available = self._available_flops or get_available_flops(trainer.strategy.root_device, dtype)
-        self._throughput = Throughput(available, trainer.world_size, window_size=2)  # two observations
+        self._throughput = Throughput(available, trainer.world_size, window_size=2)  # rates between two observations
         self._throughput.update(time=0.0, batches=0, samples=0, lengths=self._length_fn and 0, flops=available and 0)
         self._flops_per_batch = self._given_flops or getattr(pl_module, "flops_per_batch", None)
         if available is None:
             rank_zero_info(
                 "ZeroMonitor logs no MFU: the FLOP/s of this device are not known. Pass "
-                "ZeroMonitor(available_flops=...), a number or a file written by `lightning-zero doctor --json`."
+                "ZeroMonitor(available_flops=...) with a number or a file from `lightning-zero doctor --json`."
             )
         elif self._flops_per_batch is None and any(map(is_compiled, pl_module.modules())):
             rank_zero_info(
@@ -272,8 +272,8 @@ class Monitor:
         self._pause(trainer)
         part, self._part = self._part, Measured()
         self._total.add(part)
-        self._resume(trainer)  # what follows counts for the next observation
-        # Copies of an accelerator's values are read at the next observation, when they have arrived.
+        self._resume(trainer)  # time from here on counts for the next observation
+        # Values copied from an accelerator are read at the next observation: they have arrived by then.
         read = self._read_losses()
         self._copy_losses(gradient_norm(trainer))
         if trainer.strategy.root_device.type == "cpu":
@@ -320,7 +320,7 @@ class Monitor:
         return found
 
     def _copy_losses(self, norm: Tensor | None) -> None:
-        """Start to copy the losses since the last observation to the host, without waiting for the device."""
+        """Start to copy the losses since the last observation and ``norm`` to the host; do not wait for the device."""
         losses, self._losses = self._losses, []
         values = torch.stack([loss.float() for _, loss in losses]) if losses else torch.empty(0, device="cpu")
         arrived = None
@@ -331,7 +331,7 @@ class Monitor:
         self._copied = _Copies([step for step, _ in losses], values, norm, arrived)
 
     def _read_losses(self) -> dict[str, float]:
-        """Return the mean of the losses that were copied last, and the gradient norm."""
+        """Add the losses that were copied last to the curve; return their mean, and the gradient norm, as metrics."""
         copied, self._copied = self._copied, None
         if copied is None:
             return {}
@@ -343,8 +343,8 @@ class Monitor:
         return found if copied.norm is None else found | {"training/gradient_norm": copied.norm.item()}
 
     def _warn(self, part: Measured, found: dict[str, float]) -> None:
-        """Warn when throughput or loss has just left its band."""
-        # The time is compared, not the rate: a rate can only fall by 100 %, which in a noisy run is within the band.
+        """Warn if throughput has just fallen below its band, or the loss has just risen above its band."""
+        # Time per sample is compared, not the rate: even a fall to 0 samples/s may lie within a noisy run's band.
         seconds = part.seconds / part.samples
         if (band := self._time_band.exceeded_by(seconds)) is not None:
             low, high = (1 / each if each > 0 else math.inf for each in reversed(band))
@@ -401,7 +401,7 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
 
 
 def _slowest(ranks: list[_Rank]) -> dict[str, float]:
-    """Return the rank that computed longest, and how much longer than the others' median, as a fraction."""
+    """Return the rank that computed longest, and by what fraction its time exceeds the other ranks' median."""
     if len(ranks) == 1:
         return {}
     slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)

@@ -14,16 +14,16 @@ from torchmetrics import CatMetric
 from lightning_zero.monitoring.evaluation import EvaluationCallback
 
 _BINS = 10
-_LEAST = 1e-4  # minimum fraction of values in a bin, also if the bin is empty
+_LEAST = 1e-4  # fraction assumed for a bin with fewer values, since an empty bin would make the index infinite
 
 
 class Drift(NamedTuple):
-    """How far recent values of one quantity are from its reference.
+    """How far recent values of one quantity are from the reference values.
 
     Attributes:
         psi: the population stability index over the reference's deciles; 0 for equal distributions.
         ks: the Kolmogorov-Smirnov statistic: the largest distance between the distribution functions, 0 to 1.
-        p: the probability that two samples from one distribution have a ``ks`` at least this large.
+        p: the probability that ``ks`` would be at least this large for two samples from the same distribution.
     """
 
     psi: float
@@ -31,16 +31,16 @@ class Drift(NamedTuple):
     p: float
 
     def exceeds(self, psi_above: float, ks_above: float) -> bool:
-        """Whether a figure is above its bound; ``ks`` only counts if it is significant (p < 0.01)."""
+        """Whether ``psi`` or ``ks`` is above its bound; ``ks`` only counts if it is significant (p < 0.01)."""
         return self.psi > psi_above or (self.ks > ks_above and self.p < 0.01)
 
 
 def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[str, Drift]:
-    """Compare recent values with a reference, by name of quantity.
+    """Compare each quantity's recent values with its reference values. Both mappings are by quantity name.
 
     Raises:
         ImportError: if scipy is not installed.
-        ValueError: if a quantity of the reference is missing from the recent values, or is empty on either side.
+        ValueError: if a quantity of the reference is missing from the recent values, or if either has no values of it.
     """
     try:
         from scipy.stats import ks_2samp
@@ -77,16 +77,16 @@ class DriftMonitor(EvaluationCallback):
     Args:
         values: a function of a step's outputs and its batch that returns tensors (of inputs or outputs) by quantity
             name; every element counts as one value.
-        reference: a file that an earlier run saved; None compares nothing.
-        save_to: the file (``.npz``) to save this run's values in; None saves nothing.
+        reference: the file with the values that an earlier run saved; None to compare nothing.
+        save_to: the file (``.npz``) in which to save this run's values; None to save nothing.
         psi_above: the population stability index above which a quantity has drifted.
         ks_above: the Kolmogorov-Smirnov statistic above which a quantity has drifted, if the statistic is significant.
-        on_drift: called on rank 0 with the figures of the quantities that have drifted, if any; for example to start a
+        on_drift: called on rank 0 if any quantities have drifted, with their figures by name; for example, to start
             retraining.
 
     Attributes:
-        found: the figures from the last comparison by name, on rank 0.
-        drifted: the entries of ``found`` that are above a bound.
+        found: the figures from the last comparison, by quantity name; empty on ranks other than 0.
+        drifted: the entries of ``found`` for quantities that have drifted.
 
     Raises:
         OSError: if the reference cannot be read.

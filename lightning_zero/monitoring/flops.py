@@ -1,4 +1,4 @@
-"""Count floating-point operations, by torch's formulas and formulas for CPU attention, which torch does not count."""
+"""Count floating-point operations with torch's formulas, and those of attention on CPUs, which torch omits."""
 
 from __future__ import annotations
 

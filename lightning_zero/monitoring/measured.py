@@ -25,9 +25,9 @@ class Measured:
     """Sums over the steps in a part of a fit, without validation.
 
     Attributes:
-        seconds, steps, batches, samples: this rank's sums; a step has one batch for each accumulated micro-batch.
+        seconds, steps, batches, samples: this rank's totals; each accumulated micro-batch counts as a batch.
         items: number of items that the module or the user counts, such as tokens.
-        waited: seconds by (phase, unit).
+        waited: seconds that this rank spent in phases such as waits, by (phase, unit).
         traffic: counts by (``"elements"``, ``"bytes"`` or ``"calls"``, kind of collective, link).
     """
 
@@ -86,7 +86,7 @@ def engine_of_run(trainer: Trainer) -> Engine | None:
 
 
 def ranks_with_data(trainer: Trainer) -> int:
-    """Number of ranks with batches of their own: all, unless ranks share batches under tensor parallelism."""
+    """Number of ranks with different batches: all ranks, unless tensor-parallel ranks share batches."""
     sampled = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return sampled.get("num_replicas", trainer.world_size)
 
@@ -138,9 +138,9 @@ def resident_bytes() -> int | None:
 
 
 def gradient_norm(trainer: Trainer) -> Tensor | None:
-    """The norm of all gradients that ``p.grad`` shows, after clipping. Collective with the ZeRO engine.
+    """The norm of all gradients in ``p.grad``, after clipping. Collective with the ZeRO engine.
 
-    None if background updates may be reading or releasing gradients.
+    None if there are no gradients, or if offloaded updates may be reading or releasing them in the background.
     """
     engine = engine_of_run(trainer)
     if engine is not None and engine.config.offloads is not None:

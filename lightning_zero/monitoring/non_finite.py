@@ -27,15 +27,15 @@ class Finder:
     """Ends a fit at its first loss or gradient that is not finite, before the optimizer uses it.
 
     The error names rank, step, micro-batch, module and parameters. To find the cause, the step's micro-batches are
-    computed again with hooks, from the same weights, buffers and random numbers. Each step costs the norm of this
-    rank's gradients, a wait for the norm, the exchange of one number, and a copy of the module's buffers. Works with
-    every strategy.
+    computed again with hooks, from the same weights, buffers and random numbers. In each step, the callback
+    computes the norm of this rank's gradients and waits for it, exchanges one number between ranks, and copies the
+    module's buffers. It works with every strategy.
 
-    With manual optimization the step is not computed again, and with ``16-mixed`` only losses are checked, since
-    its search for a loss scale produces infinite gradients.
+    With manual optimization, the step is not computed again. With ``16-mixed``, only losses are checked, since the
+    search for a loss scale produces infinite gradients.
 
     Raises:
-        NonFiniteError: on every rank, within the fit.
+        NonFiniteError: on every rank, during the fit.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -79,7 +79,7 @@ class Finder:
     def _search(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
     ) -> _Found | None:
-        """Return this rank's finding; None if another rank's is earlier. All ranks stop at the same micro-batch."""
+        """Return this rank's finding, or None if there is none here. All ranks stop at the same micro-batch."""
         rank, found = trainer.global_rank, None
         names = {parameter: name for name, parameter in module.named_parameters()}
         if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
@@ -89,7 +89,8 @@ class Finder:
         if not module.automatic_optimization:
             broken = _broken_gradients(module)
             text = (
-                "with manual optimization the step is not computed again; Trainer(detect_anomaly=True) finds the module"
+                "with manual optimization, the step is not computed again; find the module with "
+                "Trainer(detect_anomaly=True)"
             )
             return _Found(0, 1, rank, text, broken) if broken else None
         for buffer, before in self._buffers:
@@ -101,7 +102,7 @@ class Finder:
             if watch.first is not None:
                 found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
             elif broken:  # true on every rank if gradients are averaged during backward
-                found = _Found(number, 1, rank, f"{place}: all values before the gradients are finite", broken)
+                found = _Found(number, 1, rank, f"{place}: all values computed before the gradients are finite", broken)
             if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
         return found
@@ -122,7 +123,7 @@ class _MicroBatch:
 
 @dataclass(frozen=True)
 class _Found:
-    """One rank's finding, in words, and the parameters whose gradients are not finite on this rank.
+    """One rank's finding, as text, and the parameters whose gradients are not finite on this rank.
 
     The finding with the smallest ``order`` over all ranks is the cause.
     """
@@ -145,7 +146,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 
 
 def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Watch, list[str]]:
-    """Compute a micro-batch again; return the hooks' findings, and the parameters with non-finite gradients."""
+    """Compute a micro-batch again; return what the hooks found, and the parameters with non-finite gradients."""
     _set_rng_states(micro_batch.rng_states)
     strategy = trainer.strategy
     no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
@@ -170,11 +171,11 @@ class _Watch:
     """Records the first non-finite value that hooks on all modules find.
 
     Attributes:
-        first: description of the value's location.
+        first: says in words where that value is; None if all values are finite.
     """
 
     first: str | None = None
-    _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor id: the innermost module that takes the tensor
+    _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor id: the innermost module with this input
     _kept: list[Tensor] = field(default_factory=list)  # keeps the tensors alive, as their ids are keys
 
     def enter(self, name: str, inputs: Any) -> None:
@@ -209,7 +210,7 @@ def _watching(module: nn.Module) -> Iterator[_Watch]:
     watch, handles = _Watch(), []
     for name, inner in module.named_modules():
         if not name:
-            continue  # DDP calls the root module itself for a training step
+            continue  # the root: DDP runs ``training_step`` as the root module's forward
         title = f"{name} ({type(inner).__name__})"
         handles.append(
             inner.register_forward_pre_hook(

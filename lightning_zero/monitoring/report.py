@@ -16,11 +16,11 @@ from lightning_zero.pruning import Pruning
 
 
 def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
-    """Expected elements communicated per rank and optimizer step, divided by Psi (ZeRO paper, section 7).
+    """Expected elements that a rank communicates per optimizer step, divided by Psi (ZeRO paper, section 7).
 
-    Psi is the number of parameters. Stage 1 reduces the gradients once a step, stages 2 and 3 once a micro-batch;
-    stages 1 and 2 gather the parameters once a step, stage 3 twice a micro-batch. If stage 3 shards within groups of
-    ``within`` ranks, shards are also exchanged between groups once a step.
+    Psi is the number of parameters. Stage 1 reduces gradients once per step, stages 2 and 3 once per micro-batch.
+    Stages 1 and 2 gather parameters once per step, stage 3 twice per micro-batch. If stage 3 shards within groups of
+    ``within`` ranks, groups also exchange shards once per step.
     """
     if world_size == 1:
         return 0
@@ -30,14 +30,14 @@ def expected_psi(stage: int, accumulate: int, world_size: int, within: int | Non
 
 
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
-    """Return all results of a fit as plain values; ``metrics`` are the validation metrics, by ``validation/NAME``."""
+    """Return all results of a fit as plain values; ``metrics`` has the validation metrics, as ``validation/NAME``."""
     stage = getattr(trainer.strategy, "stage", None)
     within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
     within = trainer.world_size // trainer.num_nodes if within == "node" else within
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     last = [loss for _, loss in monitor.loss_curve[-20:]]
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
-    is_divided = ranks_with_data(trainer) < trainer.world_size  # by tensor parallelism: a rank moves only its share
+    is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
     expected = None
     if stage and not is_divided:
         expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
@@ -66,12 +66,12 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
 
 
 class Figure(NamedTuple):
-    """A main result.
+    """One of the main results, as text.
 
     Attributes:
         name: label of the result's row in a job's table.
         heading: header of the result's column in a sweep's table; "" if it has no column.
-        note: what the value refers to, or should be compared with.
+        note: what the value refers to, or a figure to compare it with.
     """
 
     name: str
@@ -81,7 +81,7 @@ class Figure(NamedTuple):
 
 
 def figures(results: dict[str, Any]) -> list[Figure]:
-    """Return the main results, as text."""
+    """Return the main results of a fit."""
     found, loss = [], results["training_loss"]
     if loss is not None:
         steps = len(results["loss_curve"][-20:])
@@ -119,11 +119,11 @@ def _mb(nbytes: float) -> str:
 
 
 def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
-    """Print a sample of text and a table, and write ``results.json`` and ``loss.png``, which needs matplotlib."""
+    """Print a text sample, if any, and a table; write ``results.json`` and, with matplotlib, ``loss.png``."""
     (folder / "results.json").write_text(json.dumps(results, indent=1))
     plot = plot_losses(folder / "loss.png", {results["strategy"]: results})
     if sample is not None:
-        # Barely trained models write control characters, which a terminal would obey.
+        # Barely trained models generate control characters, which a terminal would interpret.
         text = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in sample)
         print(f"{' sample ':-^80}\n{text}\n{80 * '-'}")
     print(f"{results['strategy']}, {results['processes']} processes, {results['precision']}")
@@ -153,7 +153,7 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
 
 
 def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> Path | str:
-    """Plot training and validation loss of each run, label -> results, to a PNG at ``path``.
+    """Plot each run's training and validation loss to the PNG file ``path``; ``runs`` maps labels to results.
 
     Returns:
         ``path``, or a message that names the missing package.

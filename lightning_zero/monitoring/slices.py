@@ -18,7 +18,7 @@ class SliceMetrics(EvaluationCallback):
 
     Args:
         metrics: torchmetrics' metrics, cloned for each slice, for example accuracy and calibration error.
-        slices: for each name, a function of a batch that returns a 1-D boolean tensor that marks the samples in the
+        slices: by slice name, a function of a batch that returns a 1-D boolean tensor, True for the samples in the
             slice. Slices may overlap.
         arguments: a function of a step's outputs and its batch that returns the arguments of the metrics'
             ``update``, such as predictions and targets; the first dimension of each tensor is the sample dimension.
@@ -59,7 +59,7 @@ class SliceMetrics(EvaluationCallback):
         for each, metrics in self._metrics.items():
             samples = self._samples[each].compute()
             pl_module.log(f"{self._name}/{each}/samples", samples, sync_dist=True)
-            if samples:  # on any rank: all ranks take part in the collectives below
+            if samples:  # a sum over ranks: either all ranks join the collectives below, or none
                 for metric, value in metrics.compute().items():
                     pl_module.log(
                         f"{self._name}/{each}/{metric}", torch.as_tensor(value, device=pl_module.device), sync_dist=True

@@ -1,4 +1,4 @@
-"""Plans for a training run by stage, offload, micro-batch and activation checkpointing, and advice on the choice."""
+"""Plans of a training run for combinations of stage, offload, micro-batch and other options, and advice on them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
 
 ROOM = 0.9
-"""Share of a device's memory that a plan may use; fragmentation and the communication library need the rest."""
+"""Fraction of a device's memory that a plan may use; fragmentation and the communication library take the rest."""
 
 
 _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
@@ -25,37 +25,36 @@ _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
 _OFFLOADS: dict[str, Any] = {
     "none": None,
     "cpu": "cpu",
-    "nvme": {"optimizer": "nvme", "path": "."},  # any folder: no file is made; the default may be in memory
+    "nvme": {"optimizer": "nvme", "path": "."},  # no file is made; the default folder could be in memory and refused
     "activations": {"optimizer": None, "activations": "cpu"},
 }
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Memory and time that a rank needs under one combination of choices.
+    """Memory per rank and time per step under one combination of choices.
 
     Attributes:
         stage: the ZeRO stage; 0 for DDP.
-        offload: where optimizer states and master weights are: ``"none"``, ``"cpu"`` or ``"nvme"``; or
-            ``"activations"``, which moves only activation checkpoints to the CPU's memory.
+        offload: ``"none"``; ``"cpu"`` or ``"nvme"`` for optimizer states and master weights, to the host's memory or to
+            a disk; ``"activations"`` for only activation checkpoints, to the host's memory.
         ranks: the world size.
-        micro_batch: samples per rank and micro-batch; None where the batch has no common first dimension.
+        micro_batch: samples per rank and micro-batch; None if the batch's tensors differ in their first dimension.
         accumulate: micro-batches per step.
-        activation_checkpointing: whether blocks are recomputed in backward.
+        activation_checkpointing: whether units are recomputed in backward.
         parameters: number of elements in all parameters.
         peak_bytes: bytes on the device at the peak, by category, and their sum under ``"total"``.
         host_bytes: bytes in the host's memory: offloaded states, buffers for states on a disk, and the copies that
             ``resilience`` keeps.
         disk_bytes: bytes offloaded to a disk.
-        traffic_bytes: bytes per step, by kind of collective.
+        traffic_bytes: bytes of communicated buffers per step, by kind of collective.
         leaving_bytes: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
-        seconds_per_step: an estimate; None where the machine's speed is unknown.
-        waiting_seconds: the part of the step in which the device waits for communication or the host.
-        samples_per_second: over all ranks; None where the machine's speed is unknown.
-        fits: whether the peak is within 90 % of the device's memory; None where that size is unknown.
-        assumptions: assumptions made where the project reads tensor values.
-        shard_within: as in ``ZeroStrategy``, at stage 3.
-        compression, tensor_parallel_size, partition_activations: as in ``ZeroStrategy``.
+        seconds_per_step: an estimate; None if the machine's speed is unknown.
+        waiting_seconds: the part of ``seconds_per_step`` in which the device waits for communication or the host.
+        samples_per_second: the sum over all ranks; None if ``seconds_per_step`` or ``micro_batch`` is None.
+        fits: whether the peak is within 90 % of the device's memory; None if the device's memory is unknown.
+        assumptions: what the plan assumes, such as tensor values that the project reads, and what it leaves out.
+        shard_within, compression, tensor_parallel_size, partition_activations: as in ``ZeroStrategy``.
     """
 
     stage: int
@@ -82,7 +81,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The plan's strategy and options, as a user writes them."""
+        """The plan's strategy and options, such as ``zero3 with shard_within='node'``."""
         text = "DDP" if self.stage == 0 else f"zero{self.stage}{_SUFFIXES[self.offload]}"
         checkpointing = "units" if self.activation_checkpointing else None
         chosen = {
@@ -118,23 +117,23 @@ def make_plans(
     left_out: list[str] | None = None,
     **options: Any,
 ) -> list[Plan]:
-    """Plan every combination of the choices; DDP, as stage 0, is never offloaded or checkpointed.
+    """Plan every possible combination of the choices. DDP (stage 0) is planned without the strategy's options.
 
     Args:
         make_module, batch, options: as for ``fake_run``.
         offloads: choices for ``Plan.offload``.
-        micro_batches: first dimensions of the batch's tensors; None for the batch as it is.
-        checkpointing: whether to checkpoint activations; ``"partitioned"`` over tensor-parallel ranks, if any.
-        resources: the machine's speed; None for plans without times.
-        memory: the device's memory in bytes; None for plans that do not say whether they fit.
-        accumulate: micro-batches per step, or several choices.
+        micro_batches: numbers of samples to which the batch is resized; None leaves the batch unchanged.
+        checkpointing: whether to checkpoint activations; ``"partitioned"`` divides them over tensor-parallel ranks.
+        resources: the machine's speed; with None, plans have no times.
+        memory: the device's memory in bytes; with None, plans do not say whether they fit.
+        accumulate: micro-batches per step; one number, or several choices.
         shard_within: choices for stage 3.
         compression: choices by name; at stage 3 only with ``shard_within``.
-        tensor_parallel: choices for ``tensor_parallel_size``, without ``shard_within``.
-        left_out: a list that receives a sentence for each choice of ``compression`` that can compress nothing.
+        tensor_parallel: choices for ``tensor_parallel_size``; only None is combined with ``shard_within``.
+        left_out: receives a sentence for each combination whose ``compression`` has nothing to compress.
 
     Raises:
-        ValueError: if there are no ranks, micro-batches cannot be varied, or no combination is possible.
+        ValueError: if ``ranks`` is below 1, the batch cannot be resized, or no combination is possible.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
@@ -152,7 +151,7 @@ def make_plans(
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
-        if compress is not None and stage == 3 and within is None:  # no former parameters to apply changes to
+        if compress is not None and stage == 3 and within is None:  # ranks keep no full parameters to apply changes to
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
@@ -209,24 +208,24 @@ def make_plans(
         raise ValueError(left_out[0])
     if not plans:
         raise ValueError(
-            "Nothing is left to plan: DDP takes no options, shard_within is for stage 3 without tensor parallelism, at "
-            "stage 3 compression is for shard_within, only checkpoints of activations can be offloaded or partitioned, "
-            "and these only over several tensor-parallel ranks."
+            "Nothing is left to plan: DDP takes no options; shard_within requires stage 3 without tensor parallelism; "
+            "compression at stage 3 requires shard_within; offloaded activations require checkpointing; partitioned "
+            "checkpointing requires several tensor-parallel ranks."
         )
     return plans
 
 
 def samples_of(batch: Any) -> int | None:
-    """The first dimension that all of a batch's tensors share; None if their first dimensions differ."""
+    """The common size of the first dimension of a batch's tensors; None if the sizes differ."""
     sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def resized(batch: Any, samples: int) -> Any:
-    """The batch with another number of samples, by repeating or dropping samples.
+    """Return a batch with the given number of samples, by repeating or dropping samples.
 
     Raises:
-        ValueError: if the batch's tensors have no common first dimension.
+        ValueError: if the batch's tensors differ in the size of their first dimension.
     """
     now = samples_of(batch)
     if now is None:
@@ -244,15 +243,15 @@ def resized(batch: Any, samples: int) -> Any:
 
 
 def advise(plans: list[Plan], memory: float | None) -> list[str]:
-    """Sentences that say what to choose and why, with figures."""
+    """Recommend a plan, in sentences that give the reasons with figures."""
     fitting = [plan for plan in plans if plan.fits is not False]
     if not fitting:
         best = min(plans, key=lambda plan: plan.peak_bytes["total"])
         assert memory is not None
         largest = _largest(best)
         return [
-            f"Nothing fits: the smallest is {best.name} with {in_gb(best.peak_bytes['total'])} of "
-            f"{in_gb(ROOM * memory)} usable. Its largest part is {largest} "
+            f"Nothing fits: the smallest is {best.name}, which needs {in_gb(best.peak_bytes['total'])}; the device has "
+            f"{in_gb(ROOM * memory)} of usable memory. The largest category is {largest} "
             f"({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
     timed = [plan for plan in fitting if plan.samples_per_second is not None]
@@ -263,7 +262,11 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         if memory is None:
             best = min(fitting, key=lambda plan: plan.peak_bytes["total"])
             said = [f"{best.name} takes the least memory, {in_gb(best.peak_bytes['total'])} a rank."]
-        return [*said, "Times are unknown without the machine's speed: run lightning-zero doctor, or give --flops."]
+        return [
+            *said,
+            "Times are unknown without the machine's speed: give --flops, or a file from lightning-zero "
+            "doctor --json as --resources.",
+        ]
     best = max(timed, key=lambda plan: plan.samples_per_second or 0.0)
     assert best.seconds_per_step is not None and best.samples_per_second is not None
     micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
@@ -281,8 +284,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
                 slower = 100 * (1 - rival.samples_per_second / ddp.samples_per_second)
                 saved = ddp.peak_bytes["total"] - rival.peak_bytes["total"]
                 said.append(
-                    f"ZeRO does not help here: the fastest, {rival.name}, is {slower:.0f} % slower and saves "
-                    f"{in_gb(saved)} that this device has to spare."
+                    f"ZeRO does not help here: the fastest, {rival.name}, is {slower:.0f} % slower than "
+                    f"DDP; it would save {in_gb(saved)} a rank."
                 )
         elif ddp.fits is False:
             said.append(f"DDP does not fit: it takes {in_gb(ddp.peak_bytes['total'])}.")
@@ -291,8 +294,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
     if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:
         part = 100 * best.waiting_seconds / best.seconds_per_step
         said.append(
-            f"{part:.0f} % of the step waits for communication or the host: more accumulation, larger micro-batches or "
-            "a faster link help more than a higher stage."
+            f"For {part:.0f} % of the step, the device waits for communication or the host: more accumulation, larger "
+            "micro-batches or a faster link help more than a higher stage."
         )
     return said
 

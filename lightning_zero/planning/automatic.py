@@ -28,16 +28,16 @@ if TYPE_CHECKING:
     from lightning_zero.planning.timeline import Resources
 
 _REST = 1.3
-"""Bytes that a training run is assumed to take per byte of its model states, if the run cannot be planned."""
+"""Assumed ratio of a training run's memory to its model states, for runs that cannot be planned."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The advisor's choice.
+    """Options that the advisor has chosen.
 
     Attributes:
-        stage, offload, activation_checkpointing: as the options of ``ZeroStrategy``.
-        why: the reasons, as sentences with figures.
+        stage, offload, activation_checkpointing: as in ``ZeroStrategy``.
+        why: sentences that give the reasons with figures.
     """
 
     stage: int
@@ -50,14 +50,14 @@ class AutomaticStrategy(TrainerStrategy):
     """ZeRO with the stage that the advisor chooses when ``fit`` begins: the fastest that fits on the device.
 
     The machine is measured, and the training run is planned on fake tensors as in ``lightning-zero plan``. Losses and
-    weights do not depend on the stage. If no stage fits, these are tried in turn: offload to the host's memory (not on
-    a CPU, where it is the device's memory too), ``activation_checkpointing="units"``, and both. Rank 0 reads one sample
-    of the training data if the dataset is map-style.
+    weights do not depend on the stage. If no stage fits, the advisor tries offload to the host's memory (unless the
+    device is the CPU), then ``activation_checkpointing="units"``, then both. For the plan, rank 0 reads one sample of
+    the training data. If the dataset is not map-style, the paper's formula is used in place of a plan.
 
     Arguments:
-        resources: the machine's speed, in place of a measurement: a file that ``lightning-zero doctor --json`` has
-            written, or the contents of its entry ``"resources"``.
-        options: as for ``ZeroStrategy``, except those that the advisor chooses.
+        resources: the machine's speed; by default it is measured. A file with the output of ``lightning-zero doctor
+            --json``, or the values under ``"resources"`` in this output.
+        options: options of ``ZeroStrategy``, except those that the advisor chooses.
 
     Attributes:
         choice: the advisor's latest choice; None before the first ``fit``.
@@ -73,7 +73,7 @@ class AutomaticStrategy(TrainerStrategy):
 
     def __init__(self, resources: str | Path | dict[str, float] | None = None, **options: Any) -> None:
         chosen = ("stage", "offload", "activation_checkpointing")
-        given = [name for name in chosen if options.pop(name, None)]  # configuration files list them without a value
+        given = [name for name in chosen if options.pop(name, None)]  # configuration files may set these to null
         if given:
             raise TypeError(
                 f"{', '.join(given)}: zero_auto chooses this. Write strategy=ZeroStrategy({given[0]}=...) to choose it "
@@ -84,7 +84,7 @@ class AutomaticStrategy(TrainerStrategy):
                 "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
                 f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
             )
-        super().__init__(stage=3, **options)  # until the choice, parameters may stay on the meta device, as at stage 3
+        super().__init__(stage=3, **options)  # until a stage is chosen, allows parameters on the meta device
         self.choice: Choice | None = None
         self._resources = _declared(resources) if resources is not None else None
 
@@ -166,14 +166,14 @@ class AutomaticStrategy(TrainerStrategy):
         ddp = plans_of((0,))
         plans = plans_of((1, 2, 3))
         rest = [("none", True)]
-        if self.root_device.type != "cpu":  # on the CPU, the host's memory is the device's
+        if self.root_device.type != "cpu":  # offload to the host saves nothing if the device is the CPU
             rest = [("cpu", False), *rest, ("cpu", True)]
         for offload, recompute in rest:
             if any(plan.fits is not False for plan in plans):
                 break
             plans += plans_of((2, 3), offload, recompute)
         fitting = [plan for plan in plans if plan.fits is not False]
-        # among equally fast plans, the one with the least memory
+        # of equally fast plans, take the one that needs the least memory
         best = min(fitting or plans[-1:], key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), _total(plan)))
         why = (f"zero_auto: {best.name}.", *advise([*ddp, *plans], resources.memory))
         return Choice(
@@ -196,21 +196,21 @@ def _declared(resources: str | Path | dict[str, float]) -> Resources:
 
 
 def sample_batch(trainer: Trainer) -> Any:
-    """A batch of the training loader's size that repeats the first sample.
+    """Return a batch of the training loader's batch size that repeats the first sample.
 
     Raises:
-        ValueError: if the dataset is not map-style, as reading from a stream would consume its first batch.
+        ValueError: if the dataset is not map-style: reading from a stream would consume its first batch.
     """
     loader = trainer.fit_loop._data_source.dataloader()
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
-        raise ValueError("only samples of one map-style dataset in a DataLoader can be read twice")
+        raise ValueError("planning reads a sample, which requires one DataLoader with a map-style dataset")
     if loader.batch_size is None:
         return loader.collate_fn(loader.dataset[0])
     return loader.collate_fn([loader.dataset[0]] * min(loader.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
 
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
-    """Choose the lowest stage that fits by the paper's formula plus 30 % for all else, or stage 3 with ``offload``."""
+    """Choose the lowest stage that fits by the paper's formula plus 30 %; if none fits, stage 3 with ``offload``."""
     mesh = Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
@@ -224,7 +224,7 @@ def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str
     offload = None if fits else offload
     why = (
         f"zero_auto: zero{stage}{'_offload' if offload else ''}, since {reason}.",
-        f"Model states and 30 % for all else take {needed[stage] / 1e9:.3g} GB a rank; with DDP, {ddp / 1e9:.3g} GB.",
+        f"Model states plus 30 % for other data: {needed[stage] / 1e9:.3g} GB a rank; under DDP: {ddp / 1e9:.3g} GB.",
     )
     return Choice(stage, offload, None, why)
 

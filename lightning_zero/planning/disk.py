@@ -1,4 +1,4 @@
-"""Measures a disk under the load of optimizer updates whose states are stored there."""
+"""Measures a disk with the reads and writes of optimizer updates whose states are on the disk."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ _BYTES, _EXTENT, _REPEATS = 2**27, 2**24, 3
 
 
 def disk_bandwidth(folder: str) -> float:
-    """Bytes per second that the pipeline for offloaded states reads and writes in a folder, in total.
+    """Bytes per second, read plus written, that the pipeline for offloaded states moves in a folder.
 
     Raises:
-        OSError: if the folder is on a file system in memory, or a file of 128 MiB cannot be made there.
+        OSError: if the folder is on a file system in memory, or a file of 128 MiB cannot be made in the folder.
     """
     if is_in_memory(folder):
         raise OSError(f"{folder} is on a file system in memory")
     file = SwapFile(folder, _BYTES)
     extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _BYTES, _EXTENT)], Ring(_EXTENT)
     seconds = []
-    for _ in range(_REPEATS + 1):  # the first run, into blocks that were never written, is discarded
+    for _ in range(_REPEATS + 1):  # discard the first run, which writes to unallocated blocks
         started = time.perf_counter()
         stream(extents, lambda *_: None, ring)
         seconds.append(time.perf_counter() - started)

@@ -1,4 +1,4 @@
-"""Two training steps of one rank with the real Trainer and engine, without memory, data or the other ranks."""
+"""Fake runs: two training steps with the real Trainer and engine, on fake tensors and as one of many ranks."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
-"""Bytes of gradients that ``DistributedDataParallel`` reduces together."""
+"""``DistributedDataParallel``'s default bucket size: it reduces about this many bytes of gradients together."""
 
 
 class _Pretending:
-    """Mixin for strategies whose parameters come from the meta device, and whose other ranks do not exist.
+    """Mixin for the strategies of fake runs: parameters are made on the meta device, and other ranks do not exist.
 
     Attributes:
-        modes: dispatch modes, entered once the module has been made and converted, and left by ``leave_modes``.
+        modes: dispatch modes for the run. ``model_to_device`` enters them; closing ``leave_modes`` exits them.
     """
 
     _ranks: int
@@ -53,7 +53,7 @@ class _Pretending:
             yield
 
     def model_to_device(self) -> None:
-        """Replace meta tensors with fake ones, only now, because fake modules cannot be converted to other dtypes."""
+        """Replace meta tensors with fake ones. Not earlier: a module with fake tensors cannot change its dtype."""
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         assert self.model is not None
@@ -64,7 +64,7 @@ class _Pretending:
         raise NotImplementedError
 
     def traffic(self) -> dict[str, int]:
-        """Bytes by kind of collective so far."""
+        """Bytes communicated so far, by kind of collective."""
         raise NotImplementedError
 
     def forget_gradients(self) -> None:
@@ -78,27 +78,27 @@ class _Pretending:
         return dict(self.held())
 
     def host_bytes(self) -> int:
-        """Bytes of master weights and parameters in ``held`` that are in the host's memory."""
+        """Bytes in the host's memory that ``held`` counts as parameters or master weights."""
         return 0
 
     def disk_bytes(self) -> tuple[int, int]:
-        """Bytes of files with states, and of the buffers in the host's memory through which the files are updated."""
+        """Bytes of the states on a disk, and of the buffers in the host's memory through which they are updated."""
         return 0, 0
 
     def kept_bytes(self) -> int:
-        """Bytes that ``resilience`` keeps for a rank in shared memory."""
+        """Bytes of the copies of this rank's state that ``resilience`` keeps in shared memory."""
         return 0
 
     def most_loaded(self, rank: int) -> int:
-        """The rank that holds the most elements."""
+        """The rank that holds the most elements; ``rank`` if no rank holds more."""
         return rank
 
     def teardown(self) -> None:
-        """Do nothing: fake parameters need not become ordinary again."""
+        """Do nothing: fake parameters need not become ordinary parameters again."""
 
 
 class _PretendingZero(_Pretending):
-    """Mixin for the ZeRO strategy as one of several ranks, in one process.
+    """Mixin that runs the ZeRO strategy as one of several simulated ranks, in one process.
 
     Arguments:
         ranks: number of ranks.
@@ -153,18 +153,18 @@ class _PretendingZero(_Pretending):
         return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
 
     def _new_resilience(self) -> None:
-        """Do nothing: fake values are not kept."""
+        """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
     def kept_bytes(self) -> int:
         if self.options.keeps is None:  # type: ignore[attr-defined]
             return 0
         content, _ = self.state_in_parts()  # type: ignore[attr-defined]
-        copies = 2 if self._machines == 1 else 4  # two slots, and two mirrors of another machine's slots
+        copies = 2 if self._machines == 1 else 4  # two slots, plus mirrors of two slots of another machine, if any
         return copies * sum(entry.nbytes for entry in content.entries)
 
     def most_loaded(self, rank: int) -> int:
-        """The rank with the most elements, as shards of whole parameters are unequal; ``rank`` if no rank has more."""
         assert self.engine is not None
+        # shards have unequal sizes only in buckets whose parameters stay whole
         layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
         size = self.engine.communicator.size
         loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(size)] if layouts else []
@@ -178,7 +178,7 @@ class _PretendingZero(_Pretending):
 
 
 class _PretendingDDP(_Pretending):
-    """Mixin for a rank under ``DistributedDataParallel``: the rank holds all states and averages gradients in backward.
+    """Mixin that simulates a rank under ``DistributedDataParallel``, which holds all states and all-reduces gradients.
 
     Arguments:
         ranks: number of ranks.
@@ -217,7 +217,7 @@ class _PretendingDDP(_Pretending):
 
     def _reduce(self) -> None:
         if self._ranks > 1 and self._collected:
-            sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # in a ring
+            sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # by a rank, in a ring all-reduce
             self._started.append(self._recorder.launch(sent, sent if self._machines > 1 else 0.0))
             self._reduced += self._collected
         self._collected = 0
@@ -246,7 +246,7 @@ class _PretendingDDP(_Pretending):
 
 @cache
 def _strategies(package: ModuleType) -> tuple[type[Any], type[Any]]:
-    """The ZeRO and the DDP strategy for the Trainer of ``lightning.pytorch`` or ``pytorch_lightning``."""
+    """The fake-run strategies for ZeRO and DDP, for the Trainer of ``lightning.pytorch`` or ``pytorch_lightning``."""
 
     class PretendingZeroStrategy(_PretendingZero, TrainerStrategy, package.strategies.ParallelStrategy):  # type: ignore[name-defined]
         lightning: ClassVar[ModuleType] = package
@@ -254,29 +254,29 @@ def _strategies(package: ModuleType) -> tuple[type[Any], type[Any]]:
     class PretendingDDPStrategy(_PretendingDDP, package.strategies.SingleDeviceStrategy):  # type: ignore[name-defined]
         pass
 
-    package.strategies.DDPStrategy.register(PretendingZeroStrategy)  # like ``ZeroStrategy``, for compiled modules
+    package.strategies.DDPStrategy.register(PretendingZeroStrategy)  # Lightning then accepts compiled modules
     return PretendingZeroStrategy, PretendingDDPStrategy
 
 
 @dataclass(frozen=True)
 class FakeRun:
-    """Memory and events of one rank in its second step.
+    """Memory and events of one rank in the second step of a fake run.
 
     Attributes:
-        peak_bytes: bytes by category on the training device, when their sum is highest: ``parameters`` (with master
+        peak_bytes: bytes on the training device by category, when their sum is highest: ``parameters`` (with master
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
             buffers, and all other tensors that the project makes).
-        report_peak: bytes by category when the engine's sum alone is highest, as in the ``Report`` of a real run; under
-            DDP, after a step.
+        report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
+            run; under DDP, the bytes after a step.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps in shared memory.
         disk_bytes: bytes of states on a disk.
-        traffic: bytes per step by kind of collective.
+        traffic: bytes of communicated buffers per step, by kind of collective.
         leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
         numel: number of elements in all parameters.
         events: events of the step; see ``replay``.
-        assumptions: assumptions made where the project reads values, which fake tensors do not have; and the parts of
-            the project that did not run.
+        assumptions: values assumed where the project reads tensors, since fake tensors have no values; and parts of the
+            project that did not run.
     """
 
     peak_bytes: dict[str, int]
@@ -318,7 +318,7 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
 
 
 class _Batches:
-    """A loader that repeats one batch. The Trainer would take a list of batches for a list of loaders."""
+    """A loader that repeats one batch. Not a list of batches, which the Trainer would take for a list of loaders."""
 
     def __init__(self, batch: Any, count: int) -> None:
         self._batch, self._count = batch, count
@@ -331,7 +331,7 @@ class _Batches:
 
 
 class _SecondStep:
-    """Mixin for a callback that starts measuring at the second step, when optimizer states exist."""
+    """Mixin for a callback that measures the second step, when optimizer states exist."""
 
     def __init__(self, strategy: Any, tracker: MemoryTracker, recorder: Recorder, accumulate: int) -> None:
         self._strategy, self._tracker, self._recorder, self._accumulate = strategy, tracker, recorder, accumulate
@@ -353,7 +353,7 @@ class _SecondStep:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context without Lightning's messages about a Trainer or torch's warnings about fake tensors' addresses."""
+    """Context that hides Python warnings and Lightning's log messages below the level ERROR."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
     before = [logger.level for logger in loggers]
     for logger in loggers:
@@ -387,23 +387,23 @@ def fake_run(
     """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine.
 
     Args:
-        make_module: called in a context in which parameters are made on the meta device.
+        make_module: makes the module; called with the meta device as the default device.
         batch: a batch as the project's loader gives it, on the CPU.
         ranks: the world size.
         stage: the ZeRO stage; None for DDP.
         accumulate: micro-batches per step.
         precision: the Trainer's ``precision``.
         clip: the Trainer's ``gradient_clip_val``.
-        transport: ``"nccl"``, ``"gloo"`` or ``"shared memory"``, which differ in the buffers of a reduction.
-        with_values: compute with real tensors, to check the results of fake ones.
-        rank: the rank to run as; with tensor parallelism, its position along the data-parallel dimension. If another
-            rank holds more because parameters stay whole, the run is repeated as that rank.
+        transport: ``"nccl"``, ``"gloo"`` or ``"shared memory"``; each uses different buffers to reduce gradients.
+        with_values: whether to compute with real tensors, to check the results of fake tensors.
+        rank: the rank to simulate; with tensor parallelism, its position along the data-parallel dimension. If another
+            rank holds more elements, because parameters stay whole, the run is repeated as that rank.
         machines: number of machines, with equally many ranks on each.
         options: options of ``ZeroStrategy``.
 
     Raises:
-        ValueError: if the module cannot be made on the meta device, or machines cannot have equally many ranks; with
-            tensor parallelism, if this process already has process groups.
+        ValueError: if the module cannot be made on the meta device, or ``machines`` does not divide ``ranks``; with
+            tensor parallelism, also if this process already has process groups.
     """
     if machines < 1 or ranks % machines:
         raise ValueError(f"machines={machines} must be a whole number that divides {ranks} ranks.")
@@ -464,15 +464,16 @@ def fake_run(
             machines=machines,
             **options,
         )
-    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # both may be offloaded entirely
+    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak lacks these if they are offloaded
     peak.pop("host", None)
     host = tracker.host_peak + offloaded + buffers + kept
     peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
     peak["parameters"] -= offloaded
     if stage is not None and transport != "nccl":
         assumptions.made[
-            "freed memory returns to the system; by default a process on the CPU keeps it, from setting up alone up to "
-            f"{in_bytes(whole)} (MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536 returns it)"
+            "freed memory returns to the system; by default, a process on the CPU keeps some of it, "
+            f"up to {in_bytes(whole)} after setup alone (to return it, set "
+            "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536)"
         ] = None
     return FakeRun(
         peak_bytes=peak,
@@ -488,12 +489,12 @@ def fake_run(
 
 
 def _is_data(leaf: Any) -> bool:
-    """Whether a tensor in a batch becomes fake. Ids, labels and masks stay real, as code reads their values."""
+    """Whether a tensor of a batch becomes fake. Ids, labels and masks stay real, as code may read their values."""
     return isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex() or leaf.dtype == torch.uint8)
 
 
 def _left_out(module: nn.Module, base: type) -> list[str]:
-    """Name the project's methods that a plan leaves out because they are not part of training."""
+    """The assumption that names the project's methods outside training, such as validation, which did not run."""
     beside = re.compile("validation|test|predict|checkpoint")
     own = {name for cls in type(module).__mro__ if not issubclass(base, cls) for name in vars(cls)}
     names = sorted(name for name in own if hasattr(base, name) and beside.search(name))
@@ -501,7 +502,7 @@ def _left_out(module: nn.Module, base: type) -> list[str]:
 
 
 def leave_meta(module: nn.Module) -> None:
-    """Replace tensors on the meta device with tensors on the CPU; parameters become new objects."""
+    """Replace a module's tensors with uninitialised tensors on the CPU; parameters become new objects."""
     before = torch.__future__.get_overwrite_module_params_on_conversion()
     torch.__future__.set_overwrite_module_params_on_conversion(True)
     try:

@@ -23,7 +23,7 @@ _SIZES = (2**14, 2**24)
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
-    """Measure this machine; with several ranks, in one process per rank, over the engine's transport.
+    """Measure this machine. Several ranks run in one process each, and communicate over the engine's transport.
 
     Returns:
         The resources available to one rank while all ranks are busy, and a description of the measurement.
@@ -56,7 +56,7 @@ def _worker(rank: int, ranks: int, port: int, device: str, results: Any) -> None
 
 
 def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, Any]]:
-    """Measure this rank's device and its links in the default process group. Collective.
+    """Measure this rank's device, and its links to the ranks of the default process group. Collective.
 
     Returns:
         The same as ``measure``.
@@ -89,7 +89,7 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
 
 
 def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
-    """Latency and bandwidth of an all-gather, from the smallest and the largest size; and the transport's name."""
+    """Measure the latency and bandwidth of all-gathers of two sizes; return them, and the transport's name."""
     communicator = Communicator(None, place)
     seconds = []
     for size in _SIZES:

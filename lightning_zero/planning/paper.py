@@ -13,7 +13,7 @@ from lightning_zero.planning.pretend import pretending
 from lightning_zero.planning.timeline import Recorder
 
 TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
-"""Numbers of parameters."""
+"""The model sizes of the table, in parameters."""
 
 TABLE_1_RANKS = (1, 4, 16, 64, 256, 1024)
 
@@ -27,7 +27,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         ("C5", 2, "partitioned", "activations"),
     )
 }
-"""Table 3 as choices for ``make_plans``. All use buffers of constant size (C_B), as the engine always does."""
+"""The paper's Table 3, as choices for ``make_plans``. Its constant-size buffers (C_B) are always on in the engine."""
 
 _STATES = ("parameters", "gradients", "optimizer")
 
@@ -37,8 +37,8 @@ class Cell(NamedTuple):
 
     Attributes:
         formula_gb: the paper's figure, with 2-byte parameters and gradients and 12 bytes of fp32 states per parameter.
-        engine_gb: the model states in the engine after backward, with gradients in fp32. By then stage 1 has reduced
-            gradients to shards; it keeps full gradients only while micro-batches accumulate.
+        engine_gb: the model states in the engine after backward, with gradients in fp32. By then, stage 1 also has only
+            shards of gradients: it keeps full gradients only while micro-batches accumulate.
     """
 
     ranks: int
@@ -67,7 +67,7 @@ def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
     with FakeTensorMode(allow_non_fake_inputs=True):
         leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
-        # No reduction in chunks: thousands of chunks are slow on fake tensors, and do not change the model states.
+        # Reduce in one chunk: thousands of chunks are slow on fake tensors, and do not change the model states.
         whole = max(parameter.numel() for parameter in module.parameters())
         engine = pretending(ranks, Recorder())(module, [optimizer], stage=stage, device="cpu", bucket_numel=whole)
         for _ in range(2):
@@ -90,7 +90,7 @@ def table_1() -> list[Cell]:
 
 
 class _Rows(nn.Module):
-    """Layers in parallel, each used once."""
+    """Layers that each receive their own row of ones."""
 
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()

@@ -24,14 +24,14 @@ from lightning_zero.strategies.trainer import TrainerStrategy
 
 @dataclass(frozen=True)
 class Comparison:
-    """One stage compared with DDP.
+    """A ZeRO stage compared with DDP.
 
     Attributes:
         stage: the ZeRO stage.
         is_equal: whether all losses of all ranks, and all weights after each micro-batch, have the same bits.
         step: the first micro-batch with a difference, counted from 0; None if nothing differs.
         loss: the ranks' losses for that micro-batch under DDP and under ZeRO; None if they are equal.
-        weights: the largest difference after that micro-batch, by parameter name; only parameters that differ.
+        weights: names of parameters that differ after that micro-batch, with the largest difference of an element.
     """
 
     stage: int
@@ -55,11 +55,11 @@ def probe(
 ) -> list[Comparison]:
     """Train a project for a few steps under DDP and each stage, in forked processes on the CPU.
 
-    Every run begins with the same weights, seeds and batches; each rank has its own batches. Of the project,
-    only the module is used; callbacks and validation are left out.
+    Every run starts with the same weights and seeds. The same batches are divided among the ranks. Only the project's
+    module and batches are used, no callbacks or validation.
 
     Args:
-        project: the project; its module is made once, with values.
+        project: the project; its module is made once, not on the meta device.
         ranks: number of processes.
         stages: ZeRO stages.
         steps: optimizer steps.
@@ -75,7 +75,7 @@ def probe(
     package = package_of(module)
     strategies, recorder = package.strategies, type("Recorder", (_Recorder, package.Callback), {})
     zero: Any = type("ZeroStrategy", (TrainerStrategy, strategies.ParallelStrategy), {"lightning": package})
-    strategies.DDPStrategy.register(zero)  # like the package's own strategies, for compiled modules
+    strategies.DDPStrategy.register(zero)  # Lightning then accepts compiled modules
     needed = steps * accumulate * ranks
     batches = list(itertools.islice(project.batches(), needed))
     if len(batches) < needed:
@@ -108,11 +108,11 @@ def probe(
 
 
 _Step = dict[str, Tensor]
-"""A rank's loss for a micro-batch, under ``""``, and on rank 0 the weights after the micro-batch, by name."""
+"""What a rank records of a micro-batch: the loss, under ``""``; on rank 0 also the weights afterwards, by name."""
 
 
 class _Shares(IterableDataset[Any]):
-    """Each rank's share of some batches."""
+    """Yields this rank's share of the batches."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -122,7 +122,7 @@ class _Shares(IterableDataset[Any]):
 
 
 class _Recorder:
-    """Mixin for a callback that writes each micro-batch's loss and weights to a folder."""
+    """Mixin for a callback that records each micro-batch's loss and weights, in one file per rank."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._steps = folder, list[_Step]()

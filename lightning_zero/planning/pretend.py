@@ -1,6 +1,7 @@
 """Communication with simulated ranks, to run the engine as one rank of many on fake tensors.
 
-Only the shapes of results are right. Every rank is assumed to hold the same values and to be at the same point.
+Only the shapes of results are right. All ranks are assumed to hold the same values, and to be at the same point of the
+program.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class PretendControlPlane:
 
 
 class PretendWatch:
-    """A watch without waits."""
+    """A ``Watch`` for simulated ranks, which are never awaited."""
 
     ended: frozenset[int] = frozenset()
 
@@ -81,19 +82,19 @@ class PretendWatch:
 
 
 _CHANGES = Quantised(4, 128)
-"""Stands in for the encoding of changes: its length depends on values, which a plan does not have. AdamW's changes take
-2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3, and their encoding takes about as long as this one."""
+"""Replaces the encoding of parameter changes, whose length depends on values, which a plan does not have. With AdamW,
+changes take 2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3. Encoding takes about as long as here."""
 
 
 _LENGTH = 8
-"""Bytes of the length that is sent before each message of changes."""
+"""Size in bytes of the length field that is sent before each message of changes."""
 
 
 class _PretendTransport(Transport):
-    """Base class of transports that allocate the same buffers as the real ones, and send nothing.
+    """Base class of transports that allocate the same buffers as real transports, but send nothing.
 
     Args:
-        leaving: bytes that all ranks of a machine send to other machines per byte of a collective's full buffer.
+        leaving: bytes that all ranks of a machine together send to other machines, per byte of a collective's buffer.
     """
 
     def __init__(self, recorder: Recorder, size: int, rank: int, leaving: float) -> None:
@@ -119,7 +120,7 @@ class _PretendTransport(Transport):
         return Started([lengths, messages], [full])
 
     def _sent_of(self, nbytes: int) -> Callable[[], None]:
-        """Record a collective in which a rank sends all but its own part of a full buffer; return the wait for it."""
+        """Record a collective in which a rank sends a buffer without its own part; return a function that awaits it."""
         sent = nbytes * (self._size - 1) / self._size
         return partial(self._recorder.wait, self._recorder.launch(sent, nbytes * self._leaving))
 
@@ -163,11 +164,11 @@ TRANSPORTS: dict[str, type[_PretendTransport]] = {
     "gloo": PretendGlooTransport,
     "shared memory": PretendSharedMemoryTransport,
 }
-"""Transports by the name that ``doctor`` prints. Each holds different buffers while gradients are reduced."""
+"""Transports by name, as ``lightning-zero doctor`` prints it. Their buffers for reducing gradients differ."""
 
 
 class PretendTensorParallel(TensorParallel):
-    """The tensor-parallel ranks of a simulated mesh, which all have the same values."""
+    """Simulated tensor-parallel ranks, which all have the same values."""
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         super().__init__(mesh, counters)
@@ -181,7 +182,7 @@ class PretendTensorParallel(TensorParallel):
 
 
 class PretendActivationParts(ActivationParts):
-    """Assumes that all activations are identical on all tensor-parallel ranks."""
+    """Assumes that each activation is the same on all tensor-parallel ranks."""
 
     def __init__(self, tensor: TensorParallel, recorder: Recorder) -> None:
         super().__init__(tensor, tensor.group)
@@ -202,7 +203,7 @@ class PretendCommunicator(Communicator):
         size: the number of ranks.
         device: the device of the flat buffers.
         recorder: records the collectives.
-        transport: one of ``TRANSPORTS``.
+        transport: a key of ``TRANSPORTS``.
         rank: this rank's position along the data-parallel dimension.
         machines: number of machines, with equally many ranks on each.
         shard_within: as in ``EngineConfig``.
@@ -226,7 +227,7 @@ class PretendCommunicator(Communicator):
         self.tensor = PretendTensorParallel(mesh, self.counters)
         control: Any = PretendControlPlane(size)
         self.everyone = Everyone(rank * self.tensor.size, size, control)
-        groups_here = min(self.tensor.size, size // machines)  # data-parallel groups with ranks on a machine
+        groups_here = min(self.tensor.size, size // machines)  # data-parallel groups that have ranks on one machine
         self.size = size = size // self.tensor.size
         machines = min(machines, size)
         self.mesh = Mesh.flat(size, rank)
@@ -237,7 +238,7 @@ class PretendCommunicator(Communicator):
             made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)
             return BucketCollectives(made if len(members) > 1 else None, self.counters, (), self.watch, link)
 
-        # In a ring, every byte crosses each machine's boundary; with two levels, every byte reaches each machine once.
+        # In NCCL's ring, every byte leaves each machine; in two-level collectives, every byte enters each machine once.
         leaving = groups_here * ((size - 1) / size if transport == "nccl" else (machines - 1) / machines)
         self.is_on_one_machine = machines == 1
         self.may_compress = machines > 1 and transport != "nccl"
@@ -299,7 +300,7 @@ class PretendRendezvous:
 
 
 class InlineUpdates(Updates):
-    """Runs updates in the calling thread, as fake tensors are made only in the thread that has entered the fake mode.
+    """Runs updates in the calling thread, because the fake mode is active only in the thread that has entered it.
 
     Args:
         recorder: records the operators of updates as operators on the host.
@@ -359,7 +360,7 @@ class _InlineReader:
 
 
 class _PretendFile:
-    """A file that has a size but no content; records reads and writes. See ``SwapFile`` for the methods."""
+    """A file with a size but no content, which records reads and writes. See ``SwapFile`` for the methods."""
 
     def __init__(self, nbytes: int, recorder: Recorder) -> None:
         self.nbytes, self._recorder = nbytes, recorder
@@ -391,7 +392,7 @@ class _NotedFile(SwapFile):
 
 
 class PretendSwap(Swap):
-    """Swap for states on a disk, without files if tensors are fake. Everything runs in the calling thread."""
+    """A ``Swap`` that runs everything in the calling thread, and makes no files if tensors are fake."""
 
     def __init__(self, folder: str, sub_group: int, recorder: Recorder) -> None:
         super().__init__(folder, sub_group)
@@ -418,15 +419,15 @@ def pretending(
     """Make an engine class that runs as one of several simulated ranks.
 
     Args:
-        transport: one of ``TRANSPORTS``.
-        rank: the rank to run as; with a mesh, its position along the data-parallel dimension.
+        transport: a key of ``TRANSPORTS``.
+        rank: the rank to simulate; with a mesh, its position along the data-parallel dimension.
         machines: number of machines, with equally many ranks on each.
 
     An engine with a mesh must run within ``process_group.pretended``.
     """
 
     class PretendingEngine(Engine):
-        _check_room = staticmethod(lambda *_: None)  # type: ignore[assignment]  # these ranks run on other hosts
+        _check_room = staticmethod(lambda *_: None)  # type: ignore[assignment]  # the plan is for other hosts
 
         def _world_size(self, group: Any) -> int:
             return ranks

@@ -1,4 +1,4 @@
-"""Projects to plan or probe, given by a class and a batch or by the Trainer that a script makes."""
+"""Projects to plan or probe: a module, its batches and the Trainer's settings, for example from a script."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ class Project:
     """A project to plan or probe.
 
     Attributes:
-        make_module: makes the LightningModule; for a plan, in a context in which parameters are on the meta device.
-        batches: training batches as the project's loader gives them, on the CPU.
-        settings: the Trainer's settings by argument name of ``make_plans``: ``ranks``, ``machines``, ``accumulate``,
-            ``precision``, ``clip``.
+        make_module: makes the LightningModule; for a plan, it is called with the meta device as the default device.
+        batches: returns an iterator over training batches, as the project's loader gives them, on the CPU.
+        settings: the Trainer's settings as arguments of ``make_plans``: ``ranks``, ``machines``, ``accumulate``,
+            ``precision`` and ``clip``, as far as they are known.
     """
 
     make_module: Callable[[], LightningModule]
@@ -53,7 +53,7 @@ class _FitCalled(BaseException):
 
 
 def of_script(script: Path, arguments: list[str]) -> Project:
-    """Run a script up to its first ``Trainer.fit``, and return its project. The script's devices need not exist.
+    """Run a script up to its first ``Trainer.fit``, and return its project. Devices that it requests need not exist.
 
     Args:
         script: path of a Python script.
@@ -94,7 +94,7 @@ def of_script(script: Path, arguments: list[str]) -> Project:
 
 
 def copied(module: LightningModule) -> LightningModule:
-    """A copy of a module; without values if the default device is meta."""
+    """Copy a module; if the default device is the meta device, the copy's tensors are on it."""
     memo: dict[int, Any] = {}
     if torch.get_default_device().type == "meta":
         for tensor in (*module.parameters(), *module.buffers()):
@@ -104,7 +104,7 @@ def copied(module: LightningModule) -> LightningModule:
 
 
 def batches_of(data: Any) -> Iterator[Any]:
-    """The training batches of a data module, a loader, or a module with its own loaders."""
+    """Yield the training batches of a data module, a loader, or a module with its own loaders; on the CPU."""
     if hasattr(data, "train_dataloader"):
         data.prepare_data()
         if hasattr(data, "setup"):
@@ -115,7 +115,7 @@ def batches_of(data: Any) -> Iterator[Any]:
 
 
 def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
-    """The Trainer's arguments that a plan uses as well."""
+    """Convert a Trainer's arguments to ``Project.settings``."""
     settings: dict[str, Any] = {}
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if isinstance(devices, (list, tuple)):
@@ -135,7 +135,7 @@ def _trainer_classes() -> list[Any]:
 
 @contextmanager
 def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -> Iterator[None]:
-    """Context in which every Trainer is made for one process on the CPU, after its arguments are noted in ``made``."""
+    """Context in which every Trainer is made for one process on the CPU; ``made`` receives its original arguments."""
     make, here = trainer_class.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
     signature = inspect.signature(make)
 

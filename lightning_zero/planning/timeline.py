@@ -17,19 +17,19 @@ from lightning_zero.monitoring.flops import flops_of
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """A machine's speed as seen by one rank; ``lightning-zero doctor`` measures it.
+    """The speed that a machine offers one rank; ``lightning-zero doctor`` measures it.
 
     Attributes:
         flops: floating-point operations per second of matrix products, in the run's precision.
-        memory_bandwidth: bytes per second that operators read and write.
+        memory_bandwidth: bytes per second that operators read and write in total.
         operator_seconds: the minimum time of an operator.
-        link_bandwidth: bytes per second that a rank sends, and receives, in a collective.
-        machine_bandwidth: bytes per second that all ranks of a machine together send to other machines; None if this is
-            as fast as within a machine.
+        link_bandwidth: bytes per second that a rank sends in a collective, while it receives as many.
+        machine_bandwidth: bytes per second that all ranks of a machine together send to other machines; None if the
+            links between machines are no bottleneck.
         link_seconds: latency of a collective.
-        host_bandwidth: bytes per second that an update of offloaded states reads and writes in the host's memory.
-        disk_bandwidth: bytes per second that an update of states on a disk reads and writes there, together.
-        overlaps: whether collectives and updates in the host's memory overlap with computation on the device. On a CPU
+        host_bandwidth: bytes per second that an update of states in the host's memory reads and writes in total.
+        disk_bandwidth: bytes per second that an update of states on a disk reads and writes in total.
+        overlaps: whether collectives and updates in the host's memory overlap with computation on the device. On a CPU,
             all three compete for the same cores.
         memory: the device's memory in bytes; None if unknown.
     """
@@ -58,8 +58,8 @@ class Event(NamedTuple):
         kind: ``"compute"``, an operator; ``"launch"``, the start of a collective; ``"wait"``, the wait for its end;
             ``"host"``, an operator in a background update; ``"disk"``, a read or write of states on a disk.
         flops, nbytes: floating-point operations and bytes; for a collective, the bytes that the rank sends.
-        number: the collective's number.
-        leaving: bytes that all ranks of a machine send to other machines in a collective.
+        number: the number of the collective that starts or is awaited.
+        leaving: bytes that all ranks of a machine together send to other machines in the collective.
     """
 
     kind: str
@@ -73,15 +73,15 @@ class Recorder(TorchDispatchMode):
     """Records each operator with its floating-point operations and bytes, and each collective.
 
     Args:
-        tensor_parallel_size: number of ranks in each collective that is an operator; only modules divided by tensor
-            parallelism have such collectives.
-        leaving: bytes that a machine's ranks together send to other machines per byte that a rank sends in
+        tensor_parallel_size: number of ranks in each collective that is dispatched as an operator; only modules divided
+            by tensor parallelism dispatch such collectives.
+        leaving: bytes that all ranks of a machine together send to other machines, per byte that one rank sends in
             these collectives.
 
     Attributes:
         events: recorded events in order.
-        on_host: whether operators belong to an update in the host's memory.
-        tensor_parallel_bytes: bytes of the full buffers in collectives that are operators, as in ``Report.bytes``.
+        on_host: whether operators are recorded as part of an update in the host's memory.
+        tensor_parallel_bytes: bytes of the full buffers in collectives dispatched as operators, as in ``Report.bytes``.
     """
 
     def __init__(self, tensor_parallel_size: int = 1, leaving: float = 0.0) -> None:
@@ -94,7 +94,7 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if are_divided(types):
-            return NotImplemented  # dispatched again on the local tensors
+            return NotImplemented  # the operator is dispatched again on the local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
@@ -111,7 +111,11 @@ class Recorder(TorchDispatchMode):
         return result
 
     def launch(self, nbytes: float, leaving: float = 0.0) -> int:
-        """Record a collective in which this rank sends ``nbytes``, and its machine ``leaving``; return its number."""
+        """Record a collective in which this rank sends ``nbytes``; return the collective's number.
+
+        Args:
+            leaving: as in ``Event``.
+        """
         self._collectives += 1
         self.events.append(Event("launch", nbytes=nbytes, number=self._collectives, leaving=leaving))
         return self._collectives
@@ -120,7 +124,7 @@ class Recorder(TorchDispatchMode):
         """Record a collective of tensor-parallel ranks over a full buffer of ``nbytes``; return its number.
 
         Args:
-            times: how many times a rank sends all of the buffer but its own part.
+            times: how often the rank sends the buffer without its own part: 1 for a gather, 2 for an all-reduce.
         """
         sent = times * nbytes * (self._together - 1) / self._together
         return self.launch(sent, sent * self._leaving)
@@ -142,13 +146,13 @@ _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.defau
 def replay(events: list[Event], resources: Resources) -> dict[str, float]:
     """Compute the seconds that the events take, in total and by kind.
 
-    Operators run one after another; each takes the time of its arithmetic plus that of its bytes. Collectives, updates
-    in the host's memory, and reads and writes on a disk form three more queues, which run in parallel with operators
-    (without ``overlaps``, only the disk's queue does). A wait lasts until its collective is done.
+    Operators run one after another; each takes the time for its arithmetic plus the time for its bytes. Collectives,
+    updates in the host's memory, and disk accesses form three more queues. These run in parallel with operators;
+    without ``overlaps``, only the disk's queue does. A wait lasts until its collective is done.
 
     Returns:
-        ``total``; ``compute``, the time of operators alone; ``communication``, of collectives alone; ``waiting``, the
-        part of the total in which no operator runs because a collective or an update is awaited.
+        ``total``; ``compute``, the time of operators; ``communication``, the time of collectives; ``waiting``, the part
+        of the total in which no operator runs because a collective or an update is awaited.
     """
     now = network_free = host_free = disk_free = compute = communication = 0.0
     ends: dict[int, float] = defaultdict(float)

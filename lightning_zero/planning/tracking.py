@@ -1,4 +1,4 @@
-"""Dispatch modes for fake tensors: one tracks memory, another answers value-dependent operators."""
+"""Dispatch modes for fake tensors: one tracks memory, the other assumes results of value-dependent operators."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ class MemoryTracker(TorchDispatchMode):
     A storage counts with its current size, so a buffer that the engine has resized to zero does not count.
 
     Args:
-        by_category: returns the bytes in the engine's ledger; those under ``"host"`` are not part of a peak.
-        on_host: returns whether new storages are in the host's memory, and thus not part of a peak either.
+        by_category: returns the engine's bytes by category; bytes under ``"host"`` are not part of ``peak``.
+        on_host: returns whether new storages are in the host's memory; the peak is then not updated.
 
     Attributes:
-        peak: the highest total since the last ``reset``.
-        at_peak: ``by_category`` at that time.
+        peak: the most bytes on the device since the last ``reset``.
+        at_peak: the result of ``by_category`` at the peak.
         host_peak: the most bytes under ``"host"`` in ``by_category`` since the last ``reset``.
     """
 
@@ -50,7 +50,7 @@ class MemoryTracker(TorchDispatchMode):
         self.at_peak = Counter[str]()
 
     def reset(self) -> None:
-        """Reset the peak to the bytes in use now."""
+        """Reset the peaks to the bytes in use now."""
         self.peak = self.host_peak = 0
         self._note_peak()
 
@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # not dispatched
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # not a dispatched operator
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -78,7 +78,7 @@ class MemoryTracker(TorchDispatchMode):
         return result
 
     def count(self, values: Iterable[Any]) -> None:
-        """Count the storages of all tensors among some values."""
+        """Count the storages of the tensors among the values."""
         for value in values:
             if isinstance(value, Tensor) and not isinstance(value, WrapperTensor) and value.device.type != "meta":
                 storage = value.untyped_storage()
@@ -106,12 +106,12 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class Assumptions(TorchDispatchMode):
-    """Answers operators whose results depend on values, which fake tensors do not have.
+    """Assumes the results of operators that depend on values, which fake tensors do not have.
 
-    Operators on real tensors alone, such as a batch's token ids and masks, are computed.
+    Operators on only real tensors, such as a batch's token ids and masks, are computed.
 
     Attributes:
-        made: each assumption, with the line of the project that needs it.
+        made: its keys are the assumptions, each with the line of the project that reads the values.
     """
 
     def __init__(self) -> None:

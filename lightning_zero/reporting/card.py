@@ -15,7 +15,7 @@ MARK = "<!-- lightning-zero report writes this file anew as long as this line is
 
 
 def may_write(path: Path) -> bool:
-    """Whether there is no file at the path, or one from ``write`` that still contains ``MARK``."""
+    """Whether the path has no file, or a file that still contains ``MARK``, with which ``write`` marks cards."""
     return not path.exists() or MARK in path.read_text()
 
 

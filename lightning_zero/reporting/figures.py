@@ -15,10 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 POINTS = 500
-"""Most points drawn for a curve; a longer curve is thinned evenly."""
+"""Maximum number of points drawn per curve; a longer curve is thinned evenly."""
 
-# Text stays text, in the reader's font; `$` and `_` in names do not start formulas.
 _LINES = ("-", "--", ":")
+# Text stays text in the SVG, in the reader's font; `$` and `_` in names do not start formulas.
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lightning_zero",
@@ -70,7 +70,7 @@ def memory_over_time(over_time: Mapping[str, Curve], predicted: float | None) ->
 
 
 def memory_bars(bars: Mapping[str, Mapping[str, float]], lines: Mapping[str, float]) -> str:
-    """Draw a stacked bar of categories for each name, and lines across all bars."""
+    """Draw a stacked bar of categories for each entry of ``bars``, and a line across all bars for each of ``lines``."""
     unit, scale = _unit(max([*(sum(shares.values()) for shares in bars.values()), *lines.values()]))
     categories = [name for name in CATEGORIES if any(shares.get(name) for shares in bars.values())]
     with _figure([*categories, *lines], list(bars)) as (axes, done):
@@ -87,7 +87,7 @@ def memory_bars(bars: Mapping[str, Mapping[str, float]], lines: Mapping[str, flo
 
 
 def bars(values: Mapping[str, float], unit: str) -> str:
-    """Draw a bar for each name."""
+    """Draw a bar for each value."""
     with _figure([], list(values)) as (axes, done):
         axes.barh(list(values), list(values.values()), height=0.6)
         _name_bars(axes, unit)
@@ -100,7 +100,7 @@ def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Ax
 
     Args:
         named: legend entries, which need room under the axes.
-        rows: bars, which need height.
+        rows: names of bars, which need height.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot, which may need a display
@@ -116,7 +116,7 @@ def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Ax
 
 
 def _for_a_page(svg: str) -> str:
-    """The SVG without its header, the ids that all figures share, and its size, which the page sets."""
+    """Remove an SVG's header, the ids that all figures share, and the size, which the page sets."""
     tag, rest = svg[svg.index("<svg") :].split(">", 1)
     ids = r' id="(?:figure|axes|patch|matplotlib\.axis|xtick|ytick|line2d|text|legend)_\d+"'
     return re.sub(r' (?:width|height)="[^"]*"', "", tag) + ">" + re.sub(ids, "", rest)
@@ -130,7 +130,7 @@ def _thinned(curve: Curve) -> Sequence[tuple[int, float]]:
 
 
 def _unit(most: float) -> tuple[str, float]:
-    """The largest unit in which the number of bytes is at least one, and its size in bytes."""
+    """The largest unit that is not above ``most`` bytes, and the unit's size in bytes."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if most >= scale:
             return unit, scale
@@ -146,12 +146,12 @@ def _name_steps(axes: Axes) -> None:
 
 def _name_bars(axes: Axes, unit: str) -> None:
     axes.set_xlabel(unit)
-    axes.invert_yaxis()  # the first on top
+    axes.invert_yaxis()  # the first bar on top
     axes.grid(axis="y", visible=False)
 
 
 def _legend(axes: Axes) -> None:
-    """Draw the legend under the axes, where it hides nothing."""
+    """Draw the legend under the axes, where it hides no curve."""
     lines, names = axes.get_legend_handles_labels()
     axes.figure.legend(lines, names, loc="outside lower center", ncols=_columns(names), frameon=False, fontsize=9)
 

@@ -1,4 +1,4 @@
-"""Fingerprints of training data: equal for equal data, different after a change, and bounded in work.
+"""Fingerprints of training data: hashes that show whether data have changed. Of large data, only a part is read.
 
 The hash is BLAKE2b from Python's standard library; xxh3 would need a package.
 """
@@ -22,11 +22,11 @@ from torch.utils.data import IterableDataset
 from lightning_zero.engine.compat import tree_leaves
 
 MOST_BYTES = 2**30
-"""Most bytes read from files."""
+"""Maximum number of bytes read from files."""
 MOST_FILES = 10_000
-"""Most files whose contents are read; the names and sizes of all files count."""
+"""Maximum number of files whose contents are read; names and sizes of all files are hashed."""
 MOST_SAMPLES = 2_000
-"""Most samples read from a dataset; fewer where ``SAMPLE_BYTES`` are reached."""
+"""Maximum number of samples read from a dataset; fewer if these would have more than ``SAMPLE_BYTES``."""
 LEAST_SAMPLES = 16
 SAMPLE_BYTES = 2**26
 
@@ -49,11 +49,11 @@ class _Hash:
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """Fingerprint files, and all files in folders, by relative name, size and content.
 
-    Above ``MOST_BYTES`` or ``MOST_FILES``, only evenly spread files are read, and of large files only the
-    beginning and the end.
+    Beyond ``MOST_BYTES`` or ``MOST_FILES`` in total, only a part is read: evenly spread files, and only the beginning
+    and the end of large files.
 
     Raises:
-        FileNotFoundError: a path does not exist.
+        FileNotFoundError: if a path does not exist.
     """
     found: list[tuple[str, Path]] = []
     for path in map(Path, paths):
@@ -90,14 +90,14 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
 def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     """Fingerprint datasets by their lengths and by evenly spread samples, as ``dataset[index]`` returns them.
 
-    Random transforms draw from generators with a fixed seed; the states of Python's, NumPy's and torch's generators are
-    restored afterwards. ``fingerprint`` is None if a dataset has no samples by index.
+    For random transforms, the generators of Python, NumPy and torch get a fixed seed; their states are restored
+    afterwards. ``fingerprint`` is None if a dataset cannot be indexed.
     """
     state, read, length = _Hash(), 0, 0
     for dataset in datasets:
         has_samples = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if isinstance(dataset, IterableDataset) or not has_samples:
-            why = f"{type(dataset).__name__} has no samples by index: name its files, RunManifest(data=[...])"
+            why = f"{type(dataset).__name__} cannot be indexed: give its files as RunManifest(data=[...])"
             return {"fingerprint": None, "method": why}
         state.add(len(dataset).to_bytes(8, "little"))
         length += len(dataset)
@@ -107,7 +107,7 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
             random.seed(0)
             before = state.nbytes
             if len(dataset):
-                _add(state, dataset[0])  # its size determines how many more samples are read
+                _add(state, dataset[0])  # this sample's size determines how many are read
             most = max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // max(1, state.nbytes - before)))
             indices = _spread(len(dataset), most)
             for index in indices[1:]:
@@ -122,7 +122,7 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
 
 
 def datasets_of(loaders: Any) -> list[Any]:
-    """The datasets in a loader or a collection of loaders; a loader that is not torch's is its own dataset."""
+    """The datasets in a loader or a collection of loaders; a loader without a ``dataset`` counts as a dataset."""
     return [getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)]
 
 
@@ -132,7 +132,7 @@ def _spread(count: int, most: int) -> list[int]:
 
 
 def _add(state: _Hash, value: Any) -> None:
-    """Add a sample with its structure, types and shapes."""
+    """Add a sample's values, structure, types and shapes to a hash."""
     state.add(type(value).__name__.encode())
     if isinstance(value, Tensor):
         state.add(str((value.dtype, tuple(value.shape))).encode())

@@ -1,4 +1,4 @@
-"""Manifest of a run: what is needed to repeat the run, later its duration and the engine's memory and communication."""
+"""Manifest of a run: what is needed to repeat it, and after the run its duration, memory and communication."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ FORMAT = 1
 
 
 class RunManifest(Callback):
-    """Writes ``manifest.json`` when training begins, and completes it when training ends. Rank 0 writes.
+    """Writes ``manifest.json`` on rank 0 when training begins, and completes it when training ends.
 
-    The manifest has the configuration, the working directory's git commit, the installed packages, the machine, seeds,
-    the strategy with its options, and a fingerprint of the training data. The end of training adds the duration of
-    the fit, and the engine's memory and communication. ``lightning-zero report`` reads the manifest.
+    The manifest contains the configuration, the git commit of the working directory, the installed packages, the
+    machine, seeds, the strategy with its options, and a fingerprint of the training data. When training ends, the
+    duration of the fit and the engine's memory and communication are added. ``lightning-zero report`` reads the file.
 
     Arguments:
         folder: where to write the manifest; by default the logger's folder, or the Trainer's ``default_root_dir``.
-        data: files or folders to fingerprint, as rank 0 sees them. By default samples of the training dataset are read
-            once more, as ``dataset[index]``.
+        data: files or folders to fingerprint, which rank 0 reads. By default, samples of the training
+            dataset are fingerprinted, which reads ``dataset[index]`` once more.
         config: the configuration, such as Hydra's; by default the saved hyperparameters of the module and the data
             module.
 
@@ -54,7 +54,7 @@ class RunManifest(Callback):
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self._folder, self._data, self._config = folder, data, config
-        self._manifest: dict[str, Any] | None = None  # on rank 0, once training has begun
+        self._manifest: dict[str, Any] | None = None  # stays None on all ranks but 0
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -156,7 +156,7 @@ def installed_packages() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """Platform, processors, and GPUs."""
+    """The platform, processors and GPUs, and the versions of CUDA and this package."""
     return {
         "platform": platform.platform(),
         "processors": os.cpu_count(),
@@ -197,7 +197,7 @@ def plain(value: Any) -> Any:
 
 
 def shapes_of(batch: Any) -> Any:
-    """The structure of a batch with dtypes and shapes in place of tensors."""
+    """The structure of a batch, with dtypes and shapes in place of tensors."""
     if isinstance(batch, Tensor):
         return {"tensor": [str(batch.dtype).removeprefix("torch."), list(batch.shape)]}
     if isinstance(batch, Mapping):
@@ -221,7 +221,7 @@ def _hyperparameters(trainer: Trainer, module: LightningModule) -> dict[str, Any
 
 
 def _strategy(trainer: Trainer) -> dict[str, Any]:
-    """The strategy's class, and for ZeRO the stage and the options that differ from their defaults."""
+    """The strategy's class; for ZeRO also the stage, the transport, and the options that differ from their defaults."""
     strategy: Any = trainer.strategy
     engine = getattr(strategy, "engine", None)
     found: dict[str, Any] = {"class": _name(type(strategy)), "stage": None}

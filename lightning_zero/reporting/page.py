@@ -23,7 +23,7 @@ class Drawing(NamedTuple):
 
 
 def render(summary: Mapping[str, Any], title: str) -> str:
-    """Make the page of a summary."""
+    """Return a summary's page as HTML."""
     jobs = summary["jobs"]
     return (
         _environment()
@@ -41,7 +41,7 @@ def render(summary: Mapping[str, Any], title: str) -> str:
 
 
 def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The table of jobs: the text for each job by column heading."""
+    """The columns of the table of jobs: by heading, one text per job."""
     names = dict.fromkeys(name for job in jobs for name in job["validation"])
     last = dict.fromkeys(name for job in jobs for name in job["last"] if not is_detail(name))
     metrics = {f"validation {name}": [number(job["validation"].get(name)) for job in jobs] for name in names}
@@ -66,7 +66,7 @@ def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
 
 
 def _comparison(jobs: list[dict[str, Any]]) -> Iterator[Drawing]:
-    """Figures that compare jobs: each metric that several jobs have, and memory."""
+    """Yield figures that compare jobs: one for each metric that several jobs have, and one for memory."""
     names = dict.fromkeys(name for job in jobs for name in job["metrics"] if not is_detail(name))
     for name in names:
         series = {job["label"]: job["metrics"][name] for job in jobs if name in job["metrics"]}
@@ -96,7 +96,7 @@ def _memory(job: dict[str, Any]) -> Iterator[Drawing]:
     names = {"formula": "the paper's formula", "ddp": "model states under DDP"}
     lines = {words: memory[name] for name, words in names.items() if memory[name]}
     if shares:
-        yield Drawing("peak of the bytes on a rank", figures.memory_bars(shares, lines))
+        yield Drawing("peak memory of rank 0", figures.memory_bars(shares, lines))
     if memory["over_time"]:
         peak = sum(memory["predicted"]["peak_bytes"].values()) if memory["predicted"] else None
         yield Drawing("memory over time", figures.memory_over_time(memory["over_time"], peak))
@@ -117,13 +117,13 @@ def number(value: Any) -> str:
 
 
 def rate(job: Mapping[str, Any]) -> str:
-    """Throughput in words."""
+    """A job's throughput as text, such as "1,200 samples a second"."""
     found = job["throughput"]
     return "" if found is None else f"{found['per_second']:,.0f} {found['counted']} a second"
 
 
 def duration(seconds: float | None) -> str:
-    """A duration as hours, minutes and seconds, or below a minute as seconds."""
+    """A duration in seconds if it is below one minute, otherwise as hours, minutes and seconds."""
     if seconds is None:
         return ""
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
@@ -135,7 +135,7 @@ def when(text: str | None) -> str:
 
 
 def percent(measured: float, predicted: float) -> str:
-    """The relative error of a prediction."""
+    """The relative error of a prediction, in percent."""
     return f"{100 * (predicted - measured) / measured:+.1f} %" if measured else ""
 
 

@@ -11,23 +11,23 @@ import torch
 
 
 class NotPredicted(Exception):
-    """Raised with the reason why there is no prediction, worded as the end of a sentence."""
+    """Raised if a run cannot be predicted; the message completes the sentence "No prediction: ..."."""
 
 
 def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
     """Run two steps on fake tensors with the manifest's settings, and zeros in the shape of the run's first batch.
 
     Returns:
-        ``peak_bytes``, by category when the engine holds the most, as in ``Report.peak``; ``process_peak_bytes``, when
-        the whole process holds the most, with activations; ``host_bytes``; ``assumptions``.
+        ``peak_bytes``, the engine's bytes by category at the engine's peak, as in ``Report.peak``;
+        ``process_peak_bytes``, all bytes by category at the whole process's peak; ``host_bytes``; ``assumptions``.
 
     Raises:
-        NotPredicted: the manifest is incomplete, or its module cannot be made here.
+        NotPredicted: if the manifest is incomplete, or its module or strategy cannot be planned here.
     """
     from lightning_zero.planning.fake_run import fake_run
 
     if "batch" not in manifest:
-        raise NotPredicted(f"there is no first batch in a manifest.json: {_ADVICE}")
+        raise NotPredicted(f"there is no manifest.json with the shapes of a batch: {_ADVICE}")
     strategy = manifest["strategy"]
     stage = strategy["stage"]
     if stage is None and not strategy["class"].endswith((":DDPStrategy", ":SingleDeviceStrategy")):
@@ -35,7 +35,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
     options = {name: _restored(value) for name, value in strategy.get("options", {}).items()}
     batch = _zeros(manifest["batch"])
     if "" not in sys.path:
-        sys.path.insert(0, "")  # the project's own modules, as `python script.py` finds them
+        sys.path.insert(0, "")  # makes the project's modules in the current folder importable
     try:
         run = fake_run(
             lambda: _module(manifest),
@@ -53,7 +53,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
     except Exception as error:  # raised by the project's code, which may need more than the manifest contains
         text = (str(error).strip() or "no message").splitlines()[0]
         raise NotPredicted(f"the planner ended with {type(error).__name__}: {text}") from error
-    unseen = () if stage else ("reduction",)  # DDP's buckets, which are not measured
+    unseen = () if stage else ("reduction",)  # DDP's buckets, which a real run does not measure
     return {
         "peak_bytes": {name: nbytes for name, nbytes in run.report_peak.items() if name not in unseen},
         "process_peak_bytes": run.peak_bytes,
@@ -66,7 +66,7 @@ _ADVICE = "add the callback lightning_zero.reporting.RunManifest to the Trainer"
 
 
 def _module(manifest: Mapping[str, Any]) -> Any:
-    """The run's module, from the configuration of ``lightning-zero train`` or from its class and hyperparameters."""
+    """Make the run's module, from the configuration of ``lightning-zero train`` or from class and hyperparameters."""
     from hydra.utils import instantiate
 
     if "_target_" in (manifest["config"].get("model") or {}):

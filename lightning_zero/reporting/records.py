@@ -1,4 +1,4 @@
-"""Records of runs: the files that the command, ``RunManifest`` and loggers have written to a folder."""
+"""Reads the records of runs: files in a folder from ``lightning-zero train``, ``RunManifest`` and loggers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ Curve = list[tuple[int, float]]
 OVERRIDES = ".hydra/overrides.yaml"
 _EVENTS = "events.out.tfevents.*"
 _DEPTH = 3
-"""Most folder levels from the given folder down to a run's folder: one for a sweep, two for a day of runs."""
+"""Maximum depth of a run's folder below the given folder. The jobs of a sweep are at depth 1."""
 
 
 class ReportError(Exception):
-    """An error in the records or their folder, described in one line."""
+    """Raised if a report cannot be made; the message is one line."""
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Run:
 
     Attributes:
         folder: the folder with the run's records.
-        label: the overrides or settings that differ from the other jobs', or the folder's name.
+        label: the overrides or settings in which this job differs from other jobs, or the folder's name.
         overrides: Hydra's overrides, as on the command line.
         manifest: the manifest from ``RunManifest``; empty if there is none.
         results: ``results.json`` from ``lightning-zero train``; empty if there is none.
-        config: the configuration, as far as it is known.
-        metrics: metrics from loggers and the results by name, as (step, value).
+        config: the configuration; empty if it is unknown.
+        metrics: metrics from loggers and the results by name, as lists of (step, value).
     """
 
     folder: Path
@@ -59,7 +59,7 @@ def read_runs(folder: Path) -> list[Run]:
     """Read the run in a folder, or the runs in its subfolders: the jobs of a sweep, or the versions of a logger.
 
     Raises:
-        ReportError: there is no such folder, no run has records, or a record cannot be read.
+        ReportError: if there is no such folder, no run has records, or a record cannot be read.
     """
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder: give the folder of a run or of a sweep")
@@ -83,7 +83,7 @@ def overrides_of(folder: Path) -> list[str]:
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
-    """For each job's folder, the overrides that differ between jobs, plus the folder's name if these are not unique."""
+    """A label for each job's folder: the overrides that differ between jobs, plus the folder's name if not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
@@ -106,7 +106,7 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of a nested configuration by their dotted names."""
+    """Yield the dotted names of a nested configuration's values, with the values."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -115,7 +115,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _settings(config: Mapping[str, Any]) -> list[str]:
-    """A configuration in the form of overrides, for runs that Hydra has not started."""
+    """A configuration in the form of overrides, for runs that were not started by Hydra."""
     return [f"{name}={value}" for name, value in flat(config)]
 
 
@@ -133,7 +133,7 @@ def _read(folder: Path) -> Run:
 
 
 def _newest(files: Iterable[Path]) -> list[Path]:
-    """The newest of a logger's files, in a list; a run resumed in the same folder may have left several."""
+    """The newest of a logger's files, in a list; empty if there are none. A resumed run may have left several."""
     return sorted(files, key=lambda file: file.stat().st_mtime)[-1:]
 
 
@@ -153,7 +153,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if file.exists():
             try:
                 return dict(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
-            except YAMLError:  # Python objects, which a logger has written with their classes
+            except YAMLError:  # the file contains Python objects, which a logger has written
                 continue
     return {}
 
@@ -182,7 +182,7 @@ def _read_events(folder: Path) -> dict[str, Curve]:
         )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: keep all
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0 keeps all values
     names = (name for name in events.Tags()["scalars"] if name not in ("epoch", "hp_metric"))
     return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in names}
 

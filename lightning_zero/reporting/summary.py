@@ -17,10 +17,10 @@ CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "
 
 @dataclass(frozen=True)
 class Declared:
-    """Declared figures for one rank's device, to estimate the cost of runs; None leaves an estimate out.
+    """Figures that the user declares for one rank's device, to estimate costs; with None, that estimate is omitted.
 
     Attributes:
-        price: price per hour.
+        price: price per hour, in any currency.
         watts: power draw.
         carbon: grams of CO2 per kWh.
     """
@@ -33,7 +33,7 @@ class Declared:
 def summarize(
     runs: list[Run], declared: Declared, predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None = predicted
 ) -> dict[str, Any]:
-    """Describe runs.
+    """Return a report's contents as plain values.
 
     Args:
         runs: one run, or the jobs of a sweep.
@@ -124,7 +124,7 @@ def _prediction(
 
 
 def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[str, float]:
-    """Hours summed over ranks, and from declared figures the price, energy in kWh and CO2 in kg; empty if unknown."""
+    """Hours summed over ranks and, as far as declared, price, kWh and kg of CO2; empty if time or ranks are unknown."""
     if seconds is None or ranks is None:
         return {}
     hours = seconds * ranks / 3600
@@ -139,7 +139,7 @@ def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[
 
 
 def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Metrics by figure: all curves of one metric (training, validation, step, epoch), or ZeroMonitor's of one unit."""
+    """Metrics by figure: one metric's curves (train, validation, step, epoch), or ZeroMonitor's by kind and unit."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in metrics.items():
         part, _, rest = name.removeprefix(_PREFIX).partition("/")
@@ -165,7 +165,7 @@ _UNITS = ("MB", "calls", "s")
 
 
 def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
-    """Bytes by category, and the highest sum so far as ``peak``, from ZeroMonitor's metrics."""
+    """Curves of bytes by category from ZeroMonitor's metrics; ``peak`` is the highest sum so far."""
     found = {}
     for name, curve in metrics.items():
         category = name.removeprefix(_PREFIX).removeprefix("memory/")
@@ -176,7 +176,7 @@ def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def _throughput(run: Run) -> dict[str, Any] | None:
-    """The counted unit, and its rate per second, from the results of ``lightning-zero train`` or from ZeroMonitor."""
+    """What is counted, such as tokens, and the rate per second; from ``lightning-zero train`` or ZeroMonitor."""
     if run.results.get("per_second"):
         return {"counted": run.results["counted"], "per_second": run.results["per_second"]}
     found = {
@@ -184,6 +184,6 @@ def _throughput(run: Run) -> dict[str, Any] | None:
         for name, curve in run.metrics.items()
         if (match := re.fullmatch(rf"(?:{_PREFIX})?throughput/(\w+)_per_sec", name))
     }
-    general = ("samples", "batches", "flops")  # used only if the module reports no rate of its own, such as tokens
+    general = ("samples", "batches", "flops")  # chosen only if the module reports no unit of its own, such as tokens
     counted = min(found, key=lambda name: general.index(name) if name in general else -1, default=None)
     return None if counted is None else {"counted": counted, "per_second": found[counted]}

@@ -1,4 +1,4 @@
-"""Import hook: import one module right after another is imported, no matter when and by which code."""
+"""Import hook: once any code has imported a given module, import another module as well."""
 
 import importlib
 import sys
@@ -13,10 +13,9 @@ _OWN = f"{__name__.partition('.')[0]}."
 
 
 def after_import(of: str, then: str) -> None:
-    """Import the module ``then`` as soon as the module ``of`` has been imported, or at once if it already has been.
+    """Import the module ``then`` once the module ``of`` has been imported; immediately if ``of`` already has been.
 
-    If a module of this package imports ``of``, ``then`` is imported only after that module has been executed, since
-    ``then`` may import the same module.
+    ``then`` is not imported while modules of this package are still being executed, since it may import them.
     """
     if of in sys.modules:
         importlib.import_module(then)
@@ -27,7 +26,7 @@ def after_import(of: str, then: str) -> None:
 
 
 class _Thread(threading.local):
-    """One thread's imports: the number of this package's modules being executed, and the modules to import next."""
+    """Per thread: the number of this package's modules being executed, and the names of modules to import later."""
 
     def __init__(self) -> None:
         self.own = 0
@@ -35,7 +34,7 @@ class _Thread(threading.local):
 
 
 class _Finder(MetaPathFinder):
-    """Finder that wraps module loaders, to act when a module is executed; finding a module alone has no effect."""
+    """Finder that wraps module loaders, since a module may be searched for (``find_spec``) without being executed."""
 
     def __init__(self) -> None:
         self.then: dict[str, str] = {}
@@ -62,7 +61,7 @@ class _Finder(MetaPathFinder):
             execute(module)
             if then := self.then.pop(name, None):
                 thread.due.append(then)
-        finally:  # a failing module of this package may have imported Lightning, which stays imported
+        finally:  # if a module of this package fails, modules that it has imported stay imported
             thread.own -= is_own
             while thread.due and not thread.own:
                 importlib.import_module(thread.due.pop(0))

@@ -36,12 +36,13 @@ from lightning_zero.strategies.same_batches import SameBatches
 class FabricStrategy(ZeroProcesses):
     """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that are passed to ``Fabric.setup``.
 
-    Each module that is set up has its own engine, until the module is deleted or the strategy is torn down. An
-    optimizer may be set up together with its module, before or after it, and may hold parameters of several modules.
+    Each module that is set up has its own engine until the module is deleted or the strategy is torn down. An
+    optimizer may be set up with its module, before the module or after the module, and may hold parameters of several
+    modules.
 
     Arguments:
         {options}
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: see Lightning's strategies.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision: as for any strategy.
 
     Raises:
         TypeError, ValueError: if an option does not exist, or its value is not allowed.
@@ -49,7 +50,7 @@ class FabricStrategy(ZeroProcesses):
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         super().__init__(stage=stage, **options)
-        # In order of set-up, the same on every rank. Weak references, since modules and optimizers belong to the user.
+        # Both lists are in order of set-up, the same on every rank. Weak references: users own modules and optimizers.
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._backward_sync_control: Any = _BackwardSyncControl()
@@ -77,13 +78,13 @@ class FabricStrategy(ZeroProcesses):
         return [engine for reference in self._engines if (engine := reference()) is not None]
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move the module, unless it may be too large for the device: ``setup_module`` then moves it shard by shard."""
+        """Move the module to the device, unless parameters are sharded or deferred: ``setup_module`` moves those."""
         if not self._is_sharded and not awaits_values(module):
             module.to(self.root_device)
 
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context of ``Fabric.init_module``."""
+        """Context manager of ``Fabric.init_module``."""
         with self._making_module(empty_init), self.precision.module_init_context():
             yield
 
@@ -93,7 +94,7 @@ class FabricStrategy(ZeroProcesses):
         return self.setup_module(module), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard a module in place, and the optimizers over its parameters that were set up before. Collective."""
+        """Shard a module in place, and the states of optimizers already set up for its parameters. Collective."""
         consolidate(module, self._handshake_timeout)
         engine = Engine(
             module,
@@ -106,7 +107,7 @@ class FabricStrategy(ZeroProcesses):
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer update this rank's shards of all modules whose parameters it holds, also later ones."""
+        """Make an optimizer update this rank's shards of its parameters, also in modules that are set up later."""
         check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
@@ -122,15 +123,15 @@ class FabricStrategy(ZeroProcesses):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """The full state dict, on the CPU. Collective."""
+        """Return the full state dict, on the CPU. Collective."""
         return self._state_of(module, on_cpu)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """An optimizer's full state in torch's ordinary form, on the CPU. Collective."""
+        """Return an optimizer's full state dict in torch's format, on the CPU. Collective."""
         return self._state_of(optimizer, on_cpu)
 
     def _state_of(self, value: Any, leaf: Leaf) -> Any:
-        """The state dict of a module or optimizer, with ``leaf`` applied to each tensor; other values unchanged."""
+        """Return a module's or optimizer's state dict (``leaf`` converts sharded tensors), and other values as is."""
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             for engine in self.engines:
@@ -155,8 +156,8 @@ class FabricStrategy(ZeroProcesses):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Write an ordinary file on rank 0, or a folder to which each rank writes its shards. Collective."""
-        # In a full checkpoint, a filter runs on rank 0 only, and may read values.
+        """Write a file on rank 0, or a folder to which each rank writes its shards (sharded checkpoint). Collective."""
+        # A filter of a full checkpoint runs on rank 0 and may read values, so values are gathered first.
         parts = self._saves_in_parts or (self._assembles_in_background and filter is None)
         leaf = self._leaf(parts=parts, keeps=self.is_global_zero)
         # The rendezvous raises within seconds if not every rank calls this method.
@@ -190,7 +191,7 @@ class FabricStrategy(ZeroProcesses):
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """Load a full or sharded checkpoint as Fabric does; each rank reads only its shards of weights and states."""
+        """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
         self._alike(self._saver.finish)
         if not self._has_default_io or str(path).startswith("http"):
             remainder = super().load_checkpoint(path, state, strict, weights_only)
@@ -229,7 +230,7 @@ class FabricStrategy(ZeroProcesses):
 
 
 class _Sharded(nn.Module):
-    """Wrapper in place of DistributedDataParallel: Fabric routes a module's other methods through the wrapper."""
+    """Wrapper in the role of DDP: only for a wrapped module, Fabric routes other methods through ``forward``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -247,7 +248,7 @@ class _Sharded(nn.Module):
 
 
 def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
-    """An optimizer's parameter names in group order, prefixed by the module's key if there are several modules."""
+    """Return an optimizer's parameter names in group order; with several modules, their keys are prefixes."""
     modules = {key: _unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
     names = {
         id(parameter): name if len(modules) == 1 else f"{key}.{name}"
@@ -278,7 +279,7 @@ _strategies: weakref.WeakSet[FabricStrategy] = weakref.WeakSet()
 
 
 def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
-    """Wrap ``sys.excepthook`` to notify the other ranks of an exception: no Fabric code encloses a user's script."""
+    """Wrap ``sys.excepthook`` to notify the other ranks of exceptions that end a script, which Fabric cannot catch."""
 
     def tell(cls: type[BaseException], exception: BaseException, *rest: Any) -> None:
         for strategy in list(_strategies):

@@ -7,15 +7,15 @@ from typing import Any
 
 from lightning.fabric.utilities.rank_zero import rank_zero_info
 
-GLOBAL_BATCH = "global_batch"  # entry of a checkpoint
+GLOBAL_BATCH = "global_batch"  # key in a checkpoint
 
 
 def global_batch(trainer: Any) -> dict[str, Any]:
-    """Return the size of an optimizer step's batch, for ``keep_global_batch`` to compare.
+    """Return what determines the global batch size of an optimizer step, for ``keep_global_batch``.
 
     Returns:
-        ``accumulate``, the number of micro-batches per rank; ``ranks``; and ``samples`` for each training loader, over
-        all ranks (counted in micro-batches if the loader has no ``batch_size``).
+        A dict: ``accumulate``, the number of micro-batches per rank; ``ranks``, the number of ranks; and ``samples``, a
+        list of each training loader's samples on all ranks (micro-batches if the loader has no ``batch_size``).
     """
     accumulate, ranks = trainer.accumulate_grad_batches, trainer.world_size
     loaders = getattr(trainer.fit_loop._combined_loader, "flattened", ())
@@ -27,31 +27,32 @@ def global_batch(trainer: Any) -> dict[str, Any]:
 
 
 def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
-    """Set the number of accumulated micro-batches so that a step takes as many samples as before. Collective.
+    """Set ``accumulate_grad_batches`` so that each step takes as many samples as before the restart. Collective.
 
     Args:
-        trainer: a trainer whose data is not set up yet.
-        before: the result of ``global_batch`` with the previous number of ranks.
+        trainer: the trainer, before its data is set up.
+        before: the result of ``global_batch`` before the restart.
 
     Raises:
-        ValueError: if no whole number of micro-batches achieves this.
+        ValueError: if no whole number of micro-batches gives this number of samples, or the number cannot be set.
     """
     is_as_before = before["accumulate"] == trainer.accumulate_grad_batches or not _can_accumulate(trainer)
     if before["ranks"] == trainer.world_size and is_as_before:
         return
     trainer.fit_loop.setup_data()
     now = global_batch(trainer)
-    trainer.fit_loop._combined_loader = None  # set up again when the fit begins, at the loaded position
+    trainer.fit_loop._combined_loader = None  # the fit sets the loaders up again, at the loaded position
     if len(now["samples"]) != len(before["samples"]):
-        return  # the state was kept before data was set up
+        return  # ``before`` was recorded before the data was set up
     ratios = {Fraction(old, new) for old, new in zip(before["samples"], now["samples"])}
     accumulate = now["accumulate"] * max(ratios, default=Fraction(1))
     if len(ratios) > 1 or accumulate.denominator > 1 or (ratios != {1} and not _can_accumulate(trainer)):
         raise ValueError(
-            f"This job ran on {before['ranks']} ranks with {before['samples'][0]} samples a step, and cannot take as "
-            f"many on {now['ranks']} ranks: accumulate_grad_batches would become {accumulate}. Start it with a number "
-            f"of ranks, a batch size and accumulate_grad_batches whose product is {before['samples'][0]}. In manual "
-            "optimization, or with an accumulation schedule, the script itself must ensure this."
+            f"This job ran on {before['ranks']} ranks with {before['samples'][0]} samples per step. On "
+            f"{now['ranks']} ranks, this would require accumulate_grad_batches={accumulate}, which cannot be set. "
+            "Choose the number of ranks, the batch size and accumulate_grad_batches so that their product is "
+            f"{before['samples'][0]}. In manual optimization, or with an accumulation schedule, the script itself must "
+            "keep this product."
         )
     trainer.accumulate_grad_batches = int(accumulate)
     rank_zero_info(

@@ -17,40 +17,40 @@ from lightning_zero.io.disk import make_private_folder
 from lightning_zero.io.labels import is_of_the_dead, label_of
 
 _FORGOTTEN = 3600.0
-"""Seconds without a change after which the next job removes the folder of a job whose launcher is gone."""
+"""If a job's launcher has ended, another job removes the folder this many seconds after its last change."""
 
 _PROCESS, _ENDED = "process-", "ended-"
-_PATIENCE = 10.0  # seconds for a killed process to end
+_PATIENCE = 10.0  # seconds to wait for a lock, or for a killed process to end
 _NOTE_BYTES = 256
 
 
 def name_of_job() -> str | None:
-    """The name by which restarted processes find the files of earlier ones; None if the launcher provides no name.
+    """Return the name under which restarted processes find the job's files; None if the launcher gives the job no name.
 
-    The name depends on the command line, since several programs may run within one SLURM job.
+    The name includes a checksum of the command line, since several programs may run within one SLURM job.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if "SLURM_JOB_ID" in os.environ:
         name = f"slurm-{os.environ['SLURM_JOB_ID']}"
     elif run is None:
         return None
-    else:  # torchrun's default id is the same for all jobs, so the torchrun process distinguishes them
+    else:  # the default id "none" is the same for all jobs, so torchrun's process id is used
         name = run if run != "none" else f"torchrun-{label_of(os.getppid()).rpartition('-')[0]}"
     program = zlib.crc32("\0".join([os.getcwd(), *sys.argv]).encode())
     return "".join(each if each.isalnum() or each in "-." else "_" for each in name)[:80] + f"-{program:08x}"
 
 
 class JobFolder:
-    """A job's folder, as used by one of its processes; removed when all processes on the machine end without errors.
+    """A job's folder on one machine. It is removed after all the job's processes there have ended without errors.
 
     Args:
-        parent: a folder in memory that belongs to this user alone.
+        parent: the folder in memory that contains job folders; only this user may access it.
         name: the job's name.
         rank: this process's rank.
         of_machine: the number of the job's ranks on this machine.
 
     Raises:
-        OSError: if the folder cannot be used, or another launcher's processes use it.
+        OSError: if the folder cannot be used, or processes of another launcher are using it.
     """
 
     def __init__(self, parent: str, name: str, rank: int, of_machine: int) -> None:
@@ -71,23 +71,23 @@ class JobFolder:
         _lock(self._file)  # held until this process ends; forked processes do not inherit the lock
         about = json.dumps([os.getpid(), launcher]).encode()
         try:
-            os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)  # in place: a full tmpfs has no room for a new page
+            os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)  # overwrite: a full tmpfs has no room for a new page
         except OSError:
-            os.close(self._file)  # while the file is locked, other ranks wait for its contents
+            os.close(self._file)  # releases the lock: other ranks wait for the contents of a locked file
             raise
-        Finalize(None, self._end_process, exitpriority=10)  # also called when a multiprocessing process exits
+        Finalize(None, self._end_process, exitpriority=10)  # unlike atexit, also runs in multiprocessing processes
 
     def begin(self) -> None:
-        """Keep the folder at exit, since a fit begins, or a run of this process has failed."""
+        """Keep the folder when this process exits, because a fit begins or a run has failed."""
         self._is_running = True
         with suppress(OSError):
             os.remove(os.path.join(self.path, f"{_ENDED}{self._rank}"))
 
     def end(self, others: list[str]) -> None:
-        """Note that a fit has ended without an error.
+        """Record that a fit has ended without an error.
 
         Args:
-            others: the fit's other files, removed with the folder.
+            others: the fit's files outside of the folder, which rank 0 removes when it exits.
         """
         self._is_running, self._others = False, [*self._others, *others]
 
@@ -105,7 +105,7 @@ class JobFolder:
 
 
 def _lock(file: int) -> None:
-    """Lock a file; retry while another rank holds the lock briefly to test whether the file's process still runs.
+    """Lock a file. Retry, since other ranks briefly lock the file to test whether its process is still running.
 
     Raises:
         BlockingIOError: if the file stays locked.
@@ -121,10 +121,10 @@ def _lock(file: int) -> None:
 
 
 def _end_orphan(path: str, launcher: str) -> None:
-    """Kill a process that uses the folder although its launcher is gone, as when only torchrun was killed.
+    """Kill a process of the job whose launcher has ended, for example because only torchrun was killed.
 
     Raises:
-        OSError: if the process belongs to another launcher, which is still alive.
+        OSError: if the process does not end, or belongs to another launcher that is still running.
     """
     deadline, process = time.monotonic() + _PATIENCE, 0
     with suppress(FileNotFoundError), open(path, "r+") as file:
@@ -134,12 +134,12 @@ def _end_orphan(path: str, launcher: str) -> None:
                 return
             except BlockingIOError:
                 file.seek(0)
-            with suppress(ValueError):  # the file is being written
+            with suppress(ValueError):  # the other process is still writing the file
                 process, its_launcher = json.loads(file.read())
                 if its_launcher.rpartition("-")[0] == launcher.rpartition("-")[0]:
                     return
                 if _process_in(launcher) == process or _process_in(its_launcher) == os.getpid():
-                    return  # Lightning's first process launches the others
+                    return  # one process has launched the other, as Lightning's first process does
                 if not is_of_the_dead(its_launcher):
                     break
                 with suppress(ProcessLookupError):
@@ -153,7 +153,7 @@ def _process_in(label: str) -> int:
 
 
 def _clear_leftovers(parent: str, own: str) -> None:
-    """Remove the folders of other jobs whose launchers are gone and which have not been continued for a while."""
+    """Remove the folders of other jobs whose launchers have ended and whose files have not changed for a while."""
     for job in os.scandir(parent):
         if job.name == own or not job.is_dir(follow_symlinks=False):
             continue

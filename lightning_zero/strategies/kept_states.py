@@ -1,4 +1,4 @@
-"""The states of a fit that a job has kept: which are complete, which to continue from, how often the job has died."""
+"""Kept states of a fit: which of them are complete, which one to continue from, and how often the job has died."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEATHS, _FAILURES = "deaths", "failures-"
 
 
 class Strategy(Protocol):
-    """The part of the strategy that is used here."""
+    """The attributes and methods of a strategy that ``Resilience`` and ``KeptStates`` use."""
 
     global_rank: int
     local_rank: int
@@ -43,33 +43,33 @@ class Source(NamedTuple):
     attempt: int
     number: int
     path: str
-    is_within: bool = False  # saved by a callback while other work after the step is due, for example validation
+    is_within: bool = False  # saved by a callback when work after the step (such as validation) is still due
 
     @property
     def rank(self) -> tuple[int, bool, int, int]:
-        """Sort key, greatest for the state to try first.
+        """Sort key. The state with the greatest key is tried first.
 
-        A state in memory precedes a callback's checkpoint that is one step newer, so that everything after the step is
-        repeated.
+        A state in memory is tried before a callback's checkpoint that is one step newer: the fit then repeats this step
+        with all work after the step.
         """
         return self.step - self.is_within, self.is_slots, self.attempt, self.number
 
 
 Place = tuple[str, str]
-"""A machine and a folder on it."""
+"""The name of a machine, and the path of a folder on that machine."""
 
 
 class KeptStates:
-    """The states of one fit that earlier attempts of the job have left, in memory and on disk.
+    """States of one fit that earlier attempts of the job have left in memory and on disk.
 
     Args:
         strategy: the fit's strategy.
         folder: the slots' folder on this machine.
-        record: a file with the paths of the checkpoints that the fit has saved.
-        at_end: the checkpoint that is saved when a signal ends the job.
+        record: path of the file that lists the checkpoints saved by the fit.
+        at_end: path of the checkpoint that is saved when a signal ends the job.
 
     Attributes:
-        attempt: the number of the job's current attempt, known once ``sources`` has been called.
+        attempt: number of the job's current attempt, counted from 0. It is set by ``sources``.
     """
 
     def __init__(self, strategy: Strategy, folder: str, record: str, at_end: str) -> None:
@@ -78,11 +78,11 @@ class KeptStates:
         self._folder, self._record, self._at_end = folder, record, at_end
         self.attempt = 0
         self._place = this_machine(), folder
-        self._places: dict[Place, list[int]] = {}  # ranks that share a folder
-        self._found: dict[str, dict[About, dict[Place, str]]] = {}  # by a path that stands for the slots of all ranks
+        self._places: dict[Place, list[int]] = {}  # ranks that share each folder
+        self._found: dict[str, dict[About, dict[Place, str]]] = {}  # copies of slots, by ``Source.path``
 
     def sources(self) -> list[Source]:
-        """All states to continue from, newest first, the same on every rank. Collective."""
+        """Return the states to continue from, in the order to try them, the same on every rank. Collective."""
         local = [slot for entry in sorted(os.listdir(self._folder)) if (slot := _slot_at(self._folder, entry))]
         held = self._strategy.all_gather_values((self._place, [(slot.about, slot.path) for slot in local]))
         copies: dict[About, dict[Place, str]] = {}
@@ -104,22 +104,22 @@ class KeptStates:
         return sorted(sources, key=lambda source: source.rank, reverse=True)
 
     def _on_disk(self) -> list[Source]:
-        """Checkpoints that this fit has saved."""
+        """Return checkpoints that this fit has saved and that can be opened."""
         paths = [self._at_end]
         with suppress(OSError, ValueError), open(self._record) as file:
             paths += json.load(file)
         sources = []
         for path in dict.fromkeys(paths):
-            with suppress(Exception):  # a checkpoint that cannot be opened is not a source
+            with suppress(Exception):  # skip checkpoints that cannot be opened
                 step = open_checkpoint(path).checkpoint["global_step"]
                 sources.append(Source(step, False, -1, -1, path, is_within=path != self._at_end))
         return sources
 
     def opened(self, path: Any) -> dict[str, Any] | None:
-        """The checkpoint in the slots if the path stands for slots, otherwise None. Collective.
+        """Return the checkpoint in the slots if the path stands for slots, otherwise None. Collective.
 
         Raises:
-            DamagedCheckpointError: on every rank, if a value in a slot has changed.
+            DamagedCheckpointError: on every rank, if a slot is damaged, or cannot be sent to a machine that lacks it.
         """
         copies = self._found.get(str(path))
         if copies is None:
@@ -132,10 +132,10 @@ class KeptStates:
         return opened.checkpoint
 
     def _brought_here(self, copies: dict[About, dict[Place, str]]) -> list[Slot]:
-        """All ranks' slots, in this machine's folder; other machines send the slots that it lacks. Collective.
+        """Receive the slots that are missing on this machine, and return the slots of all ranks. Collective.
 
         Raises:
-            DamagedCheckpointError: if no machine has an intact copy of a slot, or there is no room for it.
+            DamagedCheckpointError: if no machine has an intact copy of a slot, or a machine has no room for a slot.
         """
         mine = [path for about, held in copies.items() if (path := held.get(self._place)) and self._verifies(about)]
         bad = {path for path in mine if (slot := Slot.at(path)) is None or not slot.verify()}
@@ -163,24 +163,23 @@ class KeptStates:
         return [slot for path in paths if (slot := Slot.at(path)) is not None]
 
     def _verifies(self, about: About) -> bool:
-        """Whether this rank verifies this slot in its machine's folder."""
+        """Whether this rank verifies the slot: the ranks that share a folder divide its slots among themselves."""
         neighbours = self._places[self._place]
         return neighbours[about.rank % len(neighbours)] == self._rank
 
     def continue_from(self, source: Source, newest: int, limit: int | None) -> int | None:
-        """Count how often the job has died after its newest step, and remove needless slots. Collective.
+        """Count how often the job has died after its newest step, and remove slots no longer needed. Collective.
 
         Args:
             source: the state that the fit has just loaded.
             newest: the newest step whose state is kept.
-            limit: number of deaths after one step that stops the job; None if this attempt was already counted.
+            limit: number of deaths after one step at which the job stops; None if this attempt is already counted.
 
         Returns:
-            The index of the slots that contain the state (at any time, all ranks write to slots with the same index);
-            None for a checkpoint on disk.
+            The index of the slots that contain the state, the same on all ranks; None for a checkpoint on disk.
 
         Raises:
-            RuntimeError: at the limit.
+            RuntimeError: if the limit is reached.
         """
         if limit is not None:
             rank_zero_info(f"Continuing after step {source.step} (attempt {self.attempt + 1} of this job).")
@@ -198,9 +197,9 @@ class KeptStates:
         deaths = 1 + max(self._strategy.all_gather_values(deaths))
         if deaths >= limit:
             raise RuntimeError(
-                f"This job has ended {deaths} times in the step after step {newest}, so it is not tried again. "
-                f"The state before that step is kept in {self._folder}. Look for the cause in the processes' last "
-                "output. Raise ResilienceConfig(deaths_at_one_step=...) to try again. To start anew, give the job "
+                f"This job has died {deaths} times in the step after step {newest}, so the step is not tried again. "
+                f"The state before that step is kept in {self._folder}. Look for the cause in the last output of the "
+                "processes. To try again, raise ResilienceConfig(deaths_at_one_step=...). To start over, give the job "
                 f"another name, or remove that folder and {os.path.dirname(self._record)}."
             )
         return index
@@ -211,7 +210,7 @@ class KeptStates:
         return self._rank == self._places[self._place][0]
 
     def remove_all_but(self, spared: set[str]) -> None:
-        """Remove slots that an attempt with other ranks left in this machine's folder and that no rank writes now.
+        """Remove slots of an attempt with other ranks from this machine's folder, if no rank writes them now.
 
         Args:
             spared: names of slots that are still needed.
@@ -229,24 +228,24 @@ class KeptStates:
 
     @property
     def _died(self) -> str:
-        """File that lists the newest kept step at each start after a death, until the fit has ended."""
+        """Path of a file with one line per restart: the newest kept step. Removed when the fit has ended."""
         return os.path.join(self._folder, _DEATHS)
 
     @property
     def _failed(self) -> str:
-        """File that lists the steps after which this rank has failed, until the fit has ended."""
+        """Path of a file with one line per error on this rank: the last kept step. Removed when the fit has ended."""
         return os.path.join(self._folder, f"{_FAILURES}{self._rank}")
 
     def failures_after(self, step: int) -> int:
-        """The number of failures after a step on the rank that has the most. Collective."""
+        """Return the number of failures after a step, on the rank that has failed most often. Collective."""
         return max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
 
     def note_failure(self, step: int) -> None:
-        """Note that an error ends this attempt. If another follows the same step, the kept state may be the cause."""
+        """Record that an error ends this attempt. If the same step fails again, the kept state may be the cause."""
         _append(self._failed, step)
 
     def forget_deaths(self) -> None:
-        """Forget deaths and failures: the fit has ended normally, or a signal ends the job."""
+        """Forget deaths and failures, after the fit has ended normally or when a signal ends the job."""
         for path in (self._died, self._failed):
             with suppress(FileNotFoundError):
                 os.remove(path)
@@ -275,5 +274,5 @@ def _lines_in(path: str) -> list[str]:
 
 
 def _append(path: str, step: int) -> None:
-    with suppress(OSError), open(path, "a") as file:  # not counted if there is no room
+    with suppress(OSError), open(path, "a") as file:  # if there is no room, the step is not recorded
         file.write(f"{step}\n")

@@ -1,4 +1,4 @@
-"""Patch Lightning's loops: report evaluation batches to the engine (join: uneven inputs), replace SIGTERM checks."""
+"""Patches of Lightning's loops, to report evaluation batches to the engine (join) and to replace SIGTERM checks."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ TakeTurn = Callable[[int | None], None]
 
 
 def take_turns(loop: Any, take_turn: TakeTurn) -> None:
-    """Make a starting loop report each batch's dataloader index before it receives the batch, and None at its end."""
+    """Make a loop call ``take_turn`` before each batch with its dataloader's index, and at the loop's end with None."""
     fetcher = loop._data_fetcher
     fetcher.take_turn = take_turn
-    looks_ahead = hasattr(fetcher, "iterator_wrapper")  # hands the dataloaders' iterator to the step
+    looks_ahead = hasattr(fetcher, "iterator_wrapper")  # such a fetcher passes its iterator to the step
     mixin = _AllAtOnce if looks_ahead else _BatchByBatch
     fetcher.__class__ = type(mixin.__name__, (mixin, type(fetcher)), {})
 
@@ -37,7 +37,7 @@ class _BatchByBatch(Iterator[Any]):
 
 
 class _AllAtOnce(Iterator[Any]):
-    """For steps that take ``dataloader_iter`` and fetch batches themselves: looks one batch ahead."""
+    """Fetcher for steps that take ``dataloader_iter`` and fetch batches themselves. It looks one batch ahead."""
 
     take_turn: TakeTurn
     iterator: Iterator[Any]
@@ -45,7 +45,7 @@ class _AllAtOnce(Iterator[Any]):
     _batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._batches is None:  # not the iterator itself: `chain` would restart a CombinedLoader
+        if self._batches is None:  # wrapped: `chain` would restart a CombinedLoader
             self._batches = self.iterator = iter(partial(next, self.iterator), None)
         item = None if self.done else next(self.iterator, None)
         self.take_turn(None if item is None else item[2])
@@ -60,9 +60,9 @@ _BETWEEN_BATCHES = "_broadcast_sigterm_tensor"
 
 
 def attend(trainer: Trainer, engine: Engine) -> None:
-    """Wrap ``run`` of the evaluation loops: report to the engine the end of a loop that this rank skips.
+    """Wrap ``run`` of each evaluation loop, to report the loop's end to the engine if this rank skips the loop.
 
-    A loop without any batch on this rank is skipped, and Lightning calls no strategy hook for a skipped loop.
+    Lightning skips a loop that has no batch on this rank, and calls no strategy hook for a skipped loop.
     """
 
     def run(loop: Any, method: Any) -> Any:
@@ -76,17 +76,17 @@ def attend(trainer: Trainer, engine: Engine) -> None:
 
 
 def meets_between_batches(trainer: Trainer) -> bool:
-    """Whether Lightning has a collective before each training batch that exchanges received SIGTERMs."""
+    """Whether this version of Lightning exchanges received SIGTERMs before each training batch, in a collective."""
     return hasattr(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES)
 
 
 def meet_between_batches(trainer: Trainer, meet: Callable[[], None]) -> None:
-    """Replace Lightning's SIGTERM exchange before each training batch by ``meet``, until ``leave`` is called."""
+    """Replace Lightning's SIGTERM exchange before each training batch with ``meet``, until ``leave`` is called."""
     Around.put(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES, lambda _: meet())
 
 
 def act_between_batches(trainer: Trainer, act: Callable[[], None]) -> None:
-    """Call ``act`` before each training batch, in a run with one process, until ``leave`` is called."""
+    """Call ``act`` before each training batch, until ``leave`` is called."""
 
     def advance(method: Any, *args: Any) -> Any:
         act()
@@ -108,7 +108,7 @@ def _evaluation_loops(trainer: Trainer) -> list[Any]:
 
 
 class Around:
-    """Wrapper around an object's method, whether it is Lightning's own or a project's replacement.
+    """Wrapper around a method of an object. The method may be Lightning's or the project's replacement.
 
     Attribute access, copying and pickling are forwarded to the method, so a copied trainer never refers to the engine.
     """
@@ -127,7 +127,7 @@ class Around:
 
     @staticmethod
     def put(holder: Any, name: str, act: Callable[..., Any]) -> None:
-        """Replace an object's method by a call of ``act`` with the original method and the call's arguments."""
+        """Replace a method with a wrapper that calls ``act`` with the original method and the call's arguments."""
         Around.take_off(holder, name)  # a wrapper may be left from a run that ended without teardown
         setattr(holder, name, Around(getattr(holder, name), act))
 

@@ -1,4 +1,4 @@
-"""Mirrors of slots on other machines, so that the states of a lost machine survive."""
+"""Mirrors: copies of ranks' slots on other machines, so that the states of a lost machine survive."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from lightning_zero.checkpoint.slots import SlotWriter
 from lightning_zero.engine.comm.ring import Ring
 
-_MESSAGE = 2**26  # bytes of a file that are sent at a time
+_MESSAGE = 2**26  # maximum size of a message, in bytes
 
 
 class Mirror:
-    """Copies this rank's slots to the next machine, and stores the previous machine's slots on this one. Collective.
+    """Copies this rank's slots to the next machine, and stores those of a rank of the previous machine. Collective.
 
-    As in Gemini (SOSP 2023, section 4), a rank's mirror is as many ranks ahead as a machine has ranks.
+    As in Gemini (SOSP 2023, section 4), rank r copies to rank r + ``ranks_of_machine``, modulo the world size.
 
     Args:
         folder: the slots' folder.
@@ -34,14 +34,14 @@ class Mirror:
 
     @property
     def of_rank(self) -> int:
-        """The rank whose slots are mirrored here."""
+        """The rank whose slots this rank stores."""
         return self._ring.behind
 
     def exchange(self, contents: Tensor | None, index: int) -> None:
-        """Send a slot's contents, and write the contents received from the previous machine. Collective, in any thread.
+        """Send a slot's contents, and store those received from the previous machine. Collective; usable in any thread.
 
         Args:
-            contents: the contents of this rank's slot; None if there are none.
+            contents: the contents of this rank's slot; None sends nothing.
             index: the slot's index.
 
         Raises:
@@ -56,7 +56,7 @@ class Mirror:
             received, error = torch.empty(length, dtype=torch.uint8, device="cpu"), raised
         begin = SlotWriter.VALUES
         self._ring.exchange(sent[begin:], received[begin:])
-        self._ring.exchange(sent[:begin], received[:begin])  # contains the header, which makes the slot complete
+        self._ring.exchange(sent[:begin], received[:begin])  # last, since the header in it makes the slot complete
         if error is not None:
             raise error
 
@@ -66,7 +66,7 @@ class Mirror:
         return self._writers[index]
 
     def close(self) -> None:
-        """End the ring and close the files."""
+        """Destroy the ring's process group and close the files."""
         for writer in self._writers.values():
             writer.close()
         self._ring.close()
@@ -76,7 +76,7 @@ def send_file(path: str, sender: int, receives: bool, rank: int, broadcast: Call
     """Send a file from one rank to others, in parts. Collective.
 
     Args:
-        path: the file's path, on the sending and on the receiving ranks.
+        path: on the sending rank, the path of the file; on receiving ranks, the path to write to.
         sender: the sending rank.
         receives: whether this rank writes the file.
         rank: this process's rank.

@@ -1,7 +1,7 @@
 """Optimizer-in-backward for a Trainer: decide whether updates of offloaded states may start before backward ends.
 
-They may start early if no hook between backward and the optimizer step can read or change a gradient, or read the old
-parameters.
+Updates may start early if no hook between backward and the optimizer step can read or change a gradient, or read the
+old parameters.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PRECISIONS = ("Precision", "MixedPrecision", "HalfPrecision", "DoublePrecision"
 
 
 class EarlyUpdates:
-    """Decides before each backward pass of one run whether the optimizer may update during it."""
+    """Decides before each backward pass of a run whether the optimizer may update parameters during that pass."""
 
     def __init__(self, lightning: ModuleType) -> None:
         self._lightning = lightning
@@ -37,14 +37,14 @@ class EarlyUpdates:
 
     @contextmanager
     def around_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> Iterator[None]:
-        """Wrap one of the Trainer's backward passes; if allowed, updates start within the last pass before a step."""
+        """Context of one of the Trainer's backward passes. If allowed, updates start in the last pass before a step."""
         is_automatic = trainer.lightning_module.automatic_optimization  # then there is exactly one optimizer
         optimizer: Optimizer | None = trainer.optimizers[0] if is_automatic and trainer.optimizers else None
         trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
         read = _read_directly(loss)
         reason = _why_to_wait(self._lightning, trainer, optimizer)
         if reason is None and (read is None or not read <= self._known.get(trained, set())):
-            reason = "parameters whose gradients may come in several parts"
+            reason = "some parameters may receive several gradients"
         log.debug("updates %s", f"wait for the end of backward: {reason}" if reason else "begin in backward")
         if reason is not None or optimizer is None:
             yield
@@ -67,17 +67,17 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
     if type(precision) not in [getattr(plugins, name) for name in _PRECISIONS]:
         return f"{type(precision).__name__} is not one of Lightning's precision plugins"
     if getattr(precision, "scaler", None) is not None:
-        return "gradients are scaled, and not known to be finite"
+        return "gradients are scaled, and may not be finite"
     hooked: list[tuple[Any, tuple[str, ...], Any]] = [(module, _HOOKS_OF_MODULES, lightning.LightningModule)]
     hooked += [(callback, _HOOKS, lightning.Callback) for callback in trainer.callbacks]
     for holder, names, base in hooked:
         for name in names:
             if is_overridden(name, holder, base):
-                return f"{type(holder).__name__}.{name}"
+                return f"{type(holder).__name__}.{name} is overridden"
     if any(map(has_backward_hooks, module.modules())):
-        return "backward hooks of modules"
+        return "modules have backward hooks"
     if any(not isinstance(getattr(hook, "__self__", None), Masters) for hook in step_pre_hooks(optimizer)):
-        return "hooks before the optimizer's step"
+        return "the optimizer has hooks before its step"
     step = vars(optimizer).get("step")
     is_torchs = (inspect.unwrap(type(optimizer).step).__module__ or "").startswith("torch.optim")
     if not is_torchs or (step is not None and not is_step_of_scheduler(step)):
@@ -88,9 +88,9 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
 def _read_directly(loss: Tensor) -> set[str] | None:
     """Return the names of parameters that the loss reads outside of their modules' forward, for example in a penalty.
 
-    Such a parameter receives several gradients, so its update must wait the first time; in later steps it is known
-    that more than one gradient comes. The result is None if the autograd graph does not show in advance which gradients
-    will come.
+    Such a parameter may receive several gradients. The first time, updates wait for the end of backward; later, the
+    engine knows how many gradients to expect. Returns None if the autograd graph does not show all gradients in
+    advance.
     """
     found: set[str] = set()
     seen, ahead = set(), [loss.grad_fn]
@@ -99,7 +99,7 @@ def _read_directly(loss: Tensor) -> set[str] | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":  # reentrant: its graph is only built during backward
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: its graph is built during backward
             return None
         slot = slot_of(getattr(node, "variable", None))
         if slot is not None:

@@ -1,4 +1,4 @@
-"""The strategies' options: those of the engine, of the processes and of checkpoints. Each option is defined once."""
+"""Options of the strategies. The engine's options are in ``EngineConfig``; no option is defined twice."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _Class = TypeVar("_Class", bound=type)
 
 @dataclass(frozen=True, kw_only=True)
 class StrategyOptions:
-    """Options of every strategy in addition to the engine's options.
+    """Options of every strategy, in addition to the engine's options.
 
     Arguments:
         checkpoint: ``"full"`` saves one ordinary file, written by rank 0; ``"sharded"`` saves a folder in the format of
-            ``torch.distributed.checkpoint``, to which each rank writes its shards. Loading accepts both in any case.
-        async_save: write checkpoints in the background; training only waits while the values are copied.
-        process_group_backend: a backend such as ``"nccl"`` or ``"gloo"``; by default the one that suits the device.
+            ``torch.distributed.checkpoint``, to which each rank writes its shards. Both can always be loaded.
+        async_save: write checkpoints in the background; training waits only while the values are copied.
+        process_group_backend: a backend such as ``"nccl"`` or ``"gloo"``; None selects one for the device.
         timeout: the process group's timeout, as a ``timedelta`` or in seconds.
-        tensor_parallel_size: number of neighbouring ranks that compute each forward together, with parameters that the
-            project's ``configure_model`` has divided over the dimension ``tensor_parallel`` of ``device_mesh``. ZeRO
+        tensor_parallel_size: number of consecutive ranks that compute each forward together. The project's
+            ``configure_model`` must divide parameters over the dimension ``tensor_parallel`` of ``device_mesh``; ZeRO
             shards each rank's share over the other dimension. ``"auto"`` takes all ranks of a machine, as Lightning's
             ``ModelParallelStrategy`` does; None creates no mesh.
-        data_parallel_size: the size of the mesh's other dimension; ``"auto"`` for all ranks divided by
+        data_parallel_size: size of the mesh's dimension ``data_parallel``; ``"auto"`` is the number of ranks divided by
             ``tensor_parallel_size``.
         start_method: how the other processes are started: ``"popen"`` runs the script again; ``"spawn"``, ``"fork"``
             and ``"forkserver"`` are the start methods of ``torch.multiprocessing``.
@@ -50,11 +50,11 @@ class StrategyOptions:
             size = getattr(self, name)
             is_default = size == "auto" or (size is None and name == "tensor_parallel_size")
             if not is_default and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size!r} must be {known} or a number of ranks, 1 or more.")
+                raise ValueError(f"{name}={size!r} must be {known} or a positive number of ranks.")
         if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
             raise ValueError(
-                f"data_parallel_size={self.data_parallel_size!r} is a size of the mesh that tensor_parallel_size "
-                "makes: set both, or leave both out."
+                f"data_parallel_size={self.data_parallel_size!r} has no effect without tensor_parallel_size: set both, "
+                "or leave both out."
             )
         for name, kind in get_type_hints(type(self)).items():
             if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
@@ -62,7 +62,7 @@ class StrategyOptions:
                 raise ValueError(f"{name}={getattr(self, name)!r} must be {', '.join(others)} or {last}.")
         is_time = isinstance(self.timeout, (timedelta, int, float)) and not isinstance(self.timeout, bool)
         if self.timeout is not None and not (is_time and cast(timedelta, self.group_timeout) > timedelta(0)):
-            raise ValueError(f"timeout={self.timeout!r} must be a datetime.timedelta or a number of seconds, above 0.")
+            raise ValueError(f"timeout={self.timeout!r} must be None, or a timedelta or number of seconds above 0.")
 
     @property
     def group_timeout(self) -> timedelta | None:
@@ -75,15 +75,15 @@ class TrainerOptions(StrategyOptions):
     """Options of the Trainer's strategy in addition to ``StrategyOptions``.
 
     Arguments:
-        after_fit: ``"full"`` turns the module back into an ordinary, unsharded one on the CPU of every rank when a run
-            ends; ``"sharded"`` leaves it sharded: then every rank must take part in every use of the module, and the
-            next run with the same options continues with it. ``"auto"`` is ``"full"`` where nine tenths of the
-            available host memory suffice for all ranks of each host, and otherwise ``"sharded"``, with a warning.
+        after_fit: what happens to the module when a run ends. ``"full"`` makes it an ordinary, unsharded module on the
+            CPU of every rank. ``"sharded"`` leaves it sharded: every rank must then take part in every use of the
+            module, and the next run with the same options reuses it. ``"auto"`` means ``"full"`` if nine tenths of each
+            host's available memory suffice for all its ranks, otherwise ``"sharded"``, with a warning.
         exclude_frozen_parameters: leave parameters with ``requires_grad=False`` out of checkpoints, and accept
-            checkpoints without them; for adapters of a large model that is stored separately.
-        resilience: ``"memory"`` keeps the state of a fit in shared memory after every step, so that a job whose
-            processes were killed and are started again (by torchrun, SLURM) loses no more than the step that was
-            running. A ``ResilienceConfig``, or a mapping of its fields, sets more options. ``None`` keeps nothing.
+            checkpoints without them. This suits adapters of a large model that is stored separately.
+        resilience: ``"memory"`` keeps the state of a fit in shared memory after every step. If processes are killed and
+            the job is started again (by torchrun or SLURM), only the step that was running is lost. A
+            ``ResilienceConfig``, or a mapping of its fields, sets more options. ``None`` keeps no state.
     """
 
     after_fit: Literal["auto", "full", "sharded"] = "auto"
@@ -102,7 +102,7 @@ class TrainerOptions(StrategyOptions):
 
 
 SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
-"""Options of the engine that are derived from the precision and the timeout."""
+"""The engine's options that users cannot set, since strategies derive them from the precision and the timeout."""
 
 
 def split_options(
@@ -127,8 +127,8 @@ def split_options(
 def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callable[[_Class], _Class]:
     """Class decorator: show options in signature and docstring, for ``help()``, editors, LightningCLI and Hydra.
 
-    The class takes ``(stage, **options)``, which include the arguments of ``base``, Lightning's ``ParallelStrategy``.
-    ``{options}`` in its docstring is replaced by descriptions of the options.
+    The class must take ``(stage, **options)``. Its options include the arguments of ``base``, Lightning's
+    ``ParallelStrategy``. ``{options}`` in its docstring is replaced with the descriptions of the options.
     """
 
     def decorate(cls: _Class) -> _Class:
@@ -163,7 +163,7 @@ def _parameter(name: str, default: Any, kind: Any, by: Any = inspect.Parameter.K
 
 
 def _documented(config: type) -> dict[str, str]:
-    """Return the "Arguments:" entries in a dataclass's docstring by option name, verbatim."""
+    """Return the entries under "Arguments:" in a dataclass's docstring, verbatim, by option name."""
     assert config.__doc__ is not None
     _, _, arguments = config.__doc__.partition("Arguments:\n")
     entries = re.finditer(r"^ {8}(\w+):.*\n(?: {12}.*\n)*", arguments, re.MULTILINE)

@@ -14,7 +14,7 @@ from lightning_zero.io.sizes import in_gb
 
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
-    """Add memory by category and remedies to an out-of-memory error; other errors are unchanged."""
+    """Add the memory in use by category, and remedies, to an out-of-memory error. Other errors do not change."""
     if engine is None or not _is_of_memory(error) or not error.args:
         return
     error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
@@ -36,8 +36,8 @@ def _holders(engine: Engine) -> str:
     unused = _unused(engine.communicator.device)
     if unused > 0.1 * sum(held.values()):
         text += (
-            f" {in_gb(unused)} more are reserved in fragments: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True in the "
-            "environment makes them usable."
+            f" Another {in_gb(unused)} is reserved in unused fragments: set the environment variable "
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to make it usable."
         )
     return text
 
@@ -56,11 +56,11 @@ def _remedies(engine: Engine) -> str:
         remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))
     remedies.append((rest // 2, f"half the batch with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))
     said = "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
-    return f"What helps: {said}. lightning-zero plan shows in advance what fits."
+    return f"What helps: {said}. Run 'lightning-zero plan' to see in advance what fits."
 
 
 def _rest(engine: Engine) -> int:
-    """Bytes in use apart from the engine's."""
+    """Return the bytes in use apart from those that the engine has allocated."""
     device = engine.communicator.device
     if device.type == "cuda":
         in_use = torch.cuda.memory_allocated(device)

@@ -1,4 +1,4 @@
-"""Processes of a run: launch, collectives, checkpoints and failures. Base class for both Trainers and for Fabric."""
+"""Base class of all strategies: launches a run's processes, and handles collectives, checkpoints and failures."""
 
 from __future__ import annotations
 
@@ -45,24 +45,24 @@ log = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _SECOND_ERROR = "Another error followed the exception that ended the run: %s"
 
-# These plugins store weights as fp8 scales and copies, as quantised blocks or as another strategy's shards, none of
-# which can be split into flat shards of plain numbers.
+# Precision plugins that store weights as fp8 copies with scales, as quantised blocks or as another strategy's shards.
+# Such weights cannot be split into flat shards of plain numbers.
 _REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
-    ParallelStrategy: Any  # each namespace's own class: concrete strategies derive from that class as well
+    ParallelStrategy: Any  # concrete strategies also derive from their own namespace's class
 else:
     ParallelStrategy = object
 
 
 class ZeroProcesses(ParallelStrategy):
-    """Base class of every ZeRO strategy, combined with the ``ParallelStrategy`` of its Trainer's or Fabric's namespace.
+    """Base class of every ZeRO strategy. Concrete strategies also derive from their namespace's ``ParallelStrategy``.
 
     ``lightning.pytorch``, ``pytorch_lightning``, ``lightning.fabric`` and ``lightning_fabric`` each define their own
-    base classes, launchers and exceptions, under the same names. So classes to derive from, test for or catch are
-    looked up in ``lightning``; functions are the same in all namespaces.
+    base classes, launchers and exceptions, under the same names. So such classes are looked up in the attribute
+    ``lightning``, the namespace's module. Functions behave the same in all namespaces.
 
     Attributes:
         stage: the stage as a number.
@@ -89,10 +89,10 @@ class ZeroProcesses(ParallelStrategy):
         self._process_group_backend = self.options.process_group_backend
         self._ended_by: str | None = None
         self._mesh: DeviceMesh | None = None
-        self._config_of_run()  # refuses unsupported precisions
+        self._config_of_run()  # raises if the precision is unsupported
 
     def __repr__(self) -> str:
-        # Lightning shows this in its error if a strategy is passed to a Trainer or Fabric of another namespace.
+        # Lightning shows this text if a strategy is passed to a Trainer or Fabric of another namespace.
         user = "Fabric" if self.lightning.__name__.endswith("fabric") else "Trainer"
         return f"<{type(self).__name__}(stage={self.stage}) for {self.lightning.__name__}.{user}>"
 
@@ -109,12 +109,12 @@ class ZeroProcesses(ParallelStrategy):
         """The mesh of ranks, with the dimensions ``data_parallel`` and ``tensor_parallel``.
 
         Raises:
-            RuntimeError: before the processes have started, and without ``tensor_parallel_size``.
+            RuntimeError: before the processes have started, or without ``tensor_parallel_size``.
         """
         if self._mesh is None:
             raise RuntimeError(
-                "The device mesh exists once the processes have started (in configure_model), and only with "
-                "ZeroStrategy(tensor_parallel_size=...)."
+                "The device mesh exists only with ZeroStrategy(tensor_parallel_size=...), and only once the processes "
+                "have started: read it in configure_model or later, or after fabric.launch()."
             )
         return self._mesh
 
@@ -127,7 +127,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """Numbers of ranks along ``data_parallel`` and ``tensor_parallel``, given the options; None without a mesh."""
+        """The numbers of ranks along ``data_parallel`` and ``tensor_parallel``; None if the options need no mesh."""
         tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
         if tensor is None:
             return None
@@ -154,11 +154,11 @@ class ZeroProcesses(ParallelStrategy):
         if size != self.mesh_shape[0] * tensor:
             wanted = f"tensor_parallel_size={tensor}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
-                f"{wanted} is impossible with {size} rank(s) ({self.num_nodes} node(s) of {self.num_processes}): "
+                f"{wanted} is impossible with {size} rank(s) ({self.num_nodes} node(s), {self.num_processes} on each): "
                 + (
                     "choose a divisor of the number of ranks."
                     if data == "auto"
-                    else "their product must be the number of ranks."
+                    else "their product must equal the number of ranks."
                 )
             )
 
@@ -171,7 +171,7 @@ class ZeroProcesses(ParallelStrategy):
         return self.num_nodes * self.num_processes == 1
 
     def _configure_launcher(self) -> None:
-        self._config_of_run()  # refuses unsupported precisions, since the Trainer may have set another precision
+        self._config_of_run()  # raises if the Trainer has set an unsupported precision
         self._check_mesh()
         own = ["checkpoint='sharded'"] * self._saves_in_parts + ["async_save=True"] * self._saves_in_background
         if own and not self._has_default_io:
@@ -196,7 +196,7 @@ class ZeroProcesses(ParallelStrategy):
         if not self._is_single:
             if _distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
-                self._mesh = None  # the mesh's groups have failed
+                self._mesh = None  # its groups have failed, too
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options_at_start)
             lifelines_over()
             self._make_mesh()
@@ -221,7 +221,7 @@ class ZeroProcesses(ParallelStrategy):
         return (self.options.group_timeout or default_pg_timeout).total_seconds()
 
     def _config_of_run(self) -> EngineConfig:
-        """The engine's options, completed by the two options that follow from the precision and the timeout."""
+        """Return the engine's options, with the two that follow from the precision and the timeout filled in."""
         plugin = getattr(self, self._arguments_of_base[-1])  # `precision_plugin` of a Trainer, `precision` of Fabric
         dtype = _compute_dtype_of(plugin, self.lightning)
         return replace(self.config, compute_dtype=dtype, handshake_timeout=self._handshake_timeout)
@@ -230,12 +230,12 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether parameters are sharded, so that a device need not have room for the whole module."""
+        """Whether parameters are sharded; the whole module then need not fit on a device."""
         return placements_of(self.stage).parameters.is_sharded
 
     @contextmanager
     def _making_module(self, empty_init: bool | None) -> Iterator[None]:
-        """Context for creating a module: without memory if ``empty_init``, otherwise on the device if unsharded."""
+        """Context for a new module: its parameters are deferred if ``empty_init``, else on the device if unsharded."""
         if empty_init:
             with _EmptyInit(), parameters_await_values():
                 yield
@@ -247,7 +247,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank must not communicate; true also after a failure, when callbacks may still save and log."""
+        """Whether this rank must not communicate, as after a failure, when callbacks may still save and log."""
         return self._is_cut_off or not _distributed_is_initialized()
 
     @property
@@ -256,7 +256,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @contextmanager
     def _blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
-        """Announce to the other ranks in which operation this rank waits; if a rank fails, explain the error."""
+        """Context of a wait for other ranks in the operation ``what``. If a rank fails, the error names the reason."""
         communicator = self._communicator
         with communicator.waiting(what, everyone) if communicator is not None else explained(what):
             yield
@@ -298,7 +298,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _written_by(self) -> dict[str, Any]:
-        """Versions, stage and world size, which a checkpoint records."""
+        """Versions, stage and world size, to be recorded in checkpoints."""
         return {
             "lightning_zero": __version__,
             "torch": str(torch.__version__),
@@ -312,7 +312,7 @@ class ZeroProcesses(ParallelStrategy):
         return type(self.checkpoint_io) is self.lightning.plugins.TorchCheckpointIO
 
     def _leaf(self, *, parts: bool, keeps: bool) -> Leaf:
-        """Conversion of tensors for a checkpoint: left sharded, or full on the ranks that need the values."""
+        """Return a function that keeps tensors sharded (``parts``), or makes them full (``keeps``) or meta tensors."""
         if parts:
             return in_parts
 
@@ -325,15 +325,15 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _assembles_in_background(self) -> bool:
-        """Whether the shards of a full checkpoint may be assembled later: with a mesh they are gathered at once."""
+        """Whether shards of a full checkpoint may be assembled later. With a mesh they are gathered immediately."""
         return self._saves_in_background and self._mesh is None
 
     def _save_in_parts(self, tree: Any, rest: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Write a folder, to which each rank writes its shards of ``tree``. Collective, like ``_save_whole``."""
+        """Write a sharded checkpoint: each rank writes its shards of ``tree`` to a folder. Collective."""
         if storage_options is not None:
             raise TypeError(
-                f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: remove them, or write "
-                "checkpoint='full' with a CheckpointIO that accepts them."
+                f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
+                "write checkpoint='full' with a CheckpointIO that accepts them."
             )
         self._alike(self._saver.finish)
         self._saver.save_in_parts(tree, rest, path, self._written_by, self.global_rank, self.all_gather_values)
@@ -356,12 +356,12 @@ class ZeroProcesses(ParallelStrategy):
         opened = self._alike(lambda: open_checkpoint(path, weights_only=weights_only))
         ranks = 1 if self._is_alone else process_group.world_size()
         self._alike(lambda: opened.verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
-        if self.num_nodes == 1:  # with several nodes each may have its own copy of the file
+        if self.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
             opened.trust()
         return opened
 
     def _alike(self, act: Callable[[], _Result]) -> _Result:
-        """Return ``act()`` on every rank; if it fails on one rank, raise on all. Collective."""
+        """Call ``act`` on every rank and return its result. If a call fails, raise on every rank. Collective."""
         error = None
         try:
             result = act()
@@ -380,7 +380,7 @@ class ZeroProcesses(ParallelStrategy):
         return result
 
     def _finish_saving(self) -> None:
-        """Wait for background saves. A failed save raises on every rank, or is logged after another exception."""
+        """Wait for background saves. A failed save raises on every rank; if the run has failed, it is only logged."""
         if self._ended_by is None:
             if self._saves_in_background:
                 self._alike(self._saver.close)
@@ -391,7 +391,7 @@ class ZeroProcesses(ParallelStrategy):
             log.warning(_SECOND_ERROR, error)
 
     def teardown(self) -> None:
-        """Turn modules back into ordinary, unsharded ones. Collective, except after a failure."""
+        """Wait for background saves, and turn modules back into ordinary ones. Collective, except after a failure."""
         try:
             self._finish_saving()
         finally:
@@ -404,7 +404,7 @@ class ZeroProcesses(ParallelStrategy):
         """Close all engines, even if closing one fails. The first error is raised, or logged if the run has failed."""
         for engine in engines:
             try:
-                # After a failure the other ranks may be at any point, so closing must not communicate.
+                # After a failure, other ranks may be anywhere in the program, so closing must not communicate.
                 engine.close(communicate=not self._is_cut_off and error is None, **options)
             except Exception as raised:
                 error = error or raised
@@ -421,7 +421,7 @@ class ZeroProcesses(ParallelStrategy):
         return ()
 
     def on_exception(self, exception: BaseException) -> None:
-        """Notify the other ranks of the failure, and interrupt those that wait for this rank. No-op with one rank."""
+        """Record the failure, notify the other ranks, and interrupt ranks that are waiting for this one."""
         explain(exception)
         if self._ended_by is not None:
             return
@@ -434,7 +434,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @classmethod
     def register_strategies(cls, strategy_registry: Any) -> None:
-        """Register the names of ``_named``, each also with DDP's suffixes for start methods."""
+        """Register each name from ``_named``, both alone and with DDP's suffixes for start methods."""
         fork = {"start_method": "fork"}
         launches = {"": {}, "_spawn": {"start_method": "spawn"}, "_fork": fork, "_notebook": fork}
         for (name, chosen), (launch, start) in product(cls._named().items(), launches.items()):
@@ -455,7 +455,7 @@ class ZeroProcesses(ParallelStrategy):
 
 
 class _Telling:
-    """Launcher mixin that notifies the strategy of an exception before callbacks, which may then save a checkpoint."""
+    """Launcher mixin: calls the strategy's ``on_exception`` before that of callbacks, which may save a checkpoint."""
 
     strategy: Callable[[], ZeroProcesses | None]
 
@@ -470,16 +470,16 @@ class _Telling:
 
 
 def _compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
-    """Return the dtype in which fp32 parameters that autocast casts are gathered, or None to gather in their own dtype.
+    """Return the dtype for gathering fp32 parameters that autocast casts; None to gather them in their own dtype.
 
-    In mixed precision an embedding, a norm and parameters of custom modules are gathered in fp32, as autocast uses
-    them. Otherwise parameters have the dtype in which the plugin's conversion leaves them; masters are fp32 or fp64.
+    In mixed precision, parameters of embeddings, norms and custom modules are gathered in fp32, since autocast does not
+    cast them. In other precisions, the plugin's conversion sets the dtype. Master weights are fp32 or fp64.
     """
     plugins = lightning.plugins.precision
     if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):
         raise ValueError(
-            f"{type(plugin).__name__} cannot be used with ZeroStrategy: pass precision= one of '32-true', '64-true', "
-            "'16-true', 'bf16-true', '16-mixed' and 'bf16-mixed', or a Precision plugin of your own."
+            f"{type(plugin).__name__} cannot be used with ZeroStrategy: set precision to '32-true', '64-true', "
+            "'16-true', 'bf16-true', '16-mixed' or 'bf16-mixed', or pass your own Precision plugin."
         )
     if isinstance(plugin, plugins.MixedPrecision):
         return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16

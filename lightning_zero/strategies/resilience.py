@@ -1,9 +1,9 @@
 """Keep the state of a fit in shared memory, and continue from it when the job's processes are started again.
 
-Between two batches, where all ranks run a collective anyway, each rank begins to copy its shards to one of its two
-slots, in the background of the next forward and backward pass. A rank enters the next such collective only when its
-copy is complete. So when ranks leave that collective, the last copy is complete on all ranks, and the other slot
-may be overwritten.
+All ranks run a collective between two batches anyway. After it, each rank begins to copy its shards to one of its two
+slots; the copy runs during the next forward and backward pass. Before the next copy, a rank enters the collective only
+when its last copy is complete. So when ranks leave the collective, the last copy is complete on all ranks, and the
+other slot may be overwritten.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
-_REPEATED = 2  # number of errors after one step that make the job continue from an older state
+_REPEATED = 2  # after this many errors in the same step, the job continues from an older state
 _jobs: dict[str, JobFolder] = {}
 _fits = itertools.count()
 
 
 class NoRoomError(OSError):
-    """The folder in memory has no room at all; raised on every rank."""
+    """The folder in memory is full. Raised on every rank."""
 
 
 class Resilience:
-    """Slots of one fit.
+    """Keeps the states of one fit in slots, and resumes from them.
 
     Args:
-        config: what is kept, and where.
+        config: how often states are kept, and where.
         strategy: the fit's strategy, whose processes have started.
         trainer: the fit's trainer.
         job: the job's name, which stays the same when the job is started again.
@@ -67,18 +67,18 @@ class Resilience:
         self._job = self._job_folder_at(job)
         self._folder = self._folder_in(self._job.path)
         on_disk = os.path.join(str(trainer.default_root_dir), ".lightning_zero", job)
-        self._record = os.path.join(on_disk, f"{self._fit}.json")  # lists the checkpoints that the fit has saved
-        self._at_end = os.path.join(on_disk, f"{self._fit}.ckpt")  # saved when a signal ends the fit
+        self._record = os.path.join(on_disk, f"{self._fit}.json")  # a list of the checkpoints that the fit has saved
+        self._at_end = os.path.join(on_disk, f"{self._fit}.ckpt")  # the checkpoint saved when a signal ends the fit
         self._states = KeptStates(strategy, self._folder, self._record, self._at_end)
         self._number = 0
-        self._step = -config.every_n_steps  # step of the last copy, or of the state continued from
+        self._step = -config.every_n_steps  # step of the last copy, or of the state from which the fit continued
         self._index = 0  # index of the slot that is overwritten next
         self._writers: dict[int, SlotWriter] = {}
         self._staging = CopyBuffer()
         self._executor: ThreadPoolExecutor | None = None
         self._copy: Future[None] | None = None
         self._has_warned = False
-        self._trial: str | None = None  # checkpoint that a tuner will restore; nothing is kept until then
+        self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
         several = self._size > self._of_machine
         self._mirror = Mirror(self._folder, self._of_machine, strategy.options.group_timeout) if several else None
         Around.put(trainer._checkpoint_connector, "resume_start", self._resume)
@@ -87,7 +87,7 @@ class Resilience:
         return os.path.join(job, self._fit)
 
     def _job_folder_at(self, job: str) -> JobFolder:
-        """The job's folder, which the fits of this process share. Collective."""
+        """Return the job's folder, which all fits of this process share. Collective."""
         parent = self._config.path or os.path.join(_MEMORY, f"lightning_zero-{os.getuid()}")
         path, error = os.path.join(parent, job), None
         try:
@@ -102,7 +102,7 @@ class Resilience:
             if is_full:
                 raise NoRoomError(
                     f"resilience: {parent} is full ({text}), so this run keeps nothing there. Give the folder more "
-                    "room (in a container: --shm-size), or choose another one: ResilienceConfig(path=...)."
+                    "room (in a container: --shm-size), or choose another folder: ResilienceConfig(path=...)."
                 )
             raise ValueError(
                 f"resilience: {parent} cannot be used ({text}). Write resilience=ResilienceConfig(path=...) with "
@@ -113,8 +113,8 @@ class Resilience:
     # -- continuing -------------------------------------------------------------------------------------------------
 
     def _resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
-        """Replacement for Lightning's ``resume_start``: continue from the newest intact state. Collective."""
-        # A tuner within the fit returns to its starting point; the training state is restored after that.
+        """Replace Lightning's ``resume_start``: continue from the newest intact state. Collective."""
+        # True when a tuner in the fit restores its starting point. This attempt has then been counted already.
         is_again = self._trial is not None and str(path) == self._trial
         sources = self._states.sources()
         newest = sources[0].step if sources else 0
@@ -144,40 +144,40 @@ class Resilience:
             return
         self._step = -self._config.every_n_steps
         if self._states.attempt:
-            rank_zero_warn("No state that this job has kept or saved is intact, so it begins anew.")
+            rank_zero_warn("No state or checkpoint of this job is intact, so the job starts over.")
         resume(path, weights_only=weights_only)
 
     def opened(self, path: Any) -> dict[str, Any] | None:
-        """The checkpoint in the slots if the path stands for slots, otherwise None. Collective.
+        """Return the checkpoint in the slots if the path stands for slots, otherwise None. Collective.
 
         Raises:
-            DamagedCheckpointError: on every rank, if a value in a slot has changed.
+            DamagedCheckpointError: on every rank, if a slot is damaged, or cannot be sent to a machine that lacks it.
         """
         if self._trial == str(path):
             self._trial = None
         return self._states.opened(path)
 
     def note_failure(self) -> None:
-        """Note that an error ends this attempt."""
+        """Record that an error ends this attempt."""
         self._states.note_failure(self._step)
 
     # -- keeping ----------------------------------------------------------------------------------------------------
 
     def has_failed(self, *, is_end: bool = False) -> bool:
-        """Before the ranks' collective: wait until this rank's copy is complete, if the next copy is due.
+        """If the next copy is due, wait for this rank's last copy. Call this before the ranks' collective.
 
         Args:
             is_end: whether training ends.
 
         Returns:
-            True if the copy could not be made.
+            True if the last copy has failed.
         """
         if not self._is_due(is_end):
             return False
         return self._wait()
 
     def _wait(self) -> bool:
-        """Wait for the copy in progress; return True if it could not be made."""
+        """Wait for the copy in progress. Return True if it has failed with an OSError."""
         copy, self._copy = self._copy, None
         error = copy.exception() if copy is not None else None
         if error is not None and not isinstance(error, OSError):
@@ -185,15 +185,15 @@ class Resilience:
         return error is not None and self._warn(error)
 
     def _is_due(self, is_end: bool) -> bool:
-        """Whether the state is to be kept now: it has changed, and the interval has passed."""
+        """Whether to copy the state now: the interval has passed, or training ends and the state has changed."""
         step = self._trainer.global_step - self._step
         return step < 0 or step >= (1 if is_end else self._config.every_n_steps)
 
     def keep(self, has_failed: bool, *, is_end: bool = False) -> None:
-        """After the ranks' collective: begin to copy the state, if it has changed.
+        """Begin to copy the state, if a copy is due. Call this after the ranks' collective.
 
         Args:
-            has_failed: whether the last copy could not be made on some rank; that copy's slot is then overwritten.
+            has_failed: whether the last copy has failed on any rank. If so, every rank overwrites that copy's slot.
             is_end: whether training ends.
         """
         if has_failed:
@@ -204,7 +204,7 @@ class Resilience:
         about = About(self._states.attempt, self._number, self._step, self._size, self._rank)
         content, own = self._strategy.state_in_parts()
         index, self._index = self._index, 1 - self._index
-        if self._number == 2:  # the first copy of this attempt is complete
+        if self._number == 2:  # the first copy of this attempt is complete: older slots are not needed
             self._states.remove_all_but(set())
         try:
             complete = self._begin(index, content, about, own)
@@ -215,7 +215,7 @@ class Resilience:
         self._copy = self._executor.submit(self._complete, complete, index)
 
     def _complete(self, complete: Callable[[], None], index: int) -> None:
-        """Complete a copy and send it to its mirror; after an error send empty contents (the other machine waits)."""
+        """Complete a copy and mirror it. After an error, send empty contents: another machine waits for them."""
         error = None
         try:
             complete()
@@ -238,7 +238,7 @@ class Resilience:
                     raise
 
     def _forget_a_fit(self) -> bool:
-        """Make room: remove this rank's slots from the oldest fit that still has some."""
+        """Make room: remove this rank's slots of the oldest other fit that has any. Return whether there was one."""
         own = [f"{self._rank}.{index}" for index in (0, 1)]
         if self._mirror is not None:
             own += [f"{self._mirror.of_rank}.m{index}" for index in (0, 1)]
@@ -258,9 +258,9 @@ class Resilience:
             free = shutil.disk_usage(self._folder).free / 2**20
             print(
                 f"Rank {self._rank} could not keep the state after step {self._step} in {self._folder}: {error}; "
-                f"{free:.0f} MiB are free there. Training continues, and another attempt is made at each interval; "
-                "until one succeeds, the job would resume from an earlier step. Give the folder more room (in a "
-                "container: --shm-size), or choose another one: ResilienceConfig(path=...).",
+                f"{free:.0f} MiB are free there. Training continues, and a copy is attempted at each interval; until "
+                "a copy succeeds, a restarted job continues from an earlier step. Give the folder more room (in a "
+                "container: --shm-size), or choose another folder: ResilienceConfig(path=...).",
                 file=sys.stderr,
                 flush=True,
             )
@@ -269,7 +269,7 @@ class Resilience:
     # -- checkpoints on a disk, and the end -------------------------------------------------------------------------
 
     def note(self, path: Any) -> None:
-        """Record a checkpoint that this fit has saved, so the job finds it if its slots are gone."""
+        """Record a checkpoint that this fit has saved, for a restarted job to find if the slots are gone."""
         if os.path.basename(path).startswith(_OF_TUNERS):
             self._trial = str(path)
         if self._trial is not None or self._rank != 0:
@@ -285,26 +285,26 @@ class Resilience:
         except OSError as error:
             rank_zero_warn(
                 f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "
-                "the job will not find this checkpoint."
+                "a restarted job will not find this checkpoint."
             )
 
     def save_before_end(self) -> None:
-        """Save a checkpoint to the disk, since a signal ends the job, and this machine may be lost. Collective."""
+        """Save a checkpoint to disk when a signal ends the job: the states in memory may be lost. Collective."""
         self._wait()
         self._states.forget_deaths()
         began = time.monotonic()
         try:
             self._strategy.save_in_parts(self._at_end)
         except CheckpointNotSavedError as error:
-            rank_zero_warn(f"{error} A signal ends this job; its state is only in {self._folder}.")
+            rank_zero_warn(f"{error} A signal is ending this job, and its state is kept only in {self._folder}.")
             return
         rank_zero_info(
-            f"A signal ends this job. Its state after step {self._trainer.global_step} was saved to {self._at_end} in "
-            f"{time.monotonic() - began:.1f} s; the same job continues from it when it is started again."
+            f"A signal is ending this job. Its state after step {self._trainer.global_step} was saved to "
+            f"{self._at_end} in {time.monotonic() - began:.1f} s. The job continues from it when restarted."
         )
 
     def close(self, *, has_ended: bool) -> None:
-        """Stop keeping states. Kept states stay until the job ends: a later part of its program may fail.
+        """Stop keeping states. States already kept stay until the process ends, since a later fit may fail.
 
         Args:
             has_ended: whether the fit has ended normally.
@@ -321,12 +321,12 @@ class Resilience:
             if self._mirror is not None:
                 self._mirror.close()
         if has_ended:
-            self._states.forget_deaths()  # the job may die in a later fit, and repeat this one
+            self._states.forget_deaths()  # a job that dies in a later fit repeats this fit; old deaths must not count
             self._job.end([self._record, self._at_end])
 
 
 def keep_for_next_attempt() -> None:
-    """Leave kept states in memory when this process ends: one of its runs has failed, perhaps after the fit."""
+    """Leave kept states in memory when this process ends, since a run has failed, perhaps after the fit."""
     for job in _jobs.values():
         job.begin()
 

@@ -1,4 +1,4 @@
-"""The option ``resilience``; importable before Lightning."""
+"""The option ``resilience``. This module does not import Lightning."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from lightning_zero.engine.config import check_fields
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """What a job keeps in shared memory, to continue when its processes are started again.
+    """How a job keeps its state in shared memory, to continue when its processes are started again.
 
     Args:
         every_n_steps: number of optimizer steps between two kept states.
-        path: a folder in memory (tmpfs) on each machine; None for a folder of this user's own in ``/dev/shm``. It needs
-            room for twice the model states of all ranks of the machine.
-        job: a name that is the same when the job is started again; None for one derived from torchrun's
-            ``--rdzv-id`` or SLURM's job id, and the command line.
-        deaths_at_one_step: after this many failures within one kept step the job stops, with an error that names the
-            step.
+        path: a folder in memory (tmpfs) on each machine; None for a private folder of this user in ``/dev/shm``. It
+            needs room for twice the model states of the machine's ranks (four times on several machines).
+        job: the job's name, which must be the same when the job is started again; None for a name derived from SLURM's
+            job id or torchrun's ``--rdzv-id``, and the command line.
+        deaths_at_one_step: after the job has died this many times in the same step, it stops with an error that names
+            the step.
 
     Raises:
-        ValueError: if an argument is not one of the allowed values.
+        ValueError: if a value is not allowed.
 
     Example:
         >>> resilience = lightning_zero.ResilienceConfig(every_n_steps=5)
@@ -42,7 +42,7 @@ class ResilienceConfig:
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise ValueError(f"resilience: {name}={value!r} must be an integer of at least {least}.")
         if self.job is not None and not re.fullmatch(r"[\w.-]+", str(self.job)):
-            raise ValueError(f"resilience: job={self.job!r} must be a name of letters, digits, '.', '_' and '-'.")
+            raise ValueError(f"resilience: job={self.job!r} must consist of letters, digits, '.', '_' and '-'.")
 
 
 def resilience_config(resilience: Any) -> ResilienceConfig | None:

@@ -38,7 +38,7 @@ def rng_state(device: torch.device) -> Rng:
 
 
 def set_rng_state(state: Rng, device: torch.device) -> None:
-    """Set states from ``rng_state``, even if converted by ``in_tensors``. Generators without a state do not change."""
+    """Restore states from ``rng_state``, or from ``in_tensors``. Generators without a state do not change."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
@@ -49,23 +49,22 @@ def set_rng_state(state: Rng, device: torch.device) -> None:
 
 
 def in_tensors(states: Any) -> Any:
-    """Replace NumPy arrays by tensors, which ``torch.load(weights_only=True)`` accepts."""
+    """Replace NumPy arrays with tensors, which ``torch.load(weights_only=True)`` accepts."""
     numpy = sys.modules.get("numpy")
     if numpy is None:
         return states
-    # Viewed as signed integers, since torch does not pickle unsigned ones.
+    # View the arrays as signed integers, since torch does not pickle unsigned integers.
     return tree_map_only(numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), states)
 
 
 class DataLoadingState:
     """Data-loading state: the order of an epoch's samples, and how many batches were trained on before the checkpoint.
 
-    Lightning alone would restart the epoch in another order and with batches that were already trained on. Here each
-    dataloader's sampler starts again from the random state in which it first started, and skips the finished batches.
-    No sample is read for this. An unfinished optimizer step (saved within the step, or between micro-batches, whose
-    gradients no checkpoint contains) is repeated from its first micro-batch. Lightning alone
-    handles loaders without samplers (a stream, a queue, any other iterable), and stateful loaders, whose state it saves
-    and loads.
+    Lightning itself would restart the epoch in another order, and repeat batches that were already trained on. Here a
+    dataloader's sampler restarts from the random state of its first start, and skips the finished batches without
+    reading their samples. An optimizer step that was unfinished when the checkpoint was saved is repeated from its
+    first micro-batch, since checkpoints contain no gradients. Loaders without samplers (a stream, a queue or another
+    iterable) and stateful loaders are left to Lightning, which saves and loads the state of stateful loaders.
     """
 
     def __init__(self, trainer: Trainer, device: torch.device) -> None:
@@ -86,14 +85,14 @@ class DataLoadingState:
             Around.put(loop, name, hook)
 
     def close(self) -> None:
-        """Unhook from the loops; ``state`` can still be called."""
+        """Remove the hooks from the loops. ``state`` can still be called."""
         for loop, name, _ in self._hooks:
             Around.take_off(loop, name)
         for loader in getattr(self._loop._combined_loader, "flattened", ()):
             Around.take_off(loader, "_get_iterator")
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's entries ``rng`` and ``data``; for a checkpoint, ``in_tensors`` must convert them."""
+        """Return this rank's entries ``rng`` and ``data``; ``in_tensors`` must convert them for a checkpoint."""
         if self._saved is not None:
             return self._saved
         return self._step[1] if self._step is not None and self._is_within_step else self._now()
@@ -131,17 +130,17 @@ class DataLoadingState:
             self._step = (step, self._now(repeats=True))
 
     def resume(self, rng: Rng | None, data: dict[str, Any] | None) -> None:
-        """Set the state that training continues from; None for an entry that the checkpoint lacks."""
+        """Set the state from which training continues. An argument is None if the checkpoint lacks the entry."""
         self._saved = {"rng": rng or rng_state(self._device), "data": data}
 
     def restore_rng(self) -> None:
-        """Restore the random state, if a checkpoint was loaded."""
+        """Restore the random states of the loaded checkpoint, if there is one."""
         if self._saved is not None:
             set_rng_state(self._saved["rng"], self._device)
 
     @property
     def _data(self) -> dict[str, Any] | None:
-        """The saved position in the data, or None if it is in another epoch or the loaders are unsuitable."""
+        """The saved position in the data; None if the position is of another epoch or does not suit the loaders."""
         data = self._saved["data"] if self._saved is not None else None
         if data is None or not self._has_order or data["epoch"] != self._epoch:
             return None
@@ -174,7 +173,7 @@ class DataLoadingState:
         if data is not None:
             self._continue(fetcher, data)
         elif is_first and self._has_order and progress.current.ready == 0 and combined._iterator is iterator:
-            # Restart the data after the hooks, when the epoch's number is known, as in an uninterrupted run.
+            # Restart the iterators after the hooks, which set the epoch's number, as in an uninterrupted run.
             iter(fetcher)
         self._epoch_of_iterators = self._epoch
         start_profiler = fetcher._start_profiler
@@ -194,13 +193,13 @@ class DataLoadingState:
         fetcher.fetched += self._epoch_loop.batch_progress.current.ready
         set_rng_state(rng, self._device)
         if data["repeats"]:
-            self._epoch_loop.restarting = False  # or the loop would look for an interrupted validation to continue
+            self._epoch_loop.restarting = False  # otherwise the loop would try to continue an interrupted validation
         if data["batches"]:
             rank_zero_info(f"Resuming at batch {data['batches']} of the epoch; earlier batches are not read again.")
 
 
 def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
-    """Convert a saved position in the data for a rank whose batch size differs from the saving rank's.
+    """Convert a saved position in the data for this rank, whose batch size may differ from the saving rank's.
 
     Args:
         data: the saved position: an entry ``"data"`` of a checkpoint.
@@ -220,7 +219,7 @@ def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
 
 
 def _go_by_samplers(loaders: list[Any]) -> bool:
-    """Whether all loaders are distinct, map-style and sized, use samplers, and keep no state of their own."""
+    """Whether samplers determine the batches: loaders are distinct, map-style, sized, unmodified and not stateful."""
     return len(set(map(id, loaders))) == len(loaders) and all(
         isinstance(each, DataLoader)
         and not isinstance(each, _Stateful)
@@ -233,10 +232,10 @@ def _go_by_samplers(loaders: list[Any]) -> bool:
 
 
 def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> None:
-    """Let a dataloader's iterators note their sampler's random state; the next iterator continues from ``position``."""
+    """Make a loader's iterators record their sampler's random state. The next iterator continues from ``position``."""
     name = "batch_sampler" if loader._auto_collation else "sampler"
     if position is not None:
-        loader._iterator = None  # persistent workers would continue the old iterator
+        loader._iterator = None  # with persistent workers, the loader would reuse the old iterator
 
     def get_iterator(create: Any) -> Any:
         nonlocal position
@@ -251,7 +250,7 @@ def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> 
 
 
 class _Indices:
-    """Wrapper around a loader's sampler: notes the random state in which it starts, or continues from a position.
+    """Wrapper around a loader's sampler. It records the random state at the start, or continues from a position.
 
     A position is the random state before the sampler started, and the number of batches to skip.
     """
@@ -264,7 +263,7 @@ class _Indices:
         """The position after an iterator has yielded this many batches."""
         return self._rng, self._skipped + yielded
 
-    def __iter__(self) -> Iterator[Any]:  # runs when the first index is fetched, as samplers do
+    def __iter__(self) -> Iterator[Any]:  # a generator, which starts when the first index is fetched, like samplers
         cpu = torch.device("cpu")  # no sampler draws from a device's generator
         now = rng_state(cpu)
         if self._starts_over:

@@ -22,7 +22,7 @@ class SameBatches:
     """Compares batches of tensor-parallel ranks. Collective, like the module's forward.
 
     Args:
-        sampler: how to write a sampler that gives these ranks the same batches, for the error message.
+        sampler: text for the error message: how to make a sampler that gives these ranks the same batches.
     """
 
     def __init__(self, sampler: str) -> None:
@@ -38,8 +38,8 @@ class SameBatches:
 
         Args:
             batch: nested lists, tuples and dictionaries.
-            step: the step that takes the batch: for ``"training_step"``, the first batches and some later ones are
-                compared; otherwise only the first.
+            step: name of the step that takes the batch. For ``"training_step"``, the first batches and some later
+                batches are compared; for other names, only the first batch.
 
         Raises:
             ValueError: on every rank, if the batch differs between ranks.
@@ -65,9 +65,9 @@ def _warn_of_random_numbers(tensor: TensorParallel, module: nn.Module) -> None:
         if isinstance(each, _DROPOUT) and each.training and each.p > 0 and tensor.rank == 0:
             warnings.warn(
                 f"The states of random number generators differ between tensor-parallel ranks {tensor.ranks}, so "
-                f"{name or 'the module'} ({type(each).__name__}) drops different elements on each, and losses and "
-                "gradients are wrong where these ranks hold the same tensor. Seed all ranks alike: call "
-                "seed_everything(seed) before training, and draw no random numbers on some ranks only.",
+                f"{name or 'the module'} ({type(each).__name__}) drops different elements on each rank. Losses and "
+                "gradients are then wrong where these ranks hold the same tensor. Call seed_everything(seed) with the "
+                "same seed on all ranks before training, and draw random numbers on all ranks or on none.",
                 stacklevel=2,
             )
             return

@@ -1,9 +1,9 @@
 """Handlers for SIGTERM and SLURM's requeue signal: all ranks act together although signals arrive at different times.
 
-Lightning's own handlers communicate at whatever point the signal interrupts a rank, while other ranks may be in another
-collective. Here a handler only sets a flag. Before each training batch, where Lightning already has a collective for
-SIGTERM, ranks exchange their flags. Evaluation, in which ranks need not communicate, ends at a batch that the ranks
-negotiate through the process group's store.
+Lightning's own handlers communicate wherever a signal interrupts a rank, although other ranks may be in another
+collective. Here a handler sets a flag without a collective. Before each training batch, where Lightning has a
+collective for SIGTERM anyway, ranks exchange their flags. In evaluation, ranks need not communicate: they agree through
+the process group's store on the batch at which to end.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zero.engine.comm.process_group import named_store, rank, world_si
 from lightning_zero.strategies.resilience import Resilience
 
 _ASKED = "SIGTERM"
-_runs = itertools.count()  # to name the store keys of runs without an engine
+_runs = itertools.count()  # numbers for the store keys of runs without an engine
 _HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
@@ -37,7 +37,7 @@ class Signals:
         listeners[_ASKED] = self._ask_to_end
         requeue = type(self._connector)._slurm_sigusr_handler_fn
 
-        # Plain functions, which a deep copy of the Trainer shares instead of copying.
+        # Plain functions instead of methods, since a deep copy of the Trainer shares functions and would copy `self`.
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if not self._is_asked_to_end and (launcher := trainer.strategy.launcher) is not None:
                 launcher.kill(number)
@@ -59,7 +59,7 @@ class Signals:
     def agree(self, what: str, *, is_end: bool = False) -> None:
         """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
 
-        Called before each training batch and at the end of training, where DDP's loop would end as well.
+        Called before each training batch and at the end of training: with DDP, Lightning ends runs at these points.
         """
         assert self._communicator is not None
         keeper = self._resilience
@@ -83,11 +83,11 @@ class Signals:
         self._loops, self._batches = self._loops + 1, 0
 
     def before_batch(self) -> None:
-        """Before each batch of an evaluation loop: end the loop if all ranks have recorded the signal.
+        """End an evaluation loop once all ranks have recorded a SIGTERM. Called before each batch of the loop.
 
-        A rank that received the signal records in the store the batch where it noticed. If ranks communicate in every
-        batch, no rank is beyond the largest recorded batch once all ranks have recorded one, so all end at the next
-        batch. Without communication each rank ends independently.
+        A rank that has received the signal records its current batch number in the store. Once all ranks have recorded
+        a number, a rank ends at its first batch after the largest number. If ranks communicate in every batch, no rank
+        is past this batch yet, so all end at the same batch. Otherwise each rank ends independently.
         """
         self._batches += 1
         if not self._is_asked_to_end:

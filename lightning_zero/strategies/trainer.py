@@ -89,7 +89,7 @@ class TrainerStrategy(TrainerCheckpoints):
             "leave use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
             "**trainer.strategy.distributed_sampler_kwargs)"
         )
-        self._was_sharded = False  # before this run, by an engine that this run reuses
+        self._was_sharded = False  # whether this run reuses the engine of an earlier run
         self._backward = ExitStack()  # contexts to exit when backward ends
         super().__init__(stage=stage, **options)
 
@@ -117,7 +117,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if job is None:
             rank_zero_warn(
                 "resilience='memory' keeps nothing in this run: no launcher would restart its processes, and the "
-                "job has no name. Start it with torchrun --max-restarts=3 or SLURM, or write "
+                "job has no name. Start the job with torchrun --max-restarts=3 or SLURM, or name the job: "
                 "resilience=ResilienceConfig(job=...)."
             )
             return None
@@ -150,7 +150,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @property
     def units(self) -> list[Unit]:
-        """The module's units, the root unit first; empty outside of a run."""
+        """The module's units, with the root unit first; empty if there is no engine."""
         return self.engine.units if self.engine is not None else []
 
     def setup(self, trainer: Trainer) -> None:
@@ -219,14 +219,14 @@ class TrainerStrategy(TrainerCheckpoints):
         ]
 
     def _cuts(self, trainer: Trainer) -> bool:
-        """Whether this run needs an engine: if it fits, or if parameters are sharded, divided or deferred."""
+        """Whether this run needs an engine: it is a fit, or parameters are sharded, DTensors or deferred."""
         module = self.lightning_module
         return (
             trainer.state.fn == TrainerFn.FITTING or self._is_sharded or has_dtensors(module) or awaits_values(module)
         )
 
     def model_to_device(self) -> None:
-        """Move buffers. Parameters to be sharded are moved shard by shard, so no device ever holds all of them."""
+        """Move the module to the device. If there will be an engine, move only buffers: it moves parameters itself."""
         if not self._cuts(self.lightning_module.trainer):
             self.model.to(self.root_device)
             return
@@ -235,7 +235,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Context in which tensors are created in ``configure_model`` and ``Trainer.init_module``."""
+        """Context of ``configure_model`` and ``Trainer.init_module``, in which modules are created."""
         with values_may_wait(), self._making_module(empty_init), self.precision_plugin.tensor_init_context():
             yield
 
@@ -307,7 +307,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if resilience is not None:
             resilience.close(has_ended=self._ended_by is None)
             if self._data_loading is not None:
-                self._data_loading.restore_rng()  # in case the fit had ended in an earlier attempt
+                self._data_loading.restore_rng()  # not restored yet if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()
@@ -335,7 +335,7 @@ class TrainerStrategy(TrainerCheckpoints):
             self._teardown_but_for_engine()
 
     def _stays_sharded(self, engine: Engine) -> bool:
-        """Whether the module stays sharded after the run, the same on every rank. Collective."""
+        """Whether the module stays sharded after the run. All ranks return the same value. Collective."""
         if self._is_cut_off or self.options.after_fit == "full":
             return False
         if self.options.after_fit == "sharded":
@@ -346,25 +346,25 @@ class TrainerStrategy(TrainerCheckpoints):
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
                 f"suffice for an ordinary module and its optimizer states on every rank. {shortages[0]}{others}. Every "
-                "rank must take part in every use of the module; the next run continues with it. For all weights in "
+                "rank must take part in every use of the module, and the next run reuses it. To write all weights to "
                 "one file, call trainer.save_checkpoint('last.ckpt') on every rank and run 'lightning-zero checkpoint "
-                "export last.ckpt model.safetensors'; for an ordinary module in any case, write after_fit='full'."
+                "export last.ckpt model.safetensors'. To get an ordinary module anyway, write after_fit='full'."
             )
         return bool(shortages)
 
     def _gather_for_main_process(self) -> None:
-        """Make the state dict full on each host's first rank.
+        """Make the module's state dict full on each host's first rank.
 
-        Processes that Lightning has spawned end with the run; the first rank sends its state dict to the main process.
+        Processes spawned by Lightning end with the run; the first rank then sends its state dict to the main process.
         """
         leaf = on_cpu if self.local_rank == 0 else on_meta
         self.lightning_module.register_state_dict_post_hook(lambda _, state, *__: state.update(walk({**state}, leaf)))
 
     def _end(self, engine: Engine, error: Exception | None) -> None:
-        """Turn the module back into an ordinary one, and keep the master weights, which a later checkpoint may need.
+        """Turn the module back into an ordinary module. Keep the master weights, which a later checkpoint may need.
 
         Args:
-            error: an earlier error, after which the ranks do not communicate.
+            error: an earlier error, if any. If there is one, ranks do not communicate.
         """
         try:
             if engine.optimizers:
@@ -380,7 +380,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         if self.lightning_module is not None and awaits_values(self.lightning_module):
-            # The run failed before deferred parameters had values: moving them would raise and hide the first error.
+            # The run failed before deferred parameters had values. Moving such parameters would hide the first error.
             self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
             self._teardown_but_for_module()
         else:
@@ -393,7 +393,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self.checkpoint_io.teardown()
 
     def __getstate__(self) -> dict[str, Any]:
-        # Users copy trainers and strategies; these attributes belong to the original alone.
+        # Users copy trainers and strategies; these attributes belong only to the original.
         own = "engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals", "_mesh", "_resilience"
         return {**super().__getstate__(), **dict.fromkeys(own), "_backward": ExitStack()}
 

@@ -32,14 +32,14 @@ from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resilience import Resilience
 from lightning_zero.strategies.resuming import DataLoadingState, in_tensors, moved
 
-log = logging.getLogger("lightning_zero.strategies.trainer")  # the name that projects may filter by
+log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
 
 _PATIENCE = 10.0
 """Seconds that a failed rank waits for the other ranks before saving."""
 
 
 class TrainerCheckpoints(ZeroProcesses):
-    """Checkpoint methods of a Trainer's strategy. Arguments as for ``ZeroProcesses``."""
+    """Checkpoint methods of a Trainer's strategy. It takes the arguments of ``ZeroProcesses``."""
 
     _options_class = TrainerOptions
     options: TrainerOptions
@@ -52,28 +52,28 @@ class TrainerCheckpoints(ZeroProcesses):
         self._masters: dict[str, Tensor] = {}
         self._data_loading: DataLoadingState | None = None
         self._loaded: dict[str, Any] | None = None
-        # Rank 0's masters of the last fitted module, which may be saved after the module has become ordinary again.
+        # Rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine has been closed.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
         self._resilience: Resilience | None = None
-        self._copies_parts = False  # whether the checkpoint being made is for the slots
+        self._copies_parts = False  # whether ``_taking_parts`` is in effect
 
     def _convert_module(self) -> None:
-        """Give the module the Trainer's precision."""
+        """Convert the module to the Trainer's precision."""
         precisions = self.lightning.plugins.precision
         if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
             leave_in_files(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
 
     def _can_save(self) -> bool:
-        """Whether the ranks can assemble a checkpoint, also after a failure.
+        """Whether the ranks can save a checkpoint.
 
-        After a failure, saving requires all ranks. Ranks that failed alike, or were ended by one rank's failure, arrive
-        here within seconds of each other if all want to save, and then continue with a new process group.
+        Saving requires all ranks, also after a failure. The ranks must then call this method within seconds of each
+        other, and continue with a new process group.
         """
         if not self._is_cut_off:
             return True
         if self._mesh is not None:
-            return False  # the mesh's groups have failed as well
+            return False  # the mesh's process groups have failed, too
         if self.engine is None:
             return True
         if not self._has_tried_to_come_back:
@@ -87,7 +87,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._mesh is not None  # until setup, divided parameters are DTensors: each rank has a share
+        return self._mesh is not None  # before setup, divided parameters are DTensors: each rank has a share
 
     @property
     def _has_hooks(self) -> bool:
@@ -99,9 +99,9 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def _state_is_in_parts(self) -> bool:
-        """Whether checkpoints contain sharded tensors: each rank writes its shards, or rank 0 gathers them later.
+        """Whether tensors in a checkpoint are still sharded: each rank writes its shards, or rank 0 gathers them later.
 
-        In a full checkpoint, values that the project's hooks read must be gathered immediately.
+        For a full checkpoint, tensors that the project's hooks read must be gathered immediately.
         """
         return self._takes_parts or (self._assembles_in_background and not self._has_hooks)
 
@@ -112,14 +112,14 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def _leaf_for_hooks(self) -> Leaf:
-        """Like ``_leaf``, for entries that the project's hooks read: with hooks, every rank needs the values."""
+        """The ``_leaf`` for entries that the project's hooks read. With hooks, every rank needs the values."""
         return self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero or self._has_hooks)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """The full state dict on rank 0; on the other ranks the same names and shapes on the meta device.
+        """Return the full state dict on rank 0, and meta tensors of the same names and shapes on the other ranks.
 
-        If the module or a callback of the project overrides ``on_save_checkpoint``, which runs on every rank, every
-        rank has the values. For a sharded checkpoint, the tensors stay sharded.
+        If the project overrides ``on_save_checkpoint``, which runs on every rank, every rank receives the full state
+        dict. For a sharded checkpoint, the tensors stay sharded.
         """
         if not self._can_save():
             return {}
@@ -131,12 +131,12 @@ class TrainerCheckpoints(ZeroProcesses):
         return walk(state, self._full_leaf, is_dtensor)
 
     def _full_leaf(self, tensor: Tensor) -> Tensor:
-        """The full value of a DTensor, on the ranks that need it. Collective."""
+        """Return a DTensor's full value on ranks that need it, and a meta tensor on the others. Collective."""
         return self._leaf(parts=False, keeps=self.is_global_zero or self._has_hooks)(in_full(tensor))
 
     @property
     def _left_out(self) -> set[str]:
-        """Names of parameters that checkpoints may lack."""
+        """Names of parameters that are not saved, and that loaded checkpoints may lack."""
         if not self.options.exclude_frozen_parameters:
             return set()
         parameters = self.lightning_module.named_parameters(remove_duplicate=False)
@@ -155,9 +155,9 @@ class TrainerCheckpoints(ZeroProcesses):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         if not self._can_save():
             log.warning(
-                "%s was not written: after the exception the other ranks, which hold shards of the model and of the "
-                "optimizer's state, did not take part in saving, or were at another step. Save at intervals as well: "
-                "ModelCheckpoint(every_n_train_steps=...).",
+                "%s was not written: after the exception, the other ranks, which hold shards of the model and of the "
+                "optimizer's state, did not take part in saving, or were at another step. To keep a checkpoint in such "
+                "cases, also save at intervals: ModelCheckpoint(every_n_train_steps=...).",
                 filepath,
             )
             return
@@ -178,7 +178,7 @@ class TrainerCheckpoints(ZeroProcesses):
         tree, names = {}, self._names_in_optimizers()
         if checkpoint.get("state_dict"):  # DCP does not store empty containers
             tree["state_dict"] = checkpoint.pop("state_dict")
-        if any(checkpoint.get("optimizer_states", ())):  # not Lightning's placeholder
+        if any(checkpoint.get("optimizer_states", ())):  # false for Lightning's placeholder optimizer
             for number, state in enumerate(checkpoint.pop("optimizer_states")):
                 tree[f"optimizer_{number}"] = by_name(state, names[number] if number < len(names) else [])
         return tree
@@ -192,9 +192,9 @@ class TrainerCheckpoints(ZeroProcesses):
             self._copies_parts = before
 
     def state_in_parts(self) -> tuple[Content, dict[str, Any]]:
-        """This rank's part of a checkpoint of the run, its random states and its position in the data.
+        """Return this rank's part of a checkpoint, and a dict with its random states and its position in the data.
 
-        Collective, for ranks that have just synchronized.
+        Collective. The ranks must have synchronized just before.
         """
         with self._taking_parts():
             checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
@@ -203,14 +203,14 @@ class TrainerCheckpoints(ZeroProcesses):
         return content, self._data_loading.state() if self._data_loading is not None else {}
 
     def save_in_parts(self, path: Any) -> None:
-        """Save a checkpoint of the run, to which each rank writes its shards if there is one machine. Collective."""
+        """Save a checkpoint of the run: sharded on one machine, otherwise as ``checkpoint`` says. Collective."""
         with self._taking_parts() if self.num_nodes == 1 else nullcontext():
             self.lightning_module.trainer.save_checkpoint(path)
 
     def _about_checkpoint(self, *, to_resume: bool, with_data_loading: bool = True) -> dict[str, Any]:
-        """This package's entry in a checkpoint: versions, and state for which Lightning has no entry."""
+        """Return this package's entry for a checkpoint: versions, and state that Lightning does not save."""
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
-        if to_resume and not self._takes_parts:  # sharded checkpoints use names anyway
+        if to_resume and not self._takes_parts:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and with_data_loading and self._data_loading is not None:
             ranks = self.all_gather_values(in_tensors(self._data_loading.state()))
@@ -228,7 +228,7 @@ class TrainerCheckpoints(ZeroProcesses):
         return about
 
     def _names_in_optimizers(self) -> list[list[str]]:
-        """For each optimizer, the parameters' names in the order of its groups, in which its state numbers them."""
+        """Return each optimizer's parameter names in the order in which its state dict numbers them."""
         names = {id(parameter): name for name, parameter in self.lightning_module.named_parameters()}
         return [names_in(optimizer, names) for optimizer in self.optimizers]
 
@@ -274,18 +274,20 @@ class TrainerCheckpoints(ZeroProcesses):
                     rank_zero_warn(f"{error} Resuming from {other} instead, the newest undamaged checkpoint.")
                     return checkpoint
             if others:
-                raise DamagedCheckpointError(f"{error} All others are damaged, too: {listed(others)}.") from error
+                raise DamagedCheckpointError(
+                    f"{error} All other checkpoints are damaged, too: {listed(others)}."
+                ) from error
             raise
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._resilience is not None and self.engine is None:
-            self._convert_module()  # now: Lightning's later conversion would round loaded values to fp32 in 64-true
+            self._convert_module()  # before loading: in 64-true, fp32 parameters would round the loaded values
         with self._letting_frozen_be_missing():
             check_module(self.lightning_module, checkpoint["state_dict"], strict)
             with taking_values(self.lightning_module, is_deferred) as targets:
                 super().load_model_state_dict(checkpoint, strict)
         give_values(targets, wait=True)
-        if self._loaded is None:  # otherwise a callback restores a checkpoint of this run
+        if self._loaded is None:  # otherwise a callback is restoring a checkpoint of this run
             self._loaded = checkpoint.get(CHECKPOINT_KEY)
         masters = checkpoint.get(CHECKPOINT_KEY, {}).get("masters", {})
         if self.engine is not None and engine_of(self.lightning_module) is self.engine:

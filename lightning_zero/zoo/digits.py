@@ -50,7 +50,7 @@ class DigitClassifier(Supervised):
         optimizer, warmup_steps: See ``Supervised``.
     """
 
-    counted = "images"  # unit of `count`
+    counted = "images"  # what `count` counts
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class DigitClassifier(Supervised):
         super().__init__("accuracy", MulticlassAccuracy(num_classes=10, average="micro"), optimizer, warmup_steps)
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}")
-        self.save_hyperparameters(ignore=["optimizer"])  # torch.load(weights_only=True) accepts plain values only
+        self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects
         self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
         self.position = nn.Parameter(0.5 * torch.randn(16, width))
         self.blocks = nn.ModuleList(

@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0) -> bytes:
-        """Extend ``prompt`` by ``length`` bytes, each sampled from the ``top_k`` likeliest, reproducibly."""
+        """Extend ``prompt`` by ``length`` bytes, each sampled from the ``top_k`` most likely, with a fixed seed."""
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)
@@ -96,15 +96,15 @@ class GPT(nn.Module):
 
 
 class LanguageModel(Supervised):
-    """Trains a GPT on (batch, context) windows of bytes: cross entropy, validation perplexity per byte.
+    """Trains a GPT with cross entropy on (batch, context) windows of bytes. Validation logs the perplexity per byte.
 
     Arguments:
         width, depth, heads, context, tied: See ``GPT``.
         optimizer, warmup_steps: See ``Supervised``.
-        prompt: The beginning of the text sample.
+        prompt: The text that ``sample`` continues.
     """
 
-    counted = "tokens"  # unit of `count`
+    counted = "tokens"  # what `count` counts
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class LanguageModel(Supervised):
         prompt: str = "def ",
     ) -> None:
         super().__init__("perplexity", Perplexity(), optimizer, warmup_steps)
-        self.save_hyperparameters(ignore=["optimizer"])  # torch.load(weights_only=True) accepts plain values only
+        self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects
         self.gpt = GPT(width, depth, heads, context, tied)
         self.prompt = prompt
 

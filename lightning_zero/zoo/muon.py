@@ -14,14 +14,14 @@ def muon_and_adamw(
     adamw_lr: float = 3e-4,
     weight_decay: float = 0.1,
 ) -> Optimizer:
-    """Make pytorch_optimizer's Muon, which updates some of its groups with AdamW.
+    """Make a Muon optimizer (from pytorch_optimizer) that updates some groups with AdamW.
 
     Args:
-        params: parameters, of which Muon updates those with two dimensions; or groups, of which Muon updates those with
-            ``"hidden": True``. Embeddings and heads train better with AdamW (Jordan et al., "Muon", 2024).
+        params: parameters or groups. Muon updates two-dimensional parameters, or groups with ``"hidden": True``; AdamW
+            updates all others. Embeddings and heads train better with AdamW (Jordan et al., "Muon", 2024).
         lr: Muon's learning rate.
         adamw_lr: AdamW's learning rate.
-        weight_decay: weight decay of matrices.
+        weight_decay: weight decay of matrices, or of groups that do not set their own.
     """
     from pytorch_optimizer import Muon
 
@@ -41,7 +41,7 @@ def muon_and_adamw(
 
 
 def groups_of(module: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
-    """Return a module's parameters in groups: matrices, and (without weight decay) biases, norms and the like.
+    """Group a module's trained parameters: matrices, and parameters of one dimension, which get no weight decay.
 
     Args:
         module: a module whose repeated blocks are numbered, as in ``nn.ModuleList`` or ``nn.Sequential``.

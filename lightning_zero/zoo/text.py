@@ -36,7 +36,7 @@ def standard_library() -> Path:
 
 
 def text_files(root: Path, suffix: str = "") -> list[Path]:
-    """Return the files under ``root`` with a suffix, in the same order on every machine (by relative name)."""
+    """Return the files under ``root`` with a suffix, sorted by relative path, so the same on every machine."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # skipped folders are not walked
@@ -45,14 +45,15 @@ def text_files(root: Path, suffix: str = "") -> list[Path]:
 
 
 def is_validation(name: str, percent: float) -> bool:
-    """Whether a file is for validation, by a checksum of its relative name: the same on every machine."""
+    """Whether a file is for validation. A checksum of its relative path decides, the same on every machine."""
     return zlib.crc32(name.encode()) % 10_000 < percent * 100
 
 
 def read_split(path: Path | None, max_bytes: int, percent: float) -> tuple[bytes, bytes]:
     """Read at most ``max_bytes`` and split them into text for training and text for validation.
 
-    ``percent`` of the files of a folder (None: the standard library), or of a single file's bytes, are for validation.
+    About ``percent`` % of a folder's files (``path=None``: the standard library) are for validation; of a single file,
+    the last ``percent`` % of its bytes.
     """
     if path is not None and path.is_file():
         text = path.read_bytes()[:max_bytes]
@@ -71,12 +72,12 @@ def read_split(path: Path | None, max_bytes: int, percent: float) -> tuple[bytes
 
 
 class TextData(LightningDataModule):
-    """Text as windows of bytes, split into train and validation the same way on every machine.
+    """Windows of bytes from text, split into training and validation data in the same way on every machine.
 
     Arguments:
         path: A file or a folder; None is the standard library of the running Python.
         max_bytes: Maximum amount of text to read.
-        validation_percent: The percentage of files (of bytes, for a single file) held out.
+        validation_percent: Percentage of the files (or of a single file's bytes) held out for validation.
         context: Bytes per window.
         batch_size: Windows per rank and step.
         workers: Number of worker processes that load batches; 0 loads them in the training process.
@@ -118,7 +119,7 @@ class TextData(LightningDataModule):
         )
         if len(self.train) < self.batch_size:
             raise ValueError(f"batch_size={self.batch_size}: there are only {len(self.train)} windows for training")
-        # A fixed order that mixes the files, so that a validation of a few batches sees more than the first file.
+        # Shuffle in a fixed order, so that a validation on a few batches sees more than the first file.
         order = torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))
         self.validation = Subset(validation, order.tolist())
 

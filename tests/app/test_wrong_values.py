@@ -64,7 +64,7 @@ WRONG = [
     ("+trainer.max_steps=3", "Could not append to config. An item is already at 'trainer.max_steps'. Either remove +"),
     ("callbacks.checkpoint.save_top_k=-7", "callbacks.checkpoint.save_top_k=-7: Invalid value for save_top_k=-7"),
     ("logger=csv +logger.versoin=3", "logger.versoin: no such key; did you mean logger.version?"),
-    ("stage.timeout=0", "stage.timeout=0 must be a datetime.timedelta or a number of seconds, above 0"),
+    ("stage.timeout=0", "stage.timeout=0 must be None, or a timedelta or number of seconds above 0"),
     ("stage.prefetch=-1", "stage.prefetch=-1 must be an integer of at least 0"),
     ("stage.unit_numel=many", "stage.unit_numel='many' must be an integer of at least 0"),
     ("stage.reduce_dtype=fp8", "stage.reduce_dtype='fp8' must be 'fp32', 'bf16', 'fp16'"),

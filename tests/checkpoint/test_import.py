@@ -290,7 +290,7 @@ MODEL = "mp_rank_00_model_states.pt"
         (
             without("global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
             FileNotFoundError,
-            r"not contain the files of 2 rank\(s\): .* of rank\(s\) 0; 1 is missing",
+            r"not contain the files of 2 rank\(s\): .* of rank\(s\) 0\. The files of rank\(s\) 1 are missing",
         ),
         (without(f"global_step3/{MODEL}"), FileNotFoundError, "incomplete: it has no file '..._model_states.pt'"),
         (truncated, DamagedCheckpointError, r"mp_rank_00_model_states.pt \(3000 bytes\) is damaged"),
@@ -438,7 +438,7 @@ def test_the_entry_with_the_weights_must_be_named_where_several_are_possible(fsd
     with pytest.raises(ValueError, match="no weights were found. It has 'epoch', 'settings'"):
         open_fsdp(tmp_path / "none.pt")
     torch.save({"model": {"layer._flat_param": torch.ones(2)}}, tmp_path / "flat.pt")
-    with pytest.raises(ValueError, match="flat parameters, which only the same FSDP can read"):
+    with pytest.raises(ValueError, match="flat parameters, which only an identical FSDP setup can read"):
         open_fsdp(tmp_path / "flat.pt")
 
 

@@ -619,7 +619,7 @@ def test_an_error_about_a_file_that_would_run_code_names_the_call_and_advises_no
         torch.save(checkpoint, path, _use_new_zipfile_serialization=form == "archive")
     with pytest.raises(ValueError, match=rf"loading it would run code.*{words}|{words}") as caught:
         open_checkpoint(path)
-    assert str(path) in str(caught.value) and "None of its code was run" in str(caught.value)
+    assert str(path) in str(caught.value) and "None of the file's code was run" in str(caught.value)
     assert_nothing_advised(caught)
     if form != "meta.pt":
         with pytest.raises(ValueError, match=words) as caught:

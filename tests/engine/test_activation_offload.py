@@ -908,8 +908,8 @@ def test_a_read_error_names_the_folder_and_the_next_step_is_right(run_on, tmp_pa
             None,
             "offload: activations='cpu' offloads the inputs of checkpointed modules",
         ),
-        (Path("/dev/null/x"), "units", "no file for offload can be created there \\(Not a directory\\)"),
-        (Path("/proc"), "units", "no file for offload can be created there"),
+        (Path("/dev/null/x"), "units", "no file for offload can be created in this folder \\(Not a directory\\)"),
+        (Path("/proc"), "units", "no file for offload can be created in this folder"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_the_module_is_sharded(place, checkpointing, message):

@@ -410,14 +410,14 @@ def prepared(path, how, monkeypatch):
     if how == "a link":
         (path.parent.parent / "target").mkdir(exist_ok=True)
         path.symlink_to(path.parent.parent / "target")
-        return "it is a link"
+        return "the path is a link"
     path.mkdir()
     if how == "another user's":
         if os.geteuid() == 0:
             os.chown(path, 65534, -1)
         else:  # other users may not give it away
             monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
-        return "it belongs to user"
+        return "the folder belongs to user"
     path.chmod(0o777)
     return "every user may change"
 

@@ -245,7 +245,7 @@ def other_names() -> Any:
         (partial_placement, "head.weight is a DTensor with the placement"),
         (another_mesh, "head.weight is a DTensor on .* remove fully_shard"),
         (no_mesh, "embed.weight is a DTensor, .* tensor_parallel_size"),
-        (whole_matrices, "'blocks.0.up.weight' needs whole parameters, and tensor parallelism"),
+        (whole_matrices, "'blocks.0.up.weight' needs whole parameters, but tensor parallelism"),
         (other_names, "mesh has the dimensions .*'dp'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -179,7 +179,7 @@ def does_not_fit():
     torch.save(state, "wrong.pt")
     wrong = (
         r"^wrong.pt does not fit Net: the file lacks scale, blocks.0.0.bias; the module lacks extra\. "
-        r"Nothing was loaded\. Load what fits with strict=False\.$"
+        r"Nothing was loaded\. To load the tensors that fit, pass strict=False\.$"
     )
     module, sharded = on_meta(), Net()
     ordinary = Net()
@@ -213,7 +213,7 @@ def does_not_fit():
         load_weights(ordinary, ".")
     torch.save({f"model.{name}": value for name, value in before.items()}, "prefixed.pt")
     for strict in (True, False):
-        with pytest.raises(ValueError, match=r"lacks model\..* no name in common: load the file into the part"):
+        with pytest.raises(ValueError, match=r"lacks model\..* share no name: load the file into the part"):
             load_weights(ordinary, "prefixed.pt", strict=strict)
     torch.save([1, 2], "list.pt")
     for name, content in (("none.pt", ""), ("text.pt", "hello"), ("lfs.safetensors", "version 1"), ("i.json", "{}")):

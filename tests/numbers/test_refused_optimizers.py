@@ -126,8 +126,8 @@ class ByTheMean(SignDescent):
 @pytest.mark.parametrize(
     ("kind", "declared", "says"),
     [
-        (ByTheLargest, True, "depends on the others.*strategy='ddp'"),
-        (ByTheLargest, False, "depends on the others"),
+        (ByTheLargest, True, "depends on other parameters.*strategy='ddp'"),
+        (ByTheLargest, False, "depends on other parameters"),
         (ByTheMean, False, "halves of a matrix differ.*Pass whole_parameters=True"),
     ],
 )

@@ -172,7 +172,7 @@ def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
         (["tests.planning.projects", "--batch", "a:b"], "'tests.planning.projects' must be package.module:Name"),
         (["tests.planning.projects:Nett", "--batch", "tests.planning.projects:batch"], "has no attribute 'Nett'"),
         ([*PROJECT, "--memory", "large"], "--memory 'large' must be a number with a unit, such as 80GB or 24GiB"),
-        ([*PROJECT, "--link-bandwidth", "1e9"], "--flops must be given with the machine's other speeds"),
+        ([*PROJECT, "--link-bandwidth", "1e9"], "--flops is required with the machine's other speeds"),
         (["tests.planning.projects:Net", "width", "--batch", "a:b"], "'width' must be name=value"),
         (["tests.planning.projects:Net"], "--batch is missing"),
         ([*PROJECT, "--option", "prefetsch=0"], "ZeroStrategy has no option 'prefetsch': did you mean 'prefetch'?"),
@@ -284,7 +284,7 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
         (["--machines", "2", "--compression", "exact"], "is for ranks on CPUs that communicate over Gloo"),
         (["--machines", "2", "--stage", "3", "--compression", "exact"], "Nothing is left to plan"),
         (["--compression", "zip"], "compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
-        (["--option", "shard_within=2"], "shard_within=2 is not for --option: write --shard-within 2"),
+        (["--option", "shard_within=2"], "shard_within=2 cannot be set with --option: write --shard-within 2"),
         (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', a number of ranks of at least 2, or None"),
     ],
 )

@@ -38,7 +38,7 @@ def test_the_first_difference_from_ddp_is_reported_with_its_weights():
     assert found["step"] == 0 and found["loss"] is None
     assert "blocks.0.up.weight" in found["weights"] and max(found["weights"].values()) > 0
     said = run(*PROJECT, "--stage", "2", "--steps", "1", "--option", "reduce_dtype=bf16").stdout
-    assert "zero2: differs from DDP at micro-batch 0: weights differ after it: blocks." in said
+    assert "zero2: differs from DDP at micro-batch 0: weights differ after this micro-batch: blocks." in said
 
 
 @pytest.mark.exhaustive

@@ -126,7 +126,7 @@ def test_a_loss_that_is_never_finite_stops_the_job_and_names_the_step(stage, tmp
     faults = [fault(number, 5, [1], "loss", "nan") for number in range(9)]
     found = run(tmp_path, {"stage": stage, "finds": True, "faults": faults}, restarts=5)
     assert found.code != 0 and found.weights is None
-    assert "has ended 3 times in the step after step 5, so it is not tried again" in found.output
+    assert "has died 3 times in the step after step 5, so the step is not tried again" in found.output
     assert (
         "step after step 5 has failed 2 times with an error, so the job continues from an older state" in found.output
     )

@@ -99,7 +99,7 @@ def test_a_damaged_slot_is_noticed_and_an_older_state_taken(damage, which, tmp_p
         {"flipped": flip, "truncated": lambda path: os.truncate(path, 5000), "missing": os.remove}[damage](path)
     found = ended(folder, started(folder, options | {"faults": []}).wait(60))
     begins_anew = which == "all"
-    assert ("it begins anew" in found.output) == begins_anew
+    assert ("the job starts over" in found.output) == begins_anew
     assert ("Continuing after step 6" in found.output) == (not begins_anew)
     found.same_as(expected)
 
@@ -123,7 +123,7 @@ def test_a_third_death_in_one_step_stops_the_job_and_names_the_step(tmp_path):
     found = ended(tmp_path, process.wait(90))
     assert found.code != 0
     assert "a mistake of the project" in found.output
-    assert "has ended 3 times in the step after step 4, so it is not tried again" in found.output
+    assert "has died 3 times in the step after step 4, so the step is not tried again" in found.output
     assert found.begun == [[0, 1, 2, 3, 4], [4], [3, 4]]
 
 

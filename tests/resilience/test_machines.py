@@ -100,7 +100,7 @@ def test_the_state_of_a_lost_machine_comes_from_its_mirror(stage, tmp_path):
         machine("third")  # in its place, with nothing in memory
         first.ends(folder)
     found = ended(folder, 0)
-    assert "Continuing after step" in found.output and "begins anew" not in found.output
+    assert "Continuing after step" in found.output and "starts over" not in found.output
     found.same_as(whole)
     found.repeats_at_most(1)
 

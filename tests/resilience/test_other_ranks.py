@@ -46,6 +46,6 @@ def test_a_number_of_ranks_that_cannot_take_the_same_samples_is_refused(tmp_path
     run(folder, {**options, "faults": [fault(0, 4, [0, 1], "forward")]}, 2, restarts=0)
     found = run(folder, options, 3, restarts=0, launcher=TORCHRUN)
     assert found.code != 0
-    assert "ran on 2 ranks with 8 samples a step, and cannot take as many on 3 ranks" in found.output
+    assert "ran on 2 ranks with 8 samples per step. On 3 ranks, this would require" in found.output
     assert "accumulate_grad_batches would become 2/3" in found.output
     assert run(folder, options, 2).code == 0

@@ -135,7 +135,7 @@ def miss_the_timeout():
             with engine.communicator.waiting("something else"):
                 dist.barrier()
 
-    seconds = seconds_until_error(run, "did not complete: another rank ended, or did not take part in it")
+    seconds = seconds_until_error(run, "did not complete: another rank ended, or did not take part in time")
     engine.close(communicate=False)
     renew()  # for the pool
     return seconds

@@ -276,7 +276,7 @@ def draw(p: float, is_alike: bool) -> list[str]:
 def test_dropout_by_different_random_numbers_on_tensor_parallel_ranks_is_a_warning(run_on):
     first, second = run_on(2, draw, p=0.5, is_alike=False)
     assert len(first) == 1 and not second
-    assert "dropped (Dropout) drops different elements on each" in first[0] and "seed_everything" in first[0]
+    assert "dropped (Dropout) drops different elements on each rank" in first[0] and "seed_everything" in first[0]
     assert run_on(2, draw, p=0.0, is_alike=False) == run_on(2, draw, p=0.5, is_alike=True) == [[], []]
 
 
@@ -332,10 +332,10 @@ def test_fabric_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be None, 'auto' or a number of ranks"),
-        ({"data_parallel_size": 2}, "data_parallel_size=2 .* set both, or leave both out"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be None, 'auto' or a positive number of ranks"),
+        ({"data_parallel_size": 2}, "data_parallel_size=2 has no effect .* set both, or leave both out"),
         ({"tensor_parallel_size": 3}, r"tensor_parallel_size=3 is impossible with 2 rank\(s\)"),
-        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "their product must be the number of ranks"),
+        ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "their product must equal the number of ranks"),
         ({"tensor_parallel_size": 2, "shard_within": "node"}, "shard_within='node' cannot be combined"),
     ],
     ids=str,

@@ -1,4 +1,4 @@
-"""A machine's agent: torchelastic starts the processes, and restarts all of them when one has died."""
+"""The agent on each machine: torchelastic starts the processes, and restarts all of them when one dies."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 
 def number_of_gpus() -> int:
-    """The number of GPUs on this machine, from any vendor."""
+    """The number of GPUs of any vendor on this machine."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
 def run_processes(options: Mapping[str, Any], function: Callable[..., None], *arguments: Any) -> str | None:
-    """Call a function in each process of a job until all have returned.
+    """Start a job's processes, call a function in each, and wait for all; restart the processes if one fails.
 
     Args:
-        options: torchrun's options, by their long names without dashes.
+        options: torchrun's options, by long names without the leading dashes.
         function: a top-level function of a module, called in forked or spawned processes.
 
     Returns:
-        A description of the failure if no restarts are left, otherwise None.
+        A description of the last failure if no restarts are left, or None if all processes succeeded.
 
     Raises:
-        ValueError: if an option is wrong.
+        ValueError: if an option is invalid.
     """
     words = [f"--{name}={value}" for name, value in options.items()]
     try:

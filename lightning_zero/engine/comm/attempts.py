@@ -1,8 +1,9 @@
-"""Attempts at a job whose processes an agent (torchrun) restarts after one has died.
+"""Attempts to run a job: an agent (torchrun) starts a new attempt when a process has died.
 
-All attempts share the agent's store, in which the processes of the previous attempt have left their addresses; new
-processes would connect to these. So each attempt has its own keys in the store. A number from the environment cannot
-tell attempts apart: TORCHELASTIC_RESTART_COUNT counts the restarts of one machine (pytorch/pytorch issue 108158).
+All attempts share the agent's store, which still contains the addresses of the previous attempt's processes. So that
+new processes do not connect to these addresses, each attempt has its own keys in the store.
+TORCHELASTIC_RESTART_COUNT cannot identify an attempt: it counts the restarts of one machine only (pytorch/pytorch
+issue 108158).
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from datetime import timedelta
 from lightning_zero.engine.comm.process_group import Store, TCPStore, named_store
 
 _KEY = "lightning_zero/attempt"
-_GRACE = 0.3  # seconds in which a process can still report that a peer is gone
+_GRACE = 0.3  # seconds before a process exits, in which it can still report that a peer is gone
 
 
 def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store | None:
-    """The part of the agent's store for the processes of this attempt; None if no agent provides a store. Collective.
+    """The part of the agent's store that only this attempt uses; None if no agent provides a store. Collective.
 
     Args:
         address, port: the store's address and port.
         timeout: how long to wait for the other processes.
 
     Raises:
-        RuntimeError: if some process has not arrived in time.
+        RuntimeError: if a process does not arrive in time.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
@@ -40,7 +41,7 @@ def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: tim
 
 
 def _gather(store: Store, size: int, timeout: timedelta) -> str:
-    """On the first rank: choose a name, and confirm it once all other ranks have registered under it."""
+    """On rank 0: choose the attempt's name, and confirm it once all other ranks have registered under this name."""
     name = secrets.token_hex(8)
     store.set(_KEY, name)
     guests = [f"{_KEY}/{name}/{rank}" for rank in range(1, size)]
@@ -50,7 +51,7 @@ def _gather(store: Store, size: int, timeout: timedelta) -> str:
 
 
 def _join(store: Store, rank: int, deadline: float) -> str:
-    """Register under the name in the store until the first rank confirms: the name may be an earlier attempt's."""
+    """Register under the stored name, which may at first be an earlier attempt's, until rank 0 confirms."""
     own, name = secrets.token_hex(8), ""
     while time.monotonic() < deadline:
         if store.check([_KEY]) and (found := store.get(_KEY).decode()) != name:
@@ -60,11 +61,11 @@ def _join(store: Store, rank: int, deadline: float) -> str:
         if name and store.check([came]) and own in json.loads(store.get(came)):
             return name
         time.sleep(0.01)
-    raise RuntimeError(f"Rank {rank} waited for rank 0 of this attempt, which has not arrived. Did its process start?")
+    raise RuntimeError(f"Rank {rank} timed out waiting for rank 0 of this attempt. Check that rank 0 starts.")
 
 
 def will_be_repeated() -> bool:
-    """Whether an agent restarts all processes if one dies."""
+    """Whether an agent will restart all processes if one dies."""
     try:
         return int(os.environ["TORCHELASTIC_MAX_RESTARTS"]) > int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     except (KeyError, ValueError):
@@ -72,10 +73,10 @@ def will_be_repeated() -> bool:
 
 
 def leave_soon(reason: str) -> None:
-    """End this process in a moment, whatever it is doing: the next attempt begins once all old processes are gone.
+    """End this process after a short delay, whatever it is doing: the next attempt begins once all processes are gone.
 
     Args:
-        reason: why the process ends; printed first.
+        reason: why the process ends; printed before it exits.
     """
 
     def leave() -> None:

@@ -13,14 +13,14 @@ from lightning_zero.engine.plan.layout import ShardRanges
 
 
 class BackendTransport(Transport):
-    """All-gathers and reduce-scatters of the backend, which sums encoded values in the codec's dtype.
+    """Uses the backend's all-gathers and reduce-scatters; the backend sums encoded values in the codec's dtype.
 
     Slices of unequal lengths are passed as lists of tensors.
 
     Args:
-        gathers, reductions: a process group for gathers, and another for reductions. Depending on its data, a rank may
-            complete a gradient before or after the next gather starts; in a single group's queue, all ranks would need
-            the same order.
+        gathers, reductions: the process groups for gathers and for reductions. A single group would require the same
+            order of collectives on all ranks. But whether a gradient is complete before or after the next gather starts
+            may depend on a rank's data.
     """
 
     def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None:
@@ -44,7 +44,7 @@ class BackendTransport(Transport):
         else:
             encoded = [(codec.size(begin), codec.size(end)) for begin, end in ranges]
             work = dist.reduce_scatter(mine, slices_of(all_of_it, encoded), group=self._reductions, async_op=True)
-        # the input is kept until the current stream has waited for the collective that reads it
+        # ``sent`` is kept until the current stream has waited for the collective, which reads it
         return Started([work.wait], [sent], lambda: codec.decode(shard, stop - start, dtype))
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:

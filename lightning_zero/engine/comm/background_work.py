@@ -1,7 +1,8 @@
 """Background work on values that the engine keeps: copies for a checkpoint, and updates of offloaded states.
 
-Parameters' shards, optimizer states and tensors that users derived from parameters are read and written at a few places
-in the engine, each of which calls ``synchronize`` first. Forward and backward do not: they read gathered values.
+Parameter shards, optimizer states and tensors that users have derived from parameters are read and written in a few
+places in the engine, each of which calls ``synchronize`` first. Forward and backward need not call it, since they read
+gathered values.
 """
 
 from __future__ import annotations
@@ -12,21 +13,22 @@ from collections.abc import Callable
 from threading import Event, Lock
 
 _under_way: list[BackgroundWork] = []
-_lock = Lock()  # threads that read ahead call ``synchronize``, too
+_lock = Lock()  # threads that read ahead also call ``synchronize``
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of its parent's threads
 
 
 class BackgroundWork:
-    """A task in another thread; until it ends, no other thread reads or writes the values it works on.
+    """A task in another thread; until it ends, no other thread may read or write the values it works on.
 
-    Used as a context manager, the task ends when the context does.
+    Used as a context manager, the object marks the task as ended at the end of the context.
 
     Args:
-        owner: the object to which the task's errors are reported: ``wait`` raises them, and so does ``synchronize`` if
-            it is called with this owner. None if errors are reported in another way.
+        owner: the object that the task works for: ``wait`` raises the task's error, and so does ``synchronize`` if it
+            is called with this owner. None if errors are reported in another way.
         is_awaited: whether ``synchronize`` waits for the task.
-        cut_short: cancels inputs that the task still awaits; called before ``synchronize`` waits for the task.
+        cut_short: function that cancels the inputs for which the task is still waiting; ``synchronize`` calls it before
+            it waits for the task.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class BackgroundWork:
     def end(self, error: BaseException | None = None) -> None:
         """Mark the task as done, or as failed. Only the first call has an effect."""
         if not self._ended.is_set():
-            self._error, self._cut_short = error, None  # ``cut_short`` usually refers to this work's owner
+            self._error, self._cut_short = error, None  # ``cut_short`` usually holds a reference to the owner
             self._ended.set()
 
     def wait(self) -> None:
@@ -88,7 +90,7 @@ def synchronize(*owners: object) -> None:
     """Wait for all background work on the engine's values.
 
     Args:
-        owners: the owners whose errors are raised; errors for other owners are kept until those owners are passed.
+        owners: owners whose tasks' errors are raised; errors of other tasks are kept until their owners are passed.
 
     Raises:
         Exception: the error of a failed task of these owners.

@@ -19,9 +19,9 @@ class Pending:
     """A collective in flight.
 
     Args:
-        what: what the collective is for, in words, for the error message.
-        started: the collective that the transport has started; by default there is nothing to wait for.
-        watch: watches the wait; required if there is anything to wait for.
+        what: a description of the collective, for error messages.
+        started: the result of the transport, which has started the collective; None if there is nothing to wait for.
+        watch: the watch over the wait; required if there is anything to wait for.
     """
 
     def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
@@ -30,7 +30,7 @@ class Pending:
         self._ordinal = watch.begin(what) if watch is not None else 0
 
     def wait(self) -> Any:
-        """Wait for the collective on the current stream (NCCL) or thread (Gloo), and return its result.
+        """Make the current stream (NCCL) or thread (Gloo) wait for the collective, and return its result.
 
         Raises:
             RuntimeError: if another rank failed, or did not take part within the process group's timeout.
@@ -45,13 +45,13 @@ class Pending:
         return result
 
     def let_go(self) -> None:
-        """Give up the result. Peers still get what they need. (The garbage collector may call this in any thread.)"""
+        """Discard the result, but complete the collective for peers. Garbage collection may call this in any thread."""
         if self._waits and not self._ends_by_itself:
             self.wait()
 
 
 def end_with(owner: Any, running: list[Pending]) -> None:
-    """When the owner is deleted, finish its running collectives: other ranks depend on them."""
+    """When the owner is deleted, finish its running collectives, since other ranks depend on them."""
     weakref.finalize(owner, _let_go, running).atexit = False
 
 
@@ -65,11 +65,11 @@ class BucketCollectives:
 
     Args:
         transport: the transport between these ranks; None if there is only one.
-        counters: count what is communicated.
-        across: the ranks, numbered along the dimensions, whose slices cross between machines on the way from or to this
-            rank.
-        watch: watches the waits; None if there is only one rank.
-        link: the link by which the other slices travel; None for the counters' default link.
+        counters: counters of the communication.
+        across: the ranks, numbered along these dimensions, whose slices this rank sends to or receives from other
+            machines.
+        watch: the watch over the waits; None if there is only one rank.
+        link: the link under which other slices are counted if ``across`` is empty; None for the counters' default.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class BucketCollectives:
     ) -> Pending:
         """Update a buffer by exchanging changes; see ``Transport.exchange_changes``.
 
-        Messages from ranks on other machines are counted as if they were as long as this rank's message, and exchanges
-        within this machine as plain values.
+        The counters assume that messages from other machines are as long as this rank's message, and that exchanges
+        within this machine consist of plain values.
 
         Args:
-            own: this rank's slice of the buffer, with the former values.
+            own: this rank's slice of the buffer, with the old values.
             new: the slice's new values, in any dtype.
         """
         assert self._transport is not None
@@ -118,12 +118,12 @@ class BucketCollectives:
         """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D), in the buffer's dtype.
 
         Args:
-            flat: 1-D and contiguous. Its contents are used up.
+            flat: 1-D and contiguous. Its contents may be overwritten.
             codec: encodes the values to be sent. Over Gloo and shared memory, received values are added to this rank's
                 unencoded slice in the buffer's own dtype; other backends sum in the codec's dtype.
-            what: what is summed, in words, for the error message.
+            what: a description of what is summed, for error messages.
         """
-        assert self._transport is not None, "over one rank, a bucket keeps its gradients as they come"
+        assert self._transport is not None, "with one rank, gradients are not reduced"
         self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
         with explained(what):
             return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self._watch)
@@ -134,7 +134,7 @@ class BucketCollectives:
         return self._transport is not None and self._transport.takes_spans
 
     def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float, what: str) -> Pending:
-        """``reduce_scatter`` of spans, which are kept until the end; see ``Transport.reduce_spans``."""
+        """Like ``reduce_scatter``, but of spans; keeps their values until the end. See ``Transport.reduce_spans``."""
         assert self._transport is not None
         lengths = [(0, sum(span.numel for span in part)) for part in spans]
         self._count_reduction(sum(numel for _, numel in lengths), lengths, Cast(dtype), dtype.itemsize)
@@ -145,7 +145,7 @@ class BucketCollectives:
         return self._transport.reduction_bytes(flat, ranges, codec)
 
     def _crossing(self, ranges: Ranges) -> list[int]:
-        """The length of each slice that crosses between machines."""
+        """The lengths of the slices that cross between machines."""
         return [stop - start for start, stop in (ranges[rank] for rank in self._across)]
 
     def _count_reduction(self, numel: int, ranges: Ranges, codec: Codec, itemsize: int) -> None:
@@ -159,7 +159,7 @@ class BucketCollectives:
         )
 
     def _count(self, kind: str, crossing: int, crossing_bytes: int, rest: int, rest_bytes: int) -> None:
-        """Count a collective: elements that cross between machines as "across", and the rest by ``_link``."""
+        """Count elements that cross between machines under the link "across", and the rest under ``_link``."""
         if crossing:
             self._counters.add(kind, crossing, crossing_bytes, "across")
         self._counters.add(kind, rest, rest_bytes, self._link)

@@ -13,14 +13,14 @@ from lightning_zero.engine.comm.transport import Started
 
 
 class Chain:
-    """Begins second halves in background threads, so that callers do not wait for the first halves.
+    """Begins the second halves of exchanges in background threads, so that callers do not wait for the first halves.
 
-    Each exchange has its own thread, since ranks may begin gathers in different orders. The threads are daemons
-    outside of any executor: they wait for other ranks, and must not keep the interpreter from exiting.
+    Each exchange has its own thread, since ranks may begin gathers in different orders. The threads are daemons, not
+    an executor's threads: they wait for other ranks, and must not keep the interpreter from exiting.
     """
 
     def __init__(self) -> None:
-        self._halfway: set[threading.Event] = set()  # one per exchange, set when its second half begins
+        self._halfway: set[threading.Event] = set()  # one event per exchange, set once the second half has begun
 
     def start(
         self, first: Started, then: Callable[[Any], Started], after: threading.Event | None = None
@@ -28,8 +28,8 @@ class Chain:
         """Chain two exchanges into one: a thread awaits the first, and then begins the second with its result.
 
         Args:
-            after: the previous exchange's event: this second half begins once that event is set, so that the order of
-                second halves is the same on all ranks.
+            after: the previous exchange's event. This exchange's second half begins only once that event is set, so
+                that all ranks begin second halves in the same order.
 
         Returns:
             The whole exchange, and an event that is set once its second half has begun or has failed to begin.
@@ -63,7 +63,7 @@ class Chain:
         return Started([wait_for_both], first.buffers, finish, ends_by_itself=True), begun
 
     def when_all_continue(self, call: Callable[[], object]) -> None:
-        """Call a function once every second half has begun or failed: now, or in a background thread."""
+        """Call a function once every second half has begun or failed to begin: at once, or in a background thread."""
         unfinished = list(self._halfway)
         if not unfinished:
             call()

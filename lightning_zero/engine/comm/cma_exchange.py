@@ -1,6 +1,6 @@
 """Exchanges between ranks of one machine, which read each other's memory where the system permits it.
 
-Over Gloo, several threads copy bytes into the kernel and out of it (the loopback device). Here bytes are copied
+With Gloo, several threads copy bytes into the kernel and out of it (the loopback device). Here, bytes are copied
 once, by cross-memory attach (``process_memory.py``), and sockets only carry signals: that memory is ready, or has been
 read. Measurements are in ``docs/explanation/performance.md``.
 """
@@ -29,8 +29,8 @@ from lightning_zero.engine.comm.transport import Span
 from lightning_zero.engine.plan.topology import Topology
 
 _ADDRESS = struct.Struct("<q")
-_PATIENCE = 30.0  # seconds to connect
-_CHUNK = 2**15  # elements added up at a time: few enough to stay in the cache, and for torch to use one core
+_PATIENCE = 30.0  # timeout for connecting, in seconds
+_CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torch adds them on one core
 
 _exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
 
@@ -39,28 +39,28 @@ class Exchange:
     """An exchange in flight. It ends when this rank has read from all others, and all others from this rank.
 
     Args:
-        kept: tensors that the other ranks read; kept until the end.
-        take: called with (position of the peer, its process ID, address) in the transport's thread, for one peer after
-            another, once the memory at the address is ready.
-        timeout: the timeout of the wait.
+        kept: tensors that the other ranks read, kept alive until the exchange ends.
+        take: reads from one peer, given (the peer's position, its process ID, an address); called in the transport's
+            thread, for one peer after another, once the memory at the address is ready.
+        timeout: the timeout of ``wait``.
     """
 
     def __init__(self, kept: Any, take: Callable[[int, int, int], None], timeout: timedelta) -> None:
         self._kept, self.take, self._timeout = kept, take, timeout
-        self.taken = 0  # number of peers read so far, in their order
+        self.taken = 0  # number of peers read so far; peers are read in order
         self._over = threading.Event()
         self._failure: str | None = None
 
     def end(self, failure: str | None = None) -> None:
         self._failure = failure
-        self._kept, self.take = None, lambda *_: None  # both keep tensors alive
+        self._kept, self.take = None, lambda *_: None  # releases their tensors
         self._over.set()
 
     def wait(self) -> None:
         """Wait until the exchange has ended.
 
         Raises:
-            RuntimeError: if it failed, or did not end in time.
+            RuntimeError: if the exchange failed, or did not end in time.
         """
         if not self._over.wait(self._timeout.total_seconds()):
             raise RuntimeError(f"not finished after {self._timeout}")
@@ -69,16 +69,16 @@ class Exchange:
 
 
 class CrossMemoryExchanges:
-    """Exchanges with the other ranks of a group, which are all on this machine.
+    """Exchanges with the other ranks of a group, whose ranks are all on this machine.
 
     Args:
         rank: this process's rank.
-        peers: rank, process ID and two sockets of each other rank, in the order in which gradients are added up; the
+        peers: rank, process ID and two sockets for each other rank, in the order in which gradients are added up. The
             second socket is for small messages.
         timeout: the timeout of each exchange.
 
     Attributes:
-        small: exchanges of small messages, without reading other processes' memory.
+        small: exchanges of small messages over sockets, without reading other processes' memory.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class CrossMemoryExchanges:
         self._rank, self._timeout, self._process = rank, timeout, os.getpid()
         self._ranks = [other for other, _, _, _ in peers]
         self._processes = [process for _, process, _, _ in peers]
-        # Guards the attributes below. Reentrant: garbage collection may end the transport during any allocation.
+        # Guards the attributes below. Reentrant: garbage collection may close the exchanges during any allocation.
         self._lock = threading.RLock()
         self._exchanges: dict[Key, Exchange] = {}  # in flight; the thread that removes an exchange ends it
-        self._failure: str | None = None  # why all exchanges begun from now on fail
+        self._failure: str | None = None  # if set, every new exchange fails for this reason
         self._closing = False
-        self._late: deque[Key] = deque()  # exchanges begun after messages from peers had arrived
+        self._late: deque[Key] = deque()  # exchanges that began after a peer's message had arrived
         self._awake, self._woken = socket.socketpair()
         self._awake.setblocking(False)  # if the socket is full, the thread wakes up anyway
-        # a message under an exchange's key has an address; a message under the key with ~tag says that a peer has read
+        # Messages with an exchange's key contain an address. Messages with ~tag in the key report that a peer has read.
         self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
         _exchanges_of_process.add(self)
@@ -107,8 +107,8 @@ class CrossMemoryExchanges:
         """Exchange slices: fill the other ranks' slices from their memory, while they read this rank's slice.
 
         Args:
-            tag: the exchange's tag; every rank begins the exchanges with one tag in the same order.
-            slices: 1-D, one per rank.
+            tag: the exchange's tag; every rank must begin exchanges that share a tag in the same order.
+            slices: one 1-D tensor per rank.
         """
 
         def take(position: int, process: int, address: int) -> None:
@@ -130,10 +130,10 @@ class CrossMemoryExchanges:
             tag: see ``gather``.
             own: this rank's contribution as consecutive spans; the other ranks' contributions have spans of the same
                 lengths.
-            sent: by rank, the spans that each other rank adds to its own.
+            sent: for each other rank, the spans of this rank that the other rank adds to its own.
             wire: the dtype in which values are sent.
-            factor: multiplies all values before they are added up; a power of two multiplies the sum instead, which
-                gives the same digits.
+            factor: multiplies all values before they are added up. A power of two multiplies the sum instead, with the
+                same result.
         """
         dtype = next((span.values.dtype for span in own if span.values is not None), wire)
         total = torch.empty(sum(span.numel for span in own), dtype=dtype, device="cpu")
@@ -181,7 +181,7 @@ class CrossMemoryExchanges:
             failure = self._failure
             if failure is None:
                 self._exchanges[key] = exchange
-            is_late = key in self._signals.received  # if messages arrive later, the thread finds the exchange
+            is_late = key in self._signals.received  # for messages that arrive later, the thread finds the exchange
         if failure is not None:
             exchange.end(failure)
             return exchange
@@ -199,9 +199,9 @@ class CrossMemoryExchanges:
             exchange.end(failure)
 
     def sever(self, reason: str) -> None:
-        """End all exchanges, here and on the peers: those in flight, and those begun later."""
+        """Make all exchanges fail, here and on the peers: those in flight, and new ones."""
         if os.getpid() != self._process:
-            return  # in a forked process (of a DataLoader): the connections are the parent's
+            return  # in a forked process, such as a DataLoader's, the connections belong to the parent
         with self._lock:
             self._failure, self._closing = self._failure or reason, True
             unfinished = list(self._exchanges)
@@ -213,7 +213,7 @@ class CrossMemoryExchanges:
         self._wake()
 
     def close(self) -> None:
-        """Begin no more exchanges. The thread finishes those in flight, since peers need them."""
+        """Refuse new exchanges. The thread finishes exchanges in flight, since peers need them."""
         if os.getpid() != self._process:
             return
         with self._lock:
@@ -265,7 +265,7 @@ class CrossMemoryExchanges:
         return poll
 
     def _go_on(self, key: Key) -> None:
-        """Read from the peers that are ready, in their order; end the exchange once all ranks have read."""
+        """Read from peers in order until one is not ready; end the exchange once all ranks have read."""
         exchange, (tag, ordinal) = self._exchanges.get(key), key
         if exchange is None:
             return
@@ -287,13 +287,13 @@ class CrossMemoryExchanges:
             self._end(key)
 
     def _has_ended(self, position: int) -> bool:
-        """Whether a peer has closed its connection, even with unread messages: the memory read may be wrong."""
+        """Whether a peer has closed its connection, even if messages are unread: what was read may then be invalid."""
         poll = select.poll()
         poll.register(self._signals.sockets[position], select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def _lose(self, position: int, failure: str = "") -> None:
-        """Handle a peer that has closed its connection, perhaps normally while other peers are still exchanging."""
+        """After a peer has closed its connection, fail new exchanges, and those in flight that still need the peer."""
         failure = failure or f"rank {self._ranks[position]} closed the connection"
         with self._lock:
             self._failure = self._failure or failure
@@ -304,7 +304,7 @@ class CrossMemoryExchanges:
 
 
 def sever_all(reason: str) -> None:
-    """End every exchange of this process: the run has failed."""
+    """Make every exchange of this process fail, because the run has failed."""
     for exchanges in list(_exchanges_of_process):
         exchanges.sever(reason)
 
@@ -318,13 +318,13 @@ def connect(
     exchange_objects: Callable[[Any], list[Any]],
     groups_of: Callable[[Topology], Topology] = lambda topology: topology,
 ) -> tuple[Topology, CrossMemoryExchanges | None]:
-    """Find which ranks share a machine, and connect the ranks of each group, numbered by place in it. Collective.
+    """Find which ranks share a machine, and connect the ranks of each group, numbered within the group. Collective.
 
     Args:
         timeout: the timeout of each later exchange.
         exchange_objects: all-gathers a small object.
-        groups_of: maps the topology of machines to that of the groups of ranks to connect; by default each machine is
-            a group.
+        groups_of: maps the topology of machines to the topology of the groups whose ranks are connected; by default,
+            each machine is a group.
 
     Returns:
         The machines of all ranks, and the exchanges within this rank's group. The exchanges are None on every rank if
@@ -387,7 +387,7 @@ def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
 
 
 def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
-    """Whether the memory of any process cannot be read, or differs from the values that the process has sent."""
+    """Whether any process's memory cannot be read, or differs from the values that the process has sent."""
     try:
         for _, process, _, address, expected in told:
             process_memory.read_memory(process, address, found := torch.empty_like(probe))
@@ -399,7 +399,7 @@ def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
 
 
 def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:
-    """Connect two sockets to each lower rank, by (rank, number); both sides then number the sockets alike."""
+    """Connect two sockets to each lower rank, keyed by (rank, number); both sides use the same numbers."""
     lines: dict[tuple[int, ...], socket.socket] = {}
     for other, name in enumerate(names):
         for number in range(2):

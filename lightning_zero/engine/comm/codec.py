@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class Codec(Protocol):
-    """Encodes ranges of gradients before they are sent, and adds up what has been received."""
+    """Encodes gradients before they are sent, and decodes or adds up received gradients."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -20,10 +20,10 @@ class Codec(Protocol):
         """Encode 1-D values to be sent; return the same tensor if the encoding changes nothing."""
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Decode to ``numel`` values of a dtype; return the same tensor if the encoding changes nothing."""
+        """Decode ``numel`` values to ``dtype``; return the same tensor if the encoding changes nothing."""
 
     def add(self, total: Tensor, encoded: Tensor) -> None:
-        """Add encoded values to a total, in the total's dtype."""
+        """Add encoded values to ``total`` in place, in its dtype."""
 
     def size(self, numel: int) -> int:
         """The number of encoded elements for ``numel`` values."""
@@ -58,7 +58,7 @@ class Quantised:
 
     Args:
         bits: the number of bits of an integer.
-        block: the number of values that share a scale; even.
+        block: the number of values that share a scale; must be even.
     """
 
     bits: Literal[4, 8]
@@ -76,7 +76,7 @@ class Quantised:
         padded = torch.nn.functional.pad(values.float(), (0, blocks * self.block - len(values)))
         padded = padded.view(blocks, self.block)
         scales = padded.abs().amax(1, keepdim=True).div_(2 ** (self.bits - 1) - 1)
-        scales.clamp_(min=torch.finfo(torch.float32).tiny)  # for blocks of zeros
+        scales.clamp_(min=torch.finfo(torch.float32).tiny)  # prevents division by 0 in blocks of zeros
         integers = (padded / scales).round_().to(torch.int8).view(-1)
         encoded = integers.view(torch.uint8) if self.bits == 8 else _packed(integers.add_(8).view(torch.uint8), 4)
         return torch.cat([scales.view(-1).view(torch.uint8), encoded])
@@ -95,7 +95,7 @@ class Quantised:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 2 or 4 bits into bytes. A byte has a code from each of ``8 / bits`` equal parts of ``codes``."""
+    """Pack codes of 2 or 4 bits into bytes. A byte has one code from each of ``8 / bits`` equal parts of ``codes``."""
     many = 8 // bits
     parts = torch.nn.functional.pad(codes, (0, -len(codes) % many)).tensor_split(many)
     packed = parts[0].clone()
@@ -111,18 +111,18 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 
 # Changes to 16-bit floats are sent as differences between bit patterns, most of which are small. A message has a header
 # with the width of a code; then, in 16 bits each, differences that are too large for a code (escapes); then a code of
-# 2, 4 or 8 bits for each element. The width with the shortest message is used, or plain values if these are shorter.
+# 2, 4 or 8 bits for each element. The width with the shortest message is used, or plain values if they are shorter.
 
-_HEADER = 8  # bytes, the first of which is the width in bits; 0 for plain values
+_HEADER = 8  # bytes; the first is the width of a code in bits, or 0 for plain values
 _LARGEST = {2: 1, 4: 7, 8: 126}
-"""The largest difference, in either direction, that a code of each width can hold. One code marks escapes."""
+"""The largest difference, positive or negative, for each code width. One further code value marks escapes."""
 
 
 def encode_changes(values: Tensor, new: Tensor) -> Tensor:
-    """Encode the difference between new and former values as bytes, and update the values in place.
+    """Encode the difference between new and former values as bytes, and set ``values`` to the new values.
 
     Args:
-        values: the former values, which the receivers also have: 1-D, 16-bit floats.
+        values: the former values, which the receivers also have; a 1-D tensor of 16-bit floats.
         new: the new values, in any dtype.
     """
     new = new.to(values.dtype)

@@ -30,8 +30,8 @@ from lightning_zero.engine.plan.topology import Topology
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
-# Message tags: of the control plane, which uses the next tag for small messages; of reductions; and of bucket 0's
-# gathers, followed by the tags of the other buckets' gathers.
+# Message tags of the control plane (the next tag is for its small messages), of reductions, and of bucket 0's gathers
+# (the next tags are for other buckets' gathers).
 _CONTROL_TAG, _REDUCE_TAG, _GATHER_TAG = 7697, 7701, 7702
 
 _communicators = itertools.count()
@@ -41,8 +41,8 @@ class Gathering(NamedTuple):
     """The ranks between which parameters are gathered.
 
     Attributes:
-        ranks: their numbers in the data-parallel group.
-        place: this rank's index among them.
+        ranks: the ranks' numbers in the data-parallel group.
+        place: this rank's index in ``ranks``.
         control: the control plane between these ranks only.
     """
 
@@ -69,7 +69,7 @@ class Everyone(NamedTuple):
 
 
 class Communicator:
-    """A data-parallel group. With one rank it communicates nothing and counts nothing.
+    """A data-parallel group. With a single rank, it communicates and counts nothing.
 
     Args:
         group: the process group, ``None`` for the default one; ignored if no process group is initialised.
@@ -80,15 +80,15 @@ class Communicator:
     Attributes:
         rank, size: this rank's number in the group, and the group's size.
         everyone: the ranks of all tensor-parallel groups together.
-        tensor: the ranks that share this rank's tensors.
+        tensor: the tensor-parallel ranks that share tensors with this rank.
         counters: counters of the communication.
         mesh: the mesh of ranks: two-dimensional if collectives have two levels, or ``shards_within`` is set.
         control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
-        may_compress: whether values cross between machines and can be encoded: from a CPU, over Gloo.
+        may_compress: whether values cross between machines and can be compressed (on CPUs, over Gloo).
         gathering: the ranks between which parameters are gathered; fewer than all if ``shards_within`` is set.
-        watch: watches the waits for other ranks; only with several ranks.
+        watch: the watch over waits for other ranks; exists only with several ranks.
     """
 
     def __init__(
@@ -128,18 +128,18 @@ class Communicator:
         self._timeout = process_group.timeout_of(self.group, self.device)
         has_cpu = process_group.serves_cpu(everywhere)
         control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
-        # rank 0 chooses the number in the name of store keys: after a failure the ranks' counts may differ
+        # rank 0 chooses the number in the engine's name, since the ranks' own counts may differ after a failure
         number = torch.tensor(next(_communicators), device="cpu")
         with explained("setting up the sharded module"):
             dist.broadcast(number, all_ranks[0], control_group)
         name = f"{all_ranks[0]}/{number.item()}"
-        # each module's engine has its own tags: the order in which a process's engines communicate may depend on data
+        # each engine has its own tags, since the order in which several engines communicate may depend on data
         first_tag = int(number) % 2**11 << 20
         control_tag = first_tag + _CONTROL_TAG
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
         self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
-        self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks' numbers in the watch
+        self._control_group, self._numbers = control_group, list(range(self.size))  # ranks within the watch's group
         if self.tensor.size == 1:
             self.control = control
             return first_tag
@@ -156,7 +156,7 @@ class Communicator:
     def _choose_transports(
         self, backend: str, gather_tag: int, reduce_tag: int, shard_within: Literal["node"] | int | None
     ) -> None:
-        """Choose the quickest transports between the ranks. Collective.
+        """Choose the fastest transports between the ranks. Collective.
 
         Raises:
             ValueError: if parameters cannot be sharded within groups as ``shard_within`` describes.
@@ -238,7 +238,7 @@ class Communicator:
         if backend == "gloo":
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
-        # New groups: in the group itself, other collectives (Lightning's, once a batch) would wait for earlier gathers.
+        # New process groups: in the existing group, other collectives (Lightning's, each batch) would wait for gathers.
         between = self._alike if groups is None else self._renumbered(groups)
         return BackendTransport(*(self._new_group(backend, between) for _ in ("gathers", "reductions")))
 
@@ -249,7 +249,7 @@ class Communicator:
     # -- other values on the group's device -------------------------------------------------------------------------
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
-        """Fill each ``ranges[r]`` of ``flat`` from its owner, rank r, by one broadcast per rank: for rare uses."""
+        """Fill each ``ranges[r]`` of ``flat`` from its owner, rank r, with one broadcast per rank. Slow."""
         if self.size == 1:
             return
         waits = []
@@ -261,13 +261,13 @@ class Communicator:
         Pending(what, Started(waits, [flat]), self.watch).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor in place over all ranks, on their device: NCCL can then reduce offloaded states."""
+        """Reduce a small tensor in place over all ranks, on their device, since NCCL cannot reduce CPU tensors."""
         if self.everyone.size == 1:
             return tensor
         on_device = tensor.to(self.device)
         if self.size > 1:
             self.counters.add("control", on_device.numel(), on_device.nbytes)
-            with self.watch.waiting("a sum, norm or extreme over ranks"):
+            with self.watch.waiting("a sum, norm, minimum or maximum over ranks"):
                 dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
         self.tensor.all_reduce(on_device, op)
         return tensor.copy_(on_device) if on_device is not tensor else tensor
@@ -294,14 +294,14 @@ class Communicator:
                 process_group.broadcast_coalesced(self.group, on_device, MESSAGE_BYTES)
 
     def activation_parts(self) -> ActivationParts:
-        """Make the object that divides activations, with a process group of its own. Collective."""
+        """Make the object that divides activations among tensor-parallel ranks, with its own group. Collective."""
         backend = process_group.backend_name(self.group, self.device)
         return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
 
     # -- groups and waits -------------------------------------------------------------------------------------------
 
     def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
-        """Context of a wait for other ranks outside of the engine's own collectives; see ``Watch.waiting``.
+        """Context in which this rank waits for others outside of the engine's collectives; see ``Watch.waiting``.
 
         Args:
             what: a name, the same on every rank.
@@ -312,13 +312,14 @@ class Communicator:
         return self.everyone.watch.waiting(what, None if everyone else 0)
 
     def background_group(self) -> ProcessGroup | None:
-        """A group for a thread that communicates in the background, over the CPU. The first call is collective.
+        """A Gloo group for background communication of CPU tensors. The first call is collective.
 
         Returns None if there is only one rank.
         """
         if self.size > 1 and self._background_group is None:
-            # All ranks meet first: a rank that waits in the store for the group would not notice that another ended.
-            self.control.any_rank([False], "making the background group")
+            # All ranks synchronize first: while a rank waits in the store for the new group, it would not notice that
+            # another rank has ended.
+            self.control.any_rank([False], "creating the background group")
             self._background_group = self._new_group("gloo", self._alike)
         return self._background_group
 
@@ -326,10 +327,10 @@ class Communicator:
         """Make several groups with the user's timeout, and return the group that contains this rank. Collective.
 
         Args:
-            groups: ranks as numbered in the default group. Every rank is in one group.
+            groups: the ranks of each group, as numbered in the default group. Every rank is in exactly one group.
         """
         own = process_group.rank()
-        with explained("making a group"):
+        with explained("creating a process group"):
             for ranks in groups:
                 made = process_group.new_group(list(ranks), backend, self._timeout)
                 if own in ranks:
@@ -337,11 +338,11 @@ class Communicator:
         return self._own_groups[-1]
 
     def close(self) -> None:
-        """Close the transports and the watch over the waits, and end the groups made here."""
+        """Close the transports and the watch over the waits, and destroy the groups made here."""
         if self.everyone.watch is not None:
             for collectives in self._along.values():
                 collectives.close()
             self.everyone.watch.close()
             while self._own_groups:
-                with suppress(RuntimeError, ValueError):  # they may have failed, or be gone with the default group
+                with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
                     process_group.destroy(self._own_groups.pop())

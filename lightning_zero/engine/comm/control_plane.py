@@ -1,6 +1,6 @@
-"""Exchanges of small Python values between ranks over the CPU; parameters and gradients go by transports.
+"""Exchange Python values between ranks over the CPU; parameters and gradients are sent by transports instead.
 
-These exchanges synchronise no device: all tensors here are small, and in host memory.
+Nothing here synchronises with a device: all tensors are in host memory.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ MESSAGE_BYTES = 2**25
 
 
 class ControlPlane:
-    """Exchanges of Python values between the ranks of a group. With one rank, values are returned unchanged.
+    """Exchanges of Python values between the ranks of a group. With one rank, nothing is communicated.
 
     Args:
         group: a process group that communicates over the CPU; None with one rank.
         ranks: the group's ranks, as numbered in the default group.
         rank: this rank's number in the group.
-        watch: watches the waits; None with one rank.
-        counters: count calls of kind "control".
+        watch: turns failures and deadlocks during waits into errors; None with one rank.
+        counters: where calls are counted, with the kind "control".
         tag: the tag of messages; ``tag + 1`` is the tag of small messages.
 
     Attributes:
         tag: the given tag.
-        small: the quickest way to exchange messages of up to ``SMALL`` bytes, if the ranks share a machine; else None.
+        small: a faster channel for messages of up to ``SMALL`` bytes between ranks of one machine, or None.
     """
 
     def __init__(
@@ -43,11 +43,11 @@ class ControlPlane:
         self.small: SmallMessages | None = None
         self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
         self._watch_or_none, self.tag, self._small_tag = watch, tag, tag + 1
-        self._sent: list[tuple[Tensor, Any]] = []  # messages are kept until they have been sent
+        self._sent: list[tuple[Tensor, Any]] = []  # keeps messages alive until they have been sent
 
     @property
     def _watch(self) -> Watch:
-        assert self._watch_or_none is not None, "one rank has no others to wait for"
+        assert self._watch_or_none is not None, "with one rank there is nothing to wait for"
         return self._watch_or_none
 
     @property
@@ -55,17 +55,17 @@ class ControlPlane:
         return len(self._ranks) == 1
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Whether each flag is set on any rank. Every rank passes the same number of flags.
+        """For each flag, whether any rank has set it. Collective; every rank passes the same number of flags.
 
         Args:
-            what: what the flags are about, for the error message.
+            what: a name for this exchange, for error messages.
         """
         if self._is_alone:
             return list(flags)
         return list(map(bool, self._maximum(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).tolist()))
 
     def gather_numbers(self, number: int, what: str) -> list[int]:
-        """Every rank's number (0 or more), in the order of ranks."""
+        """Gather one number (0 or more) from each rank, in the order of ranks. Collective."""
         if self._is_alone:
             return [number]
         numbers = torch.zeros(len(self._ranks), dtype=torch.int64, device="cpu")
@@ -85,7 +85,7 @@ class ControlPlane:
         return tensor
 
     def numbers_of_first(self, numbers: Sequence[int]) -> list[int]:
-        """Rank 0's numbers. Every rank passes equally many."""
+        """Broadcast rank 0's numbers, and return them. Every rank passes the same count of numbers."""
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -118,22 +118,22 @@ class ControlPlane:
             tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Every rank's small picklable value, in the order of ranks."""
+        """Gather a small picklable value from each rank, in the order of ranks. Collective."""
         if self._is_alone:
             return [value]
-        with self._watch.waiting("an exchange of what each rank holds"):
+        with self._watch.waiting("an exchange of values between ranks"):
             return all_gather_objects(value, self._group)
 
     def is_alike(self, text: str) -> bool:
-        """Whether every rank has the same text, of any length. The ranks exchange only a small digest."""
+        """Whether every rank passes the same text. Collective. Texts may be long: ranks exchange only a digest."""
         if self._is_alone:
             return True
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
-        extremes = self._maximum(torch.cat([digest, -digest]), "a comparison of what each rank holds")
+        extremes = self._maximum(torch.cat([digest, -digest]), "a comparison of values between ranks")
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
 
     def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:
-        """Send numbers to some ranks, which call ``hear``, without blocking; see ``wait_until_told``."""
+        """Begin to send numbers to some ranks, which call ``hear``; ``wait_until_told`` waits for the end."""
         message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._counters.add("control", message.numel(), message.nbytes)
         for rank in ranks:

@@ -6,20 +6,20 @@ from collections import Counter
 from typing import Literal
 
 Link = Literal["within", "across"]
-"""The ranks of a group share a machine ("within"), or are on several machines or unknown machines ("across")."""
+"""Whether communication stays within one machine ("within") or may cross between machines ("across")."""
 
 
 class Counters:
-    """Calls, logical elements and bytes by kind of collective ("all_gather", "reduce_scatter", "control" ...) and link.
+    """Counts of calls, elements and bytes, by kind of collective ("all_gather", "reduce_scatter", ...) and link.
 
-    One all-gather of a bucket counts the whole padded bucket once, as the paper counts its communication volume
-    (SC20, section 7): each rank sends and receives (N - 1) / N of it.
+    As in the paper's communication volume (SC20, section 7), an all-gather counts the elements of the whole padded
+    bucket once, although each rank sends and receives only (N - 1) / N of them.
 
-    With ranks on several machines, slices of ranks on this machine count as "within", all others as "across"; where
-    collectives have two levels, only slices that this rank exchanges with other machines count as "across".
+    With ranks on several machines, slices of ranks on this machine count as "within", all others as "across". In
+    collectives with two levels, only slices that this rank exchanges with other machines count as "across".
 
     Attributes:
-        link: the link that ``add`` counts for by default.
+        link: the default link of ``add``.
         calls, elements, bytes: the counts by (kind, link).
     """
 
@@ -34,9 +34,9 @@ class Counters:
 
         Args:
             kind: the kind of collective.
-            numel: the number of elements that it moves.
-            nbytes: bytes of these elements as they travel.
-            link: the link by which they travel.
+            numel: the number of elements in the collective.
+            nbytes: the size of these elements in the dtype in which they are sent.
+            link: the link over which they are sent; by default ``self.link``.
         """
         key = kind, link or self.link
         self.calls[key] += 1
@@ -57,7 +57,7 @@ def by_kind(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
 
 
 def by_link(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
-    """The counts by link, summed over kinds, zeros included."""
+    """The counts of both links, summed over kinds."""
     found: Counter[str] = Counter(within=0, across=0)
     for (_, link), count in counter.items():
         found[link] += count

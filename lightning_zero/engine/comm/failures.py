@@ -1,11 +1,13 @@
-"""End waits for other ranks with an error if a rank fails or is killed, or the ranks wait for each other for ever.
+"""End waits for other ranks with an error if a rank fails or is killed, or if ranks are in a deadlock.
 
-The first such failure is reported to all ranks over the lifelines, and ends all their waits within seconds.
+The first such failure is reported to all ranks over the lifelines (``lifelines.py``), and ends all their waits within
+seconds.
 
-A rank that has waited for a while notifies the first rank of its wait, and of the collectives that it has begun. Two
-such notices can prove a deadlock: rank r waits for a collective that rank s has not begun, and s, which can begin
-nothing before its own wait is over, waits for a collective that r has not begun (or for a rank that waits for r, and so
-on). A rank that is merely slow sends no notice, and so is never mistaken for a rank that has diverged.
+A rank that has waited for a few seconds sends a notice to the first rank: what it waits for, and which collectives it
+has begun. Two notices can prove a deadlock: rank r waits for a collective that rank s has not begun, and s waits for a
+collective that r has not begun. Neither rank can begin another collective before its own wait ends. Longer cycles of
+ranks are detected in the same way. A rank that is only slow sends no notice, so it is never taken for part of a
+deadlock.
 """
 
 from __future__ import annotations
@@ -28,33 +30,34 @@ from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifeli
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
 from lightning_zero.io.beats import note_waiting
 
-_FAILED, _REFUSED = "failed", "refused"  # kinds of message; the second only ends waits that may be refused
+_FAILED, _REFUSED = "failed", "refused"  # kinds of message: the run has failed; only some waits have failed
 _AT_ONCE = 0.5  # seconds within which failures count as simultaneous
-_MOMENT = 1.0  # seconds after which every rank knows why another has closed its connections
+_MOMENT = 1.0  # seconds within which a failing rank's reason arrives after its connections have closed
 
 _UNUSED_TAG = 7699
-_SIGNS_OF_GLOO = "gloo/", "pair closure"  # in messages of Gloo's errors, which have no class of their own
+_SIGNS_OF_GLOO = "gloo/", "pair closure"  # texts that identify Gloo's errors, which have no class of their own
 
 listeners: dict[str, Callable[[], None]] = {}
-"""Functions to call, by kind, for messages of other kinds (``Lifelines.say``); called in the lifelines' thread."""
+"""Functions to call when a message of another kind arrives (see ``Lifelines.say``), by kind; called in the lifelines'
+thread."""
 
 
 class _Wait(NamedTuple):
-    key: str  # the engine's name, and what the rank waits for
+    key: str  # the engine's name and ``what``
     what: str
-    ordinal: int  # counts waits with this key; 0 if not every rank takes part, so that no deadlock can be concluded
+    ordinal: int  # number of this collective among those with its key, from 1; 0 excludes it from deadlock detection
     since: float
     may_be_refused: bool  # whether the run can continue after this wait has failed
     members: Sequence[int] = ()  # ranks that take part; empty for all
 
 
 class _Watchdog(Lifelines):
-    """The lifelines of a group, and its waits in all engines: ranks may wait for each other in different engines.
+    """The lifelines of a group, and this rank's waits in all engines, since a deadlock may involve several engines.
 
     Attributes:
         ended: ranks of the group whose processes have ended.
-        failure: why the run cannot continue.
-        refusal: which ranks wait for each other, if that ends this rank's present wait, but not the run.
+        failure: why the run cannot continue; None while it can.
+        refusal: the deadlock that ends this rank's current wait, but not the run; "" if there is none.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
@@ -67,7 +70,7 @@ class _Watchdog(Lifelines):
         self._wait: _Wait | None = None
         self._announced: _Wait | None = None
         self._announcing = Lock()
-        # On the first rank: each rank's wait, the collectives that it has begun, and its closed engines.
+        # On the first rank: each waiting rank's wait, its counts of collectives begun, and its closed engines.
         self._notices: dict[int, tuple[_Wait, Counter[str], list[str]]] = {}
         super().__init__(group)
 
@@ -76,7 +79,7 @@ class _Watchdog(Lifelines):
             self.ended.add(rank)
         if kind == LOST:
             text = f"rank {self._ranks[rank]} was killed, or its process has crashed. Its output may say why; "
-            text += "the system's log does if memory ran out"
+            text += "the system's log shows whether memory ran out"
         if kind in (LOST, _FAILED):
             self.failure = self.failure or text
             if kind == LOST and will_be_repeated():
@@ -99,7 +102,7 @@ class _Watchdog(Lifelines):
         return self._begun[key]
 
     def close_engine(self, name: str) -> None:
-        """Forget the collectives of an engine; no deadlock can be concluded from them any more."""
+        """Forget the collectives of an engine, so that waits for them no longer count as part of a deadlock."""
         self._closed_engines.append(name)
         for key in [key for key in list(self._begun) if _engine_in(key) == name]:
             del self._begun[key]
@@ -111,7 +114,7 @@ class _Watchdog(Lifelines):
             yield
         except RuntimeError as error:
             reason = reason_soon()
-            cause = error if reason is None else None  # with a reason, the error's text about connections adds nothing
+            cause = error if reason is None else None  # a known reason makes the error about a connection superfluous
             raise RuntimeError(f"{wait.what} did not complete: {reason or self._blame(error)}") from cause
         finally:
             self._wait = outer
@@ -121,12 +124,15 @@ class _Watchdog(Lifelines):
                     self.say(WAITS)
 
     def _blame(self, error: RuntimeError) -> str:
-        """Why a wait failed though no rank has reported a failure."""
+        """Explain why a wait failed, if no rank has reported a failure."""
         if self.ended:
-            return f"the process of rank(s) {sorted(self.ended)} has ended. Every rank must run to the end. ({error})"
+            return (
+                f"the process of rank(s) {sorted(self.ended)} has ended. Every rank must run the whole program. "
+                f"({error})"
+            )
         return (
-            "another rank ended, or did not take part in it. Every rank must run the same units in the same order. "
-            f"({error})"
+            "another rank ended, or did not take part in time. Every rank must run the same units in the same "
+            f"order. ({error})"
         )
 
     def _announce(self) -> None:
@@ -137,13 +143,13 @@ class _Watchdog(Lifelines):
                 if self._wait is wait and self._announced is not wait:
                     self._announced = wait
                     text = json.dumps([*wait, self._begun.copy(), self._closed_engines])
-                    if self._rank == 0:  # a long message would block this thread, which also receives it
+                    if self._rank == 0:  # sending a long message would block, since this thread also receives it
                         self._take(WAITS, 0, text)
                     else:
                         self.say(WAITS, text)
 
     def _take_notice(self, rank: int, text: str) -> None:
-        """On the first rank: record a rank's wait, and end the waits of a cycle that this wait closes."""
+        """On the first rank: record a rank's wait, or (without text) its end; end the waits of a deadlock."""
         self._notices.pop(rank, None)
         if text:
             *wait, begun, closed = json.loads(text)
@@ -157,13 +163,13 @@ class _Watchdog(Lifelines):
                 return
             end_all_waits(
                 f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
-                "order, forward and backward: no 'if' on the rank or on its data around them. Forward passes without a "
-                "backward pass may differ in number inside 'with lightning_zero.uneven_forwards(module):', which every "
-                "rank must enter."
+                "order, forward and backward: do not run units inside an 'if' on the rank or on its data. Ranks may "
+                "run different numbers of forward passes (without backward) inside 'with "
+                "lightning_zero.uneven_forwards(module):', which every rank must enter."
             )
 
     def _cycle(self, path: list[int]) -> list[int] | None:
-        """Extend a path of ranks, each waiting for the next, to a cycle; None if there is no cycle."""
+        """Extend a path of ranks, each of which waits for the next, to a cycle; None if there is no cycle."""
         wait = self._notices[path[-1]][0]
         for other, (_, begun, closed) in self._notices.items():
             takes_part = not wait.members or other in wait.members
@@ -193,11 +199,11 @@ class Watch:
         self._group, self._name, self._members, self._watchdog = group, name, members, lifelines_over(group)
 
     def among(self, members: Sequence[int]) -> Watch:
-        """The watch over the waits of some of the ranks."""
+        """Make a watch for waits in which only these ranks of the group take part."""
         return Watch(self._group, self._name, list(members))
 
     def begin(self, what: str) -> int:
-        """Count a collective, and return its ordinal; all ranks begin collectives of one name in the same order."""
+        """Count a collective, and return its number among those with this name, which all ranks begin in one order."""
         return self._watchdog.begin(f"{self._name}: {what}")
 
     def waiting(
@@ -206,13 +212,14 @@ class Watch:
         """Context in which this rank waits for others.
 
         Args:
-            what: a name, the same on every rank.
+            what: a name for the wait, the same on every rank.
             ordinal: the result of ``begin``, which is called here by default; 0 if only some ranks take part.
-            may_be_refused: whether code inside checks ``refusal``, so that a deadlock need not end all waits.
+            may_be_refused: whether the code inside checks ``refusal``. A deadlock then ends only such waits, and not
+                the run.
 
         Raises:
-            RuntimeError: in place of a RuntimeError from inside, with the reason if known: which rank failed, or which
-                ranks wait for each other.
+            RuntimeError: if the code inside raises a RuntimeError. The new error gives the reason if it is known:
+                which rank failed, or which ranks are in a deadlock.
         """
         ordinal = self.begin(what) if ordinal is None else ordinal
         key = f"{self._name}: {what}"
@@ -229,7 +236,7 @@ class Watch:
 
     @property
     def refusal(self) -> str:
-        """Which ranks wait for each other, including this rank in its present wait."""
+        """The deadlock that this rank's current wait is part of; "" if there is none."""
         return self._watchdog.refusal
 
 
@@ -237,7 +244,7 @@ _watchdogs: dict[ProcessGroup, _Watchdog] = {}
 
 
 def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
-    """The lifelines of a process group, for as long as the group exists. The first call is collective."""
+    """The lifelines of a process group; None for the default group. The first call, which makes them, is collective."""
     group = group or process_group.default_group()
     for gone in set(_watchdogs).difference(process_group.all_groups()):
         _watchdogs.pop(gone).close()
@@ -248,11 +255,11 @@ def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
 
 @contextmanager
 def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
-    """Context of a wait outside of engines: an error caused by another rank's failure says so.
+    """Context of a wait outside of engines. If another rank has failed, an error raised inside gives the reason.
 
     Args:
         what: what the wait is for, in words.
-        kind: class of the errors that the wait may raise.
+        kind: class of the errors to replace by one that gives the reason.
     """
     try:
         yield
@@ -264,7 +271,7 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
 
 
 def explain(error: BaseException) -> None:
-    """Replace the text of a transport's error, which ended a wait in the project's own code, by the reason."""
+    """If a rank has failed, put the reason into an error of a collective that the project's own code has called."""
     is_of_gloo = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_GLOO)
     is_of_transport = isinstance(error, DistError) or is_of_gloo
     if is_of_transport and (reason := reason_soon()) is not None:
@@ -272,12 +279,12 @@ def explain(error: BaseException) -> None:
 
 
 def failure() -> str | None:
-    """Why the run over the default process group cannot continue, if a rank has failed or was killed."""
+    """Why the run cannot continue: which rank has failed or was killed, or which ranks are in a deadlock; else None."""
     return next((watchdog.failure for watchdog in list(_watchdogs.values()) if watchdog.failure is not None), None)
 
 
 def reason_soon() -> str | None:
-    """``failure``, after a short wait if necessary: connections may close before the reason has arrived."""
+    """Like ``failure``, but wait for a moment if necessary: connections may close before the reason has arrived."""
     deadline = time.monotonic() + _MOMENT
     while (reason := failure()) is None and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -285,9 +292,10 @@ def reason_soon() -> str | None:
 
 
 def fail(reason: str) -> None:
-    """Report this rank's failure to every rank of the default process group, and end their waits.
+    """Report this rank's failure to every rank of the default process group, and end the ranks' waits.
 
-    The process group is unusable afterwards. But if all ranks fail at once, no rank waits, and the group stays intact.
+    The process group is unusable afterwards. But if all ranks fail at the same time, no rank is left waiting: then
+    nothing is reported, and the group stays usable.
     """
     if failure() is not None or not _all_fail():
         end_all_waits(reason)
@@ -298,7 +306,7 @@ def _all_fail() -> bool:
     with suppress(RuntimeError):  # the store's host may be gone
         number, deadline = store.add(key, 1), time.monotonic() + _AT_ONCE
         while time.monotonic() < deadline:
-            if store.add(key, 0) >= number + -number % size:  # the number includes earlier failures of all ranks
+            if store.add(key, 0) >= number + -number % size:  # rounded up, since the number includes earlier failures
                 return True
             time.sleep(0.01)
     return False
@@ -325,9 +333,9 @@ def _sever(group: ProcessGroup) -> None:
         if backend.name().lower() != "gloo":
             backend.abort()
             continue
-        # Gloo closes all connections when one receive times out (its abort() does not end waits). A receive from a rank
-        # that is gone fails at once and closes no connection, so the loop receives from each rank; after the first
-        # timeout the other receives fail at once.
+        # Gloo's abort() does not end waits, but a receive that times out closes all connections. A receive from an
+        # ended rank fails at once and closes none, so the loop tries every rank. After the first timeout, the remaining
+        # receives fail at once.
         for peer in range(group.size()):
             if peer != group.rank():
                 with suppress(RuntimeError):
@@ -335,11 +343,11 @@ def _sever(group: ProcessGroup) -> None:
 
 
 def ended_ranks() -> set[int]:
-    """Ranks, each as numbered in its group, whose processes have ended."""
+    """The ranks whose processes have ended, each as numbered in its group."""
     return {rank for watchdog in _watchdogs.values() for rank in watchdog.ended}
 
 
 def forget() -> None:
-    """Close the lifelines of all groups and forget their messages, before the default group is replaced."""
+    """Close the lifelines of all groups and forget all failures, before the default group is replaced."""
     for group in list(_watchdogs):
         _watchdogs.pop(group).close()

@@ -1,7 +1,7 @@
-"""Transport over Gloo: direct exchanges between pairs of ranks, straight between the slices of the flat buffers.
+"""Transport over Gloo: each pair of ranks exchanges slices of the flat buffers directly.
 
 These exchanges overlap with computation and are several times as fast as Gloo's own collectives (see
-``docs/development/benchmarks.md``). Each rank adds in a fixed order of its own, whichever slice arrives first.
+``docs/development/benchmarks.md``). Each rank adds up slices in a fixed order, not in the order of arrival.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from lightning_zero.engine.comm.transport import Ranges, Started, Transport, sli
 
 
 class GlooTransport(Transport):
-    """Sends and receives between each pair of ranks; sums in the dtype in which gradients are kept.
+    """Sends and receives between each pair of ranks; sums in the dtype of the flat buffer.
 
     Args:
         group: a Gloo process group.
-        gather_tag: the tag of bucket 0's gathers; the other buckets' tags follow. Ranks that gather in different
-            orders wait for each other, and never mix up buckets.
+        gather_tag: the tag of bucket 0's gathers; the other buckets' tags follow. So ranks that gather buckets in
+            different orders never mix them up.
         reduce_tag: the tag of reductions.
-        members: the group's ranks that take part, in the order of their slices; by default all.
+        members: the ranks of the group that take part, in the order of their slices; by default all.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class GlooTransport(Transport):
         members = range(len(every)) if members is None else members
         self._ranks, self._rank = [every[member] for member in members], list(members).index(own)
         size = len(self._ranks)
-        # (rank to send to, rank to receive from) in a ring, so that no rank is every other rank's first peer
+        # (rank to send to, rank to receive from), in the order of a ring, so that no rank is the first peer of all
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]
         self._chain = Chain()
 
@@ -53,7 +53,7 @@ class GlooTransport(Transport):
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
         # slices of ``data``, so that writes do not increment the version that autograd checks
         slices, tag = slices_of(full.data, ranges), self._gather_tag + number
-        # Receivers do not know how long a message is, so its length comes first.
+        # Receivers do not know how long a message is, so its length is sent first.
         length = torch.tensor([len(message)], device="cpu")
         lengths = [torch.empty(1, dtype=torch.int64, device="cpu") for _ in self._peers]
         come: list[Any] = []
@@ -72,7 +72,7 @@ class GlooTransport(Transport):
             for work, received, (_, source) in zip(works, messages, self._peers):
                 work.wait()
                 apply_changes(slices[source], received)
-            for work in sent:  # here, since the whole exchange may never be awaited
+            for work in sent:  # here, since callers may never wait for the exchange
                 work.wait()
             return Started([], [])
 
@@ -80,7 +80,7 @@ class GlooTransport(Transport):
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         slices, dtype = slices_of(flat, ranges), flat.dtype
-        # a copy if the other slices are encoded, so that the buffer need not be kept for this rank's slice
+        # if the other slices are encoded, a copy of this rank's slice lets the buffer be freed
         own = slices[self._rank] if codec.dtype == dtype else slices[self._rank].clone()
         works: list[Any] = []
         sent, received = [], []

@@ -1,9 +1,10 @@
 """TCP connections between the processes of a group, through which every rank learns at once that another has ended.
 
-A collective fails when its connections close, but a wait in the process group's store does not, nor does a wait for a
-rank that itself waits for the ended process. So each rank has a connection to the first rank. The system closes it when
-either process ends for any reason, and the first rank passes the news on. A stopped process keeps its connection,
-because the system answers for it. A machine that is gone does not answer TCP's keepalive probes.
+When a process ends, its connections close and its collectives fail. But a wait in the process group's store does not
+fail, nor does a wait for a rank that itself waits for the ended process. So each rank has a connection to the first
+rank. The system closes this connection when either process ends for any reason, and the first rank notifies the other
+ranks. A suspended process (SIGSTOP) keeps its connection, since its system answers TCP's keepalive probes. A machine
+that has crashed does not answer them, so its connections are closed as well.
 """
 
 from __future__ import annotations
@@ -32,11 +33,12 @@ PATIENCE = 3.0
 
 LOST, LEFT, WAITS, TICK = "lost", "left", "waits", "tick"
 """Kinds of message: a rank's process was killed or has crashed; a rank's process has ended normally; what a rank waits
-for, which only the first rank receives; and a tick that each rank sends to itself several times per ``PATIENCE``."""
+for (received only by the first rank); and a tick, with which each rank calls its own ``hear`` several times per
+``PATIENCE``."""
 
 _CLOSED = "closed"  # a rank has closed its connection, but its process continues
-_TIMEOUT = 10.0  # seconds that a rank waits for the first rank's address, and for its answer
-_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, and unanswered probes
+_TIMEOUT = 10.0  # seconds that a rank waits for the first rank's address, and then for its answer
+_PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, number of unanswered probes
 
 _all: weakref.WeakSet[Lifelines] = weakref.WeakSet()
 
@@ -45,14 +47,14 @@ class Lifelines:
     """This rank's connection to the first rank of its group; on the first rank, the connections of all ranks.
 
     Args:
-        group: the process group, all of whose ranks create this object at the same point.
+        group: the process group. Creating this object is collective over the group.
     """
 
     def __init__(self, group: ProcessGroup) -> None:
         self._rank, self._process = process_group.rank(group), os.getpid()
         store = process_group.default_store()
         key = f"lightning_zero/lifelines/{','.join(map(str, process_group.ranks_of(group)))}"
-        self._closed: set[int] = set()  # ranks whose connections have ended, or may end, without being reported
+        self._closed: set[int] = set()  # ranks whose closed connections need no (further) report
         self._ends: list[bytes] = []  # messages about ended ranks, for ranks that connect later
         self._lock = threading.RLock()  # guards sending; reentrant, since a signal handler may send
         self._listener: socket.socket | None = None
@@ -65,7 +67,7 @@ class Lifelines:
         else:
             self._line = _connect(store, key, self._rank)
             self._lines = [_Line(self._line, 0)] if self._line is not None else []
-        # Not an executor's thread: it runs as long as the group, and the interpreter must not wait for it at exit.
+        # Not an executor's thread: the thread lives as long as the group, and must not delay the interpreter's exit.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-lifelines", daemon=True)
         self._thread.start()
         _all.add(self)
@@ -73,11 +75,11 @@ class Lifelines:
         self._at_exit = util.Finalize(None, self._part, (LEFT,), exitpriority=100)
 
     def hear(self, kind: str, rank: int, text: str) -> None:
-        """Handle a message: its kind, the group's rank that sent it or was lost, and a text. Called in ``_thread``."""
+        """Handle a message of a kind, with a text, from or about a rank of the group. Called in ``_thread``."""
         raise NotImplementedError
 
     def say(self, kind: str, text: str = "") -> None:
-        """Send a message to all other ranks. A signal handler may call this."""
+        """Send a message to all other ranks (``WAITS``: to the first rank). A signal handler may call this."""
         if self._line is not None and os.getpid() == self._process:
             with suppress(OSError), self._lock:
                 self._line.sendall(_message(kind, self._rank, text))
@@ -139,7 +141,7 @@ class Lifelines:
         return messages is not None
 
     def _take(self, kind: str, rank: int, text: str) -> None:
-        """Call ``hear`` with a message; the first rank also forwards it to the others."""
+        """Call ``hear`` with a message; the first rank also forwards the message to the other ranks."""
         if kind in (LOST, LEFT, _CLOSED):
             self._closed.add(rank)
         if self._rank == 0 and kind != WAITS:
@@ -158,7 +160,7 @@ class Lifelines:
 
 
 class _Line:
-    """One end of a connection, and the rank at the other end, once it is known."""
+    """One end of a connection, and the rank at the other end, once known."""
 
     def __init__(self, connected: socket.socket, rank: int | None = None) -> None:
         self.socket, self.rank, self._rest = connected, rank, b""
@@ -172,7 +174,7 @@ class _Line:
         *lines, self._rest = (self._rest + data).split(b"\n")
         try:
             return [json.loads(line) for line in lines] if data else None
-        except ValueError:  # from another program
+        except ValueError:  # the sender is another program
             return None
 
     def send(self, message: bytes) -> None:
@@ -185,7 +187,7 @@ def _message(kind: str, rank: int, text: str = "") -> bytes:
 
 
 def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
-    """Connect to the first rank; return None if that fails, in which case this rank does not learn of ended ranks."""
+    """Connect to the first rank. If that fails, return None: this rank then does not notice that others have ended."""
     deadline, error = time.monotonic() + _TIMEOUT, None
     while time.monotonic() < deadline:
         try:
@@ -198,7 +200,7 @@ def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
             with suppress(OSError):
                 return _introduced(host, port, _message(token, rank))
         time.sleep(0.1)  # the address may be from an earlier group in the same store
-    log.debug("rank %d has no lifeline: %s", rank, error or "the first rank does not answer")
+    log.debug("rank %d cannot notice that other ranks have ended: %s", rank, error or "the first rank does not answer")
     return None
 
 
@@ -207,7 +209,7 @@ def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:
     connected = socket.create_connection((host, port), timeout=_TIMEOUT)
     try:
         connected.sendall(introduction)
-        while (byte := connected.recv(1)) != b"\n":  # read the welcome, and nothing after it
+        while (byte := connected.recv(1)) != b"\n":  # read the welcome, and nothing beyond
             if not byte:
                 raise ConnectionError  # the other end is not the first rank
     except OSError:
@@ -240,7 +242,7 @@ def _host_of(store: Any) -> str:
 
 
 def _own_address(store: Any) -> str:
-    """This machine's address on the network on which other ranks reach the store."""
+    """This machine's address on the network on which this rank reaches the store."""
     try:
         (family, *_, address), *_ = socket.getaddrinfo(_host_of(store), 1, type=socket.SOCK_DGRAM)
         with socket.socket(family, socket.SOCK_DGRAM) as unsent:
@@ -251,7 +253,7 @@ def _own_address(store: Any) -> str:
 
 
 def _close_copies() -> None:
-    """Close a forked process's copies of sockets, which would keep connections open after its parent has ended."""
+    """In a forked process, close the copies of sockets: they would keep connections open after the parent has ended."""
     for lifelines in _all:
         lifelines._close_sockets()
 

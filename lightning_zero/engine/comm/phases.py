@@ -18,9 +18,9 @@ _NOTHING = nullcontext()
 
 
 class Phases:
-    """Contexts of a unit's phases: a label while a profiler runs, and a timer while ``measures`` is set.
+    """Contexts of a unit's phases, labelled while a profiler runs, and timed while ``measures`` is set.
 
-    Otherwise a phase costs a function call and two comparisons.
+    Otherwise, a phase costs only a function call and two comparisons.
 
     Attributes:
         measures: whether to time phases; set by a monitor.
@@ -30,7 +30,7 @@ class Phases:
         self.measures = False
         self._device = device
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)
-        # Pairs of events on a stream that the device may not have reached yet.
+        # (phase and unit, start, end): events on a stream that the device may not have reached yet.
         self._ahead: deque[tuple[tuple[str, str], torch.Event, torch.Event]] = deque()
 
     def __call__(self, phase: str, unit: str, *, on_stream: bool = False) -> AbstractContextManager[Any]:
@@ -39,7 +39,7 @@ class Phases:
         Args:
             phase: the name of the phase.
             unit: the name of the unit; the root unit's is "".
-            on_stream: whether to measure the time on an accelerator's current stream, for which the host does not wait.
+            on_stream: whether to time the work on an accelerator's current stream, without waiting for the work.
         """
         if not self.measures and not is_profiling():
             return _NOTHING
@@ -65,7 +65,7 @@ class Phases:
                 self._ahead.append((key, before, after))
 
     def take(self) -> dict[tuple[str, str], float]:
-        """Seconds by (phase, unit) since the last call; later calls return phases that the device has not completed."""
+        """Seconds by (phase, unit) since the last call, without phases that the device has not completed yet."""
         while self._ahead and self._ahead[0][2].query():
             key, before, after = self._ahead.popleft()
             self._seconds[key] += before.elapsed_time(after) / 1000
@@ -74,5 +74,5 @@ class Phases:
 
 
 def label(phase: str, unit: str) -> record_function:
-    """A profiler's label: ``zero::gather blocks.0``."""
+    """A label for the profiler, such as ``zero::gather blocks.0``."""
     return record_function(f"zero::{phase} {unit or 'root'}")

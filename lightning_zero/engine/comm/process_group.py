@@ -1,4 +1,4 @@
-"""The process group and its store as the package uses them, and the private names of ``torch.distributed`` it needs."""
+"""Functions for process groups and their stores, and all private names of ``torch.distributed`` in this package."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_initialized() -> bool:
 
 @contextmanager
 def hidden() -> Iterator[None]:
-    """Context in which this process seems to have no default group, so that code within does not communicate."""
+    """Context in which this process appears to have no default group, so that code inside does not communicate."""
     before = dist.group.WORLD
     dist.group.WORLD = None
     try:
@@ -36,7 +36,7 @@ def hidden() -> Iterator[None]:
 
 @contextmanager
 def pretended(rank: int, size: int) -> Iterator[None]:
-    """Context in which this process has a default group whose other ranks do not exist; collectives change nothing.
+    """Context with a simulated default group: the other ranks do not exist, and collectives change nothing.
 
     Raises:
         ValueError: if this process already has process groups.
@@ -72,7 +72,7 @@ def default_group() -> ProcessGroup:
     """The default process group.
 
     Raises:
-        ValueError: if there is none.
+        ValueError: if no default group exists.
     """
     return dist.distributed_c10d._get_default_group()
 
@@ -98,7 +98,7 @@ def start(backend: str, store: Store, rank: int, world_size: int, **options: Any
 
 
 def destroy(group: ProcessGroup | None = None) -> None:
-    """End a process group; None ends the default one, and with it all others."""
+    """Destroy a process group; None destroys the default group and all others."""
     dist.destroy_process_group(group)
 
 
@@ -111,12 +111,12 @@ def backend_name(group: ProcessGroup | None = None, device: torch.device | None 
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """The object through which a group communicates for a device."""
+    """The backend object with which a group communicates tensors of a device."""
     return group._get_backend(device)
 
 
 def backends_of(group: ProcessGroup) -> list[Any]:
-    """The objects through which a group communicates, one for each type of device."""
+    """The backend objects with which a group communicates, one for each type of device."""
     return [group._get_backend(device) for device in group._device_types]
 
 
@@ -139,12 +139,12 @@ def default_store() -> Store:
 
 
 def named_store(name: str, store: Store | None = None) -> Store:
-    """The part of a store, by default the default process group's, whose keys begin with a name."""
+    """A view of a store (by default, the default group's) that prefixes all keys with a name."""
     return dist.PrefixStore(name, store or default_store())
 
 
 def new_connection(store: Store) -> Store:
-    """Another connection to the same store: a waiting thread blocks its connection for all other threads."""
+    """Another connection to the same store: a thread that waits on a connection blocks it for all other threads."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -155,21 +155,21 @@ def barrier(device: torch.device | None = None) -> None:
     """Wait until every rank of the default group has called this.
 
     Args:
-        device: this rank's device; NCCL waits on it.
+        device: this rank's device, which NCCL needs for the barrier.
     """
     is_nccl = device is not None and dist.get_backend() == "nccl"
     dist.barrier(device_ids=[device.index] if device is not None and is_nccl else None)
 
 
 def broadcast_object(value: Any, source: int) -> Any:
-    """Broadcast one rank's picklable value over the default group."""
+    """Broadcast the source rank's picklable value over the default group, and return it."""
     holder = [value]
     dist.broadcast_object_list(holder, source)
     return holder[0]
 
 
 def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[Any]:
-    """Every rank's picklable value, in the order of ranks."""
+    """Gather a picklable value from each rank, in the order of ranks. Collective."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group)
     return gathered
@@ -186,7 +186,7 @@ def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
 
 
 def begin_send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> dist.Work:
-    """Begin to send a tensor to a rank of a group; the tensor must not change until the work has been waited for."""
+    """Begin to send a tensor to a rank of a group; the tensor must not change until the caller has waited."""
     work = dist.isend(tensor, group=group, group_dst=rank)
     assert work is not None
     return work

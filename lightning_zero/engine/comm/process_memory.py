@@ -1,8 +1,8 @@
-"""Reading the memory of another process on this machine, and the permission to do so.
+"""Read the memory of another process on this machine, and permit other processes to read this one's memory.
 
-``process_vm_readv`` is Linux's cross-memory attach, which MPI libraries and UCX use between processes of a node. Linux
-lets processes of one user read each other's memory. Where ``kernel.yama.ptrace_scope`` is 1 (Ubuntu's default), the
-process that is read has to allow it; above 1, reading is forbidden.
+``process_vm_readv`` is Linux's cross-memory attach, which MPI libraries and UCX use between processes of a node. By
+default, Linux lets processes of one user read each other's memory. If ``kernel.yama.ptrace_scope`` is 1 (Ubuntu's
+default), the process to be read must first permit this. Above 1, ordinary processes cannot permit it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class _Range(ctypes.Structure):
 
 
 def _reader() -> Any:
-    """The system's ``process_vm_readv``; None if there is none."""
+    """The system's ``process_vm_readv``; None if the system lacks it."""
     if sys.platform != "linux":
         return None
     function = getattr(ctypes.CDLL(None, use_errno=True), "process_vm_readv", None)
@@ -46,7 +46,7 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
     """Fill a contiguous CPU tensor with bytes from another process's memory.
 
     Raises:
-        OSError: if the process is gone, or the system forbids it.
+        OSError: if the other process has ended, or the system forbids reading its memory.
     """
     done, nbytes = 0, target.nbytes
     while done < nbytes:
@@ -59,16 +59,16 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
 
 
 def let_read(ancestor: int) -> bool:
-    """Let a process and its descendants read this process's memory, where only Yama forbids it.
+    """Permit a process and its descendants to read this process's memory, as Yama may require.
 
-    If each rank names its own parent, ranks can read each other's memory where one process has started all ranks, or
-    rank 0 has started all others (``prctl(2)``, PR_SET_PTRACER).
+    If each rank passes its own parent, all ranks can read each other's memory, provided that one process has started
+    all ranks, or that rank 0 has started all others (``prctl(2)``, PR_SET_PTRACER).
 
     Args:
-        ancestor: the process's ID; 0 revokes the permission.
+        ancestor: the ID of the process to permit; 0 revokes the permission.
 
     Returns:
-        Whether Yama accepts such permissions.
+        Whether the call has succeeded; it fails on systems without Yama.
     """
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
@@ -76,6 +76,9 @@ def let_read(ancestor: int) -> bool:
 
 
 def memory_domain() -> str:
-    """A value that is equal for processes that may be able to read each other's memory."""
+    """An identifier of the running system and the process's namespaces.
+
+    Only processes with equal identifiers can possibly read each other's memory.
+    """
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])

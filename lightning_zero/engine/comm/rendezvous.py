@@ -1,8 +1,8 @@
-"""The rendezvous of ranks before an implicit collective: an error within seconds, not a hang, if a rank is missing.
+"""The rendezvous of ranks before an implicit collective, so that a missing rank causes an error instead of a hang.
 
-``if rank == 0: print(p.norm())`` is right under DDP, where every rank holds all of ``p``. Where ``p`` is sharded, the
-same line is a collective of every rank. Such collectives are rare, so ranks can afford to meet in the process group's
-store first.
+``if rank == 0: print(p.norm())`` works under DDP, where every rank holds all of ``p``. If ``p`` is sharded, the same
+line needs a collective of all ranks. Such collectives are rare, so there is time to check in the process group's store
+first that all ranks have arrived.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from lightning_zero.engine.comm.process_group import named_store
 
 @dataclass
 class Absence:
-    """Ranks that have no input left, and only take part in gathers; set by the join of uneven inputs.
+    """Ranks that have no input left, and only take part in gathers; set by the join of uneven inputs (``Join``).
 
     Attributes:
         ranks: the absent ranks.
-        announce: a function to call with a bucket's number before its gather, so that absent ranks take part; None if
-            no rank is absent, or another rank announces.
-        is_turn: whether a turn of uneven inputs is running: ranks with which this rank shares no gathers may be at
+        announce: called with a bucket's number before the bucket is gathered, so that absent ranks take part; None if
+            no rank is absent, or if another rank makes the announcements.
+        is_turn: whether a turn of the join is running. Ranks that do not gather together with this rank may then be at
             another point of the program.
     """
 
@@ -35,16 +35,16 @@ class Absence:
 
 
 class Rendezvous:
-    """Where the ranks of one engine meet before a collective that user code has caused.
+    """Lets all ranks of one engine meet before a collective that user code has caused.
 
     Args:
-        communicator: the engine's communicator, all of whose ranks meet.
+        communicator: the engine's communicator.
         timeout: seconds to wait for the other ranks.
 
     Attributes:
         meetings: the number of meetings so far.
-        is_closed: whether the engine has ended.
-        absence: ranks that cannot take part.
+        is_closed: whether ``close`` was called; always False with one rank.
+        absence: the ranks that cannot take part now.
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
@@ -60,43 +60,44 @@ class Rendezvous:
         """Wait until every rank has called this method with the same argument.
 
         Args:
-            what: the operation of this rank, with the parameter's name.
+            what: this rank's operation, including the parameter's name.
 
         Raises:
-            RuntimeError: if another rank runs another operation, has ended, never calls this, or waits for this rank.
+            RuntimeError: if another rank passes a different operation, has ended, does not call this method in time,
+                or waits for this rank elsewhere.
         """
         if self._size == 1 or self._is_met:
             return
         self.require_all(what)
         if self.is_closed:
             raise RuntimeError(
-                f"{what} is still sharded over {self._size} ranks, and the run that sharded it has ended, so its full "
-                "value cannot be gathered. If the run failed, call Trainer.fit, validate, test or predict with this "
-                "module again on all ranks, which unshards it first; or make a new module and load a checkpoint. A "
-                "copy made on only some ranks stays sharded: make it on every rank."
+                f"Rank {self._rank} needs every rank for {what}, but the run that sharded the module over {self._size} "
+                "ranks has ended. If the run failed, call Trainer.fit, validate, test or predict with this module "
+                "again on all ranks, which unshards the module first; or make a new module and load a checkpoint. If "
+                "this is a copy of the module, make the copy on every rank: otherwise it stays sharded."
             )
         watch = self._watch
-        assert watch is not None, "several ranks wait for each other"
+        assert watch is not None, "with several ranks there is a watch"
         with watch.waiting(f"the rendezvous for {what}", may_be_refused=True):
             refusal = self._exchange(what, watch)
         if refusal:
             raise RuntimeError(
-                f"Rank {self._rank} needs the full value of {what}, of which each rank holds a shard, but {refusal}. "
+                f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but {refusal}. "
                 "Run this line on every rank (not inside 'if rank == 0:'), or inside 'with "
                 "lightning_zero.full_parameters(module):' on every rank."
             )
 
     def _exchange(self, what: str, watch: Watch) -> str:
-        """Wait for the other ranks, and return why the rendezvous failed (other ranks' operations), or "" if all agree.
+        """Wait for the other ranks. Return "" if all agree, otherwise what the other ranks passed or wait for.
 
-        The store is polled, since the end of a rank does not end a wait in the store.
+        The store is polled, since a wait in the store would not end when a rank ends.
         """
         number, self.meetings = self.meetings, self.meetings + 1
         keys = [f"meeting/{number}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         while not self._store.check(keys):  # one request for all keys
-            ended = set(watch.ended)  # read before the store: a rank may arrive and then end
+            ended = set(watch.ended)  # read before the store, since a rank may arrive and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in ended):
                 raise RuntimeError("cancelled")
             if watch.refusal:  # this rendezvous has failed: the next one reuses its number, as on the other ranks
@@ -115,14 +116,14 @@ class Rendezvous:
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
-        """Context with one rendezvous at its start for all collectives inside, which are the same on every rank."""
+        """Context with one rendezvous at its start; the collectives inside, the same on every rank, need no other."""
         self.meet(what)
         with self.have_met():
             yield
 
     @contextmanager
     def have_met(self) -> Iterator[None]:
-        """Context without any rendezvous, for collectives that every rank is known to begin now."""
+        """Context in which ``meet`` does nothing, for collectives that every rank is known to begin now."""
         before, self._is_met = self._is_met, True
         try:
             yield
@@ -144,5 +145,5 @@ class Rendezvous:
             )
 
     def close(self) -> None:
-        """Close the rendezvous, and clear an absence that a failure has left behind."""
+        """Close the rendezvous, and reset ``absence``, which a failed run may have left set."""
         self.is_closed, self.absence = self._size > 1, Absence()

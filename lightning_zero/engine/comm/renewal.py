@@ -1,4 +1,4 @@
-"""A new process group of the same processes, in place of one whose run has failed."""
+"""Replace the default process group, after its run has failed, by a new group of the same processes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_zero.engine.comm.failures import ended_ranks, forget
 
 
 def have_all_come(state: Any, patience: float) -> bool:
-    """Whether every rank of the default process group passes the same value within some seconds, after a failure.
+    """Whether, after a failure, all ranks of the default process group call this in time and with the same state.
 
     Args:
-        state: this rank's value, which JSON can encode.
-        patience: seconds that rank 0, which decides, waits for the others, and they for rank 0.
+        state: this rank's state, which must be serialisable as JSON.
+        patience: seconds that ranks wait for each other's states; they wait twice as long for rank 0's decision.
     """
     if ended_ranks():
         return False
@@ -39,12 +39,12 @@ def have_all_come(state: Any, patience: float) -> bool:
 
 
 def renew(**options: Any) -> None:
-    """Put a new default process group in place of one whose run failed. Collective.
+    """Replace the default process group, whose run has failed, by a new one. Collective.
 
-    The new group uses the same store with keys of its own, so that no message of the old group reaches it.
+    The new group uses the same store with different keys, so that it does not receive messages of the old group.
 
     Args:
-        options: arguments of ``torch.distributed.init_process_group`` except backend, store, rank and world size.
+        options: arguments of ``torch.distributed.init_process_group`` other than backend, store, rank and world size.
 
     Raises:
         RuntimeError: if a rank's process has ended.

@@ -13,10 +13,12 @@ _MESSAGE = 2**26  # bytes
 
 
 class Ring:
-    """A ring: each rank sends to the rank ``distance`` ahead, and receives from the rank as far behind. Collective.
+    """A ring of all ranks: each sends to the rank ``distance`` ahead, and receives from the one ``distance`` behind.
+
+    Creating a ring and exchanging values are collective.
 
     Args:
-        distance: the receiver's rank minus the sender's.
+        distance: the receiver's rank minus the sender's, modulo the number of ranks.
         timeout: the timeout of a message; None for the backend's default.
     """
 
@@ -27,17 +29,17 @@ class Ring:
 
     @property
     def behind(self) -> int:
-        """The rank that this one receives from."""
+        """The rank from which this rank receives."""
         return self._behind
 
     def exchange_number(self, number: int) -> int:
-        """Send a number, and return the one received."""
+        """Send a number ahead, and return the number received from behind."""
         received = torch.empty(1, dtype=torch.int64, device="cpu")
         self.exchange(torch.tensor([number], device="cpu"), received)
         return int(received)
 
     def exchange(self, sent: Tensor, received: Tensor) -> None:
-        """Send a CPU tensor, and fill another with the received one. Either may be empty on some ranks."""
+        """Send one CPU tensor, and receive into another. Some ranks may send or receive nothing (an empty tensor)."""
         works = [begin_send(part, self._group, self._ahead) for part in sent.split(_MESSAGE) if len(part)]
         for part in received.split(_MESSAGE):
             if len(part):
@@ -46,5 +48,5 @@ class Ring:
             work.wait()
 
     def close(self) -> None:
-        """End the group."""
+        """Destroy the ring's process group."""
         destroy(self._group)

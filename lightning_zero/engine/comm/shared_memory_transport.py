@@ -1,4 +1,4 @@
-"""Transport between ranks of one machine: small ranges as messages, others by reading the peers' memory."""
+"""Transport between ranks of one machine: small slices are sent as messages, others are read from peers' memory."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transpor
 
 
 class SharedMemoryTransport(Transport):
-    """Copies each slice only once; sums in the dtype in which gradients are kept, in the order of ``GlooTransport``.
+    """Copies each large slice only once. Sums in the buffer's dtype, in the same order as ``GlooTransport``.
 
-    Codecs must encode each element independently, as casts do: large ranges are added up in parts.
+    Codecs must encode each element independently, as casts do, since large slices are added up in parts.
 
     Args:
         exchanges: the exchanges with the other ranks.

@@ -1,8 +1,8 @@
-"""Messages of a few KiB between ranks of one machine: small values, and the signals of large exchanges.
+"""Messages of up to 64 KiB between ranks of one machine: small values, and the signals of large exchanges.
 
-A large exchange wakes a thread, which reads the other process's memory. This takes some hundred microseconds for any
-size, and Gloo's collectives take longer. A message of a few KiB is in the kernel as soon as it is sent, and the waiting
-thread receives it from there, which takes some ten microseconds.
+A large exchange wakes a thread that reads the other process's memory, which takes at least about a hundred
+microseconds. Gloo's collectives take longer. A small message is copied to the kernel when it is sent, and the waiting
+thread itself receives it from there, which takes about ten microseconds.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 SMALL = 2**16
-"""The number of bytes per rank up to which an exchange is small. A socket's buffer holds a few such messages."""
+"""An exchange of up to this many bytes per rank is small. A socket's buffer holds a few messages of this size."""
 
 Key = tuple[int, int]
-"""An exchange's key: its tag, and the number of earlier exchanges with this tag, in the same order on all ranks."""
+"""An exchange's key: its tag, and the number of earlier exchanges with this tag; the same on all ranks."""
 
 _HEAD = struct.Struct("<qq")  # a key
 _SLICE = 20  # milliseconds after which a wait checks whether another thread has received its message
@@ -35,17 +35,17 @@ _SLICE = 20  # milliseconds after which a wait checks whether another thread has
 class SmallMessages:
     """Messages to and from the other ranks of a group, all on this machine.
 
-    A socket accepts no more messages while its buffer is full of unreceived ones. Another thread sends the rest later,
-    so that a rank may begin any number of exchanges before it waits for one.
+    While a socket's buffer is full, messages stay unsent, and another thread sends them later. So a rank may begin any
+    number of exchanges before it waits for one.
 
     Args:
-        peers: rank and socket (SOCK_SEQPACKET) of each other rank; the messages of an exchange come in that order.
+        peers: rank and socket (SOCK_SEQPACKET) of each other rank; an exchange's messages are listed in this order.
         timeout: the timeout of each wait.
-        wake: called when messages are left unsent; a thread then calls ``register`` and ``send_unsent``.
+        wake: called when messages are left unsent; another thread must then call ``register`` and ``send_unsent``.
 
     Attributes:
-        received: received messages by exchange and position of the peer.
-        lost: positions of peers that have closed their end.
+        received: received messages, by the exchange's key and the peer's position in ``peers``.
+        lost: positions of peers that have closed the connection.
     """
 
     def __init__(self, peers: list[tuple[int, socket.socket]], timeout: timedelta, wake: Callable[[], None]) -> None:
@@ -53,7 +53,7 @@ class SmallMessages:
         self.received: dict[Key, dict[int, bytes]] = {}
         self.lost: set[int] = set()
         self._timeout, self._wake = timeout.total_seconds(), wake
-        # Reentrant: garbage collection may end an engine, and so begin or end exchanges, during any allocation.
+        # Reentrant: garbage collection may close an engine, and so begin or end exchanges, during any allocation.
         self._lock = threading.RLock()  # guards received messages, for which several threads may wait
         self._begun: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # counts exchanges by tag
         self._unsent: list[deque[bytes]] = [deque() for _ in peers]
@@ -72,7 +72,7 @@ class SmallMessages:
         return key
 
     def post(self, key: Key, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Send an exchange's messages to some peers, by position. They may overtake unsent messages with other keys."""
+        """Send an exchange's messages, as (peer's position, message). They may overtake other exchanges' messages."""
         head, are_unsent = _HEAD.pack(*key), False
         for position, message in messages:
             try:
@@ -81,7 +81,7 @@ class SmallMessages:
                 self._unsent[position].append(head + message)
                 are_unsent = True
             except OSError:
-                pass  # the peer has closed its end; a wait for its messages fails
+                pass  # the peer has closed the connection; a wait for its messages fails
         if are_unsent:
             self._wake()
 
@@ -90,7 +90,7 @@ class SmallMessages:
         return any(self._unsent)
 
     def send_unsent(self) -> None:
-        """Send the unsent messages that the sockets accept at once. Called in one other thread."""
+        """Send as many unsent messages as the sockets accept without blocking. Called in a single other thread."""
         for unsent, connected in zip(self._unsent, self.sockets):
             try:
                 while unsent:
@@ -115,7 +115,7 @@ class SmallMessages:
             positions: the positions of the peers that send a message, by default all.
 
         Raises:
-            RuntimeError: if a peer closed its end, or a message did not come in time.
+            RuntimeError: if a peer closed the connection, or a message did not arrive in time.
         """
         wanted = range(len(self.ranks)) if positions is None else positions
         deadline, poll = 0.0, None
@@ -134,13 +134,14 @@ class SmallMessages:
                 self.register(poll, receives=True)
             elif time.monotonic() > deadline:
                 raise RuntimeError(f"not finished after {self._timeout:.0f} s")
-            poll.poll(_SLICE)  # another thread may receive the message that the poll announces
+            poll.poll(_SLICE)  # not longer, since another thread may receive the message instead
 
     def take_in(self, ready: Container[int] | None = None) -> list[Key]:
         """Receive the messages that have arrived, and return the keys of their exchanges.
 
         Args:
-            ready: descriptors of sockets with at least one message; one message is received from each.
+            ready: descriptors of the sockets to receive one message from, each of which has one; None for all messages
+                of all sockets.
         """
         keys = []
         for position, connected in enumerate(self.sockets):
@@ -150,7 +151,7 @@ class SmallMessages:
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
-                    continue  # the peer left messages unread; the messages that it has sent come next
+                    continue  # the peer closed with messages unread; those that it has sent come next
                 except OSError:
                     message = b""
                 if not message:
@@ -163,7 +164,7 @@ class SmallMessages:
         return keys
 
     def shut(self, reason: str) -> None:
-        """End all waits, here and on the peers: the run has failed."""
+        """End all waits, here and on the peers, after the run has failed."""
         self._failure = self._failure or reason
         for connected in self.sockets:
             with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Streams of a device: an engine's, a background thread's, and those that a module computes on."""
+"""The streams of a device that engines, background threads and modules use."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ class Streams:
 def own_stream(device: torch.device) -> torch.Stream:
     """The calling thread's own stream of a device.
 
-    The stream is always the same, since torch hands out 32 streams per device in turn, including those of collectives.
-    A new thread's current device is the first device, where every rank of a machine would otherwise create a context.
+    A thread always gets the same stream: torch has only 32 streams per device, and hands them out in turn, also to
+    collectives. In a new thread, the first device is current, on which every rank of a machine would create a context.
+    So the first call in a thread also makes ``device`` current.
     """
     streams: dict[torch.device, torch.Stream] = _own.__dict__.setdefault("streams", {})
     if device not in streams:
@@ -58,7 +59,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Context in which a stream is current after waiting for the present one; no effect if equal, or on the CPU."""
+    """Context in which ``home`` is current and has waited for the previous stream; no effect if equal or on the CPU."""
     if home is None or (stream := torch.accelerator.current_stream(home.device)) == home:
         return nullcontext()
     home.wait_stream(stream)
@@ -68,7 +69,7 @@ def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
 def wait_for(others: Iterable[torch.Stream | None], stream: torch.Stream | None) -> None:
     """Let a stream wait for others, before it uses their results, or frees memory that they have used.
 
-    For memory, ``record_stream`` would work as well, but then the allocator does not know for a while what is free.
+    To free memory safely, ``record_stream`` would do as well, but then the memory could be reused only later.
     """
     for other in others:
         if stream is not None and other is not None and other != stream:

@@ -1,8 +1,8 @@
 """Tensor parallelism together with ZeRO: the ranks that share each tensor, and the tensors as the module uses them.
 
-A project divides its module's parameters over the ``tensor_parallel`` dimension of a device mesh and makes them
-DTensors. The engine works on each rank's own share, along ``data_parallel``; the parameters are DTensors again
-only while a module computes.
+The user's project divides the module's parameters, as DTensors, over the ``tensor_parallel`` dimension of a device
+mesh. The engine shards each rank's share of them along ``data_parallel``. The parameters are DTensors again only while
+a module computes.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 
 
 def device_mesh(device: torch.device, data_parallel_size: int, tensor_parallel_size: int) -> DeviceMesh:
-    """The mesh of all ranks; ranks of one tensor-parallel group are neighbours. Collective."""
+    """Make the mesh of all ranks; each tensor-parallel group has consecutive ranks. Collective."""
     from torch.distributed.device_mesh import init_device_mesh
 
     return init_device_mesh(device.type, (data_parallel_size, tensor_parallel_size), mesh_dim_names=(DATA, TENSOR))
 
 
 def check_mesh(mesh: DeviceMesh) -> None:
-    """Raise a ValueError unless a mesh has these two dimensions and contains all ranks."""
+    """Raise a ValueError unless a mesh has the dimensions ``(DATA, TENSOR)`` and contains all ranks."""
     if tuple(mesh.mesh_dim_names or ()) != (DATA, TENSOR):
         raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}, and must have {(DATA, TENSOR)}: "
+            f"mesh has the dimensions {mesh.mesh_dim_names}, but must have {(DATA, TENSOR)}: write "
             f"init_device_mesh(device, (data, tensor), mesh_dim_names={(DATA, TENSOR)})."
         )
     if mesh.size() != process_group.world_size():
         raise ValueError(
-            f"mesh has {mesh.size()} ranks of {process_group.world_size()}: make it of all ranks of the process group."
+            f"mesh has {mesh.size()} of {process_group.world_size()} ranks: include all ranks of the process group."
         )
 
 
 @dataclass(frozen=True)
 class Placed:
-    """How the project has divided a parameter.
+    """How the user's project has divided a parameter.
 
     Attributes:
         share: this rank's share.
-        placements, stride: those of the DTensor; ``placements`` is None for an ordinary tensor.
+        placements, stride: the DTensor's placements and stride; ``placements`` is None for an ordinary tensor.
     """
 
     share: Share
@@ -75,12 +75,12 @@ class TensorParallel:
         mesh: a mesh with both dimensions; None without tensor parallelism, in which case nothing is communicated.
 
     Attributes:
-        rank, size: this rank's number along the dimension, and the number of ranks.
-        ranks: the ranks along the dimension, as numbered in the default group; only if there are several.
-        groups: the ranks of each tensor-parallel group; only if ``ranks`` exists.
-        group: the process group of ``ranks``; only if ``ranks`` exists.
-        control: the control plane, for Python values.
-        counters: count this communication.
+        rank, size: this rank's number along the dimension, and the number of ranks along it.
+        ranks: the ranks along the dimension, as numbered in the default group; exists only if there are several.
+        groups: the ranks of each tensor-parallel group; exists only if ``ranks`` does.
+        group: the process group of ``ranks``; exists only if ``ranks`` does.
+        control: the control plane between these ranks, for Python values.
+        counters: counters of this communication.
     """
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
@@ -94,11 +94,11 @@ class TensorParallel:
             self.groups: list[list[int]] = mesh.mesh.tolist()  # type: ignore[union-attr]
 
     def begin(self, watch: Watch, control_group: ProcessGroup, tag: int) -> None:
-        """Begin to communicate.
+        """Prepare to communicate; required if there are several ranks.
 
         Args:
-            watch: watches the waits.
-            control_group: a group of the same ranks, over the CPU.
+            watch: the watch over waits for these ranks.
+            control_group: a group of the same ranks that communicates over the CPU.
             tag: the tag of messages.
         """
         self._watch, self._control_group = watch, control_group
@@ -110,29 +110,29 @@ class TensorParallel:
         """How a parameter is divided.
 
         Raises:
-            ValueError: if it is a DTensor on another mesh, or its placement is neither Shard nor Replicate.
+            ValueError: if the parameter is a DTensor on another mesh, or its placement is neither Shard nor Replicate.
         """
         if not is_dtensor(tensor):
             return Placed(Share(tensor.shape, None, self.rank, self.size))
         shared: DTensor = tensor  # type: ignore[assignment]
         if self._mesh is None or shared.device_mesh != self._mesh:
             raise ValueError(
-                f"{name} is a DTensor on {shared.device_mesh}, and must be on the dimension {TENSOR!r} of the "
+                f"{name} is a DTensor on {shared.device_mesh}, but must be on the {TENSOR!r} dimension of the "
                 f"strategy's mesh: parallelise the module with device_mesh[{TENSOR!r}] in configure_model(), set "
-                "tensor_parallel_size, and remove fully_shard(...), whose work the strategy does."
+                "tensor_parallel_size, and remove fully_shard(...), which the strategy replaces."
             )
         placement: Any = shared.placements[0]
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise ValueError(
-                f"{name} is a DTensor with the placement {placement}, and must have Shard or Replicate: a parameter "
-                "is divided along one of its dimensions, or every rank has the whole."
+                f"{name} is a DTensor with the placement {placement}, but must have Shard or Replicate: divide the "
+                "parameter along one of its dimensions, or give every rank the whole parameter."
             )
         dimension = placement.dim % tensor.dim() if placement.is_shard() and self.size > 1 else None
         share = Share(tensor.shape, dimension, self.rank, self.size)
         return Placed(share, shared.placements, shared.stride())
 
     def shown(self, own: Tensor, placed: Placed) -> Tensor:
-        """This rank's share of a tensor as the module computes with it; gradients flow back to the share."""
+        """Make a DTensor of this rank's share, if the parameter was one; gradients flow back to the share."""
         if placed.placements is None:
             return own
         from torch.distributed.tensor import DTensor
@@ -162,15 +162,15 @@ class TensorParallel:
         return torch.cat(list(parts), share.dimension)
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor in place."""
+        """Reduce a small tensor over the tensor-parallel ranks, in place."""
         if self.size > 1:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
-            with self.waiting("a sum, norm or extreme over tensor-parallel ranks"):
+            with self.waiting("a reduction over tensor-parallel ranks"):
                 dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self.group)
         return tensor
 
     def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast the first rank's values, in place."""
+        """Broadcast the first tensor-parallel rank's values, in place."""
         if self.size > 1:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
             group = self._control_group if tensor.device.type == "cpu" else self.group
@@ -182,8 +182,8 @@ class TensorParallel:
         """Raise a ValueError on every rank if tensor-parallel ranks have different tensors in a batch. Collective.
 
         Args:
-            batch: nested lists, tuples and dictionaries.
-            sampler: what to write for a sampler that gives these ranks the same data.
+            batch: tensors in nested lists, tuples and dictionaries.
+            sampler: how to write a sampler that gives these ranks the same batches, for the error message.
         """
         if self.size == 1:
             return
@@ -197,7 +197,7 @@ class TensorParallel:
         raise ValueError(
             f"Tensor-parallel ranks {self.ranks} compute one forward together, but their batches differ in "
             f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: "
-            f"{sampler}, and seed the dataset's random numbers alike."
+            f"{sampler}, and use the same seeds in the dataset."
         )
 
 
@@ -206,10 +206,10 @@ class ActivationParts:
 
     Args:
         tensor: the tensor-parallel ranks.
-        group: a group of the same ranks, for activations alone.
+        group: a separate process group of the same ranks, used only for activations.
 
     Attributes:
-        rank, size: this rank's number, and the number of ranks.
+        rank, size: this rank's number among the tensor-parallel ranks, and their number.
         is_first: whether this is the first rank.
     """
 
@@ -220,7 +220,7 @@ class ActivationParts:
     def agree(self, values: Mapping[int, Tensor]) -> frozenset[int] | None:
         """The keys of the tensors that are identical on all ranks. Collective.
 
-        None if the values prove nothing: constant tensors (zeros, to try a model) may be identical by chance.
+        None if such a tensor is constant: constant tensors (zeros in a trial run, say) may be identical by chance.
         """
         digests = {key: _digest(value) for key, value in values.items()}
         everywhere = self._tensor.control.gather_objects(digests)
@@ -230,18 +230,18 @@ class ActivationParts:
         return frozenset(alike)
 
     def count(self, flat: Tensor) -> None:
-        """Count a gather of a whole tensor."""
+        """Count the gather of a whole tensor in the counters."""
         self._tensor.counters.add("activations", flat.numel(), flat.nbytes)
 
     def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
-        """Start to fill a tensor, of which each rank has an equal range, and return a function that waits for the end.
+        """Start to gather a tensor from the ranks' equal parts, and return a function that waits until it is complete.
 
         Args:
-            flat: 1-D, with this rank's range in its place.
-            mark: the ``mark_of`` this rank's tensor; on an accelerator, a difference between ranks ends the program.
+            flat: the 1-D tensor to fill, which already holds this rank's part.
+            mark: ``mark_of`` the whole tensor on this rank. On an accelerator, different marks end the program.
 
         Raises:
-            RuntimeError: in the wait, if ranks had different tensors.
+            RuntimeError: from the returned function, on the CPU, if the ranks have different marks.
         """
         self.count(flat)
         own, marks = flat.chunk(self.size)[self.rank].clone(), mark.new_empty(self.size)
@@ -260,15 +260,15 @@ class ActivationParts:
                 assert_on_device(are_alike)
             elif not are_alike:
                 raise RuntimeError(
-                    "partition_activations: tensor-parallel ranks had the same input to a checkpointed module in their "
-                    "first forward, and have different ones now, as with sequence parallelism. Leave the option out."
+                    "partition_activations: the inputs of a checkpointed module were the same on all tensor-parallel "
+                    "ranks in the first forward, but differ now, as with sequence parallelism. Leave the option out."
                 )
 
         return wait
 
 
 def mark_of(tensor: Tensor) -> Tensor:
-    """A number, on the tensor's device, that almost always differs between different tensors."""
+    """A checksum of a tensor, on its device; different tensors almost always have different checksums."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
     return tensor.detach().view(integers).sum(dtype=torch.int64)
 
@@ -282,9 +282,10 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def are_divided(types: Iterable[type]) -> bool:
-    """Whether any of these classes is for tensors that torch divides over ranks, or for results of its collectives.
+    """Whether any of these classes is DTensor, or the class of results of asynchronous collectives.
 
-    Such a tensor wraps others; a dispatch mode that returns NotImplemented sees the operator again on the wrapped ones.
+    Such tensors wrap others. If a dispatch mode returns NotImplemented for them, torch calls the mode again with the
+    wrapped tensors.
     """
     return any(each.__name__ in ("DTensor", "AsyncCollectiveTensor") for each in types)
 

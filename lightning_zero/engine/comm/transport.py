@@ -20,7 +20,7 @@ def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
 
 
 class Span(NamedTuple):
-    """Neighbouring elements of a range to reduce; ``values`` is 1-D, or None for zeros."""
+    """Consecutive elements to reduce; ``values`` is 1-D, or None for zeros."""
 
     numel: int
     values: Tensor | None
@@ -34,10 +34,10 @@ class Started(NamedTuple):
     """A collective in flight, and the functions that wait for it and finish it.
 
     Attributes:
-        waits: functions that block the current stream (NCCL) or the thread.
-        buffers: the tensors that the transport reads and writes, kept until the end.
+        waits: functions that block the current stream (NCCL) or the thread until the collective is complete.
+        buffers: the tensors that the transport reads and writes, kept alive until the collective is complete.
         finish: called once after all waits; returns the collective's result.
-        ends_by_itself: whether the peers get what they need from this rank even if it never waits.
+        ends_by_itself: whether the other ranks' collectives complete even if this rank never waits.
     """
 
     waits: list[Callable[[], Any]]
@@ -59,21 +59,21 @@ class Transport(ABC):
 
     @abstractmethod
     def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
-        """Fill a flat buffer.
+        """Fill a flat buffer with the slices of all ranks.
 
         Args:
-            full: the buffer, which has this rank's values in this rank's slice.
+            full: the buffer, which already holds this rank's slice.
             ranges: each rank's slice of the buffer.
             number: the bucket's number, the same on every rank. Transports whose ranks may begin gathers in different
                 orders tell gathers apart by this number.
         """
 
     def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:
-        """Encode a message for ``exchange_changes``, and update this rank's slice to its new values."""
+        """Encode the changes from this rank's slice to ``new`` for ``exchange_changes``, and update the slice."""
         return encode_changes(own, new)
 
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
-        """Update a flat buffer that is the same on every rank, except for the changes to each rank's own slice.
+        """Update a flat buffer that is the same on every rank, except that each rank has changed its own slice.
 
         Args:
             full, ranges, number: see ``all_gather``.
@@ -87,10 +87,13 @@ class Transport(ABC):
 
     @abstractmethod
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        """Bytes held while a flat buffer is reduced: sent values, received values, and this rank's own slice."""
+        """Bytes of memory in use while a flat buffer is reduced: sent and received values, and this rank's slice."""
 
     def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float) -> Started:
-        """Multiply ranges, one per rank, by a factor, and sum them. A range has the same spans on every rank."""
+        """Like ``reduce_scatter``, of values times a factor, with each rank's slice given as a list of spans.
+
+        The spans of a slice have the same lengths on every rank.
+        """
         raise NotImplementedError
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close

@@ -1,9 +1,9 @@
-"""Transport between several machines with several ranks each: every element reaches each machine once.
+"""Transport between several machines with several ranks each: every element is sent to each machine only once.
 
-A rank's column is the slices of all ranks with the same local index, one per machine. A gather first fetches this
-rank's column from the other machines, and then the other columns from the ranks of its machine. A reduction first sums
-within each machine, and then sums each column across the machines. With M machines of G ranks, a machine sends
-(M - 1) / M of a buffer; direct exchanges between all ranks would send G times as much.
+A column consists of the slices of all ranks with the same local index, one slice per machine. A gather first fetches
+this rank's column from the other machines, and then the other columns from the other ranks of this machine. A reduction
+first sums within each machine, and then sums each column across machines. With M machines of G ranks each, a machine
+sends (M - 1) / M of a buffer to others; direct exchanges between all ranks would send G times as much.
 """
 
 from __future__ import annotations
@@ -79,7 +79,6 @@ class TwoLevelTransport(Transport):
         return started
 
     def _column_ranges(self, ranges: Ranges) -> list[tuple[int, int]]:
-        """The range of each column."""
         for column in self._columns:
             assert all(ranges[a][1] == ranges[b][0] for a, b in pairwise(column)), "a column's slices are not adjacent"
         return [(ranges[column[0]][0], ranges[column[-1]][1]) for column in self._columns]
@@ -92,4 +91,4 @@ class TwoLevelTransport(Transport):
         return within + self._across.reduction_bytes(mine, relative, codec)
 
     def close(self) -> None:
-        self._chain.when_all_continue(self._within.close)  # the other ranks of this machine need the second halves
+        self._chain.when_all_continue(self._within.close)  # after the exchanges in flight, which others need

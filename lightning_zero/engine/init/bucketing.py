@@ -51,8 +51,8 @@ _CAST_ATTRIBUTES = frozenset(
 class UncutBucket:
     """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
 
-    ``fields`` are the dtypes of offloaded optimizer states by name; empty while no optimizer is known.
-    ``gradient_codec`` encodes gradients sent between machines; None for the codec of all other gradients.
+    ``fields`` are the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
+    ``gradient_codec`` encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class UncutBucket:
         self._number, self._unit_name, self._shared = number, unit_name, shared
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated at the first use
-        # Created early, while the module has no other buffers: a new tensor briefly takes memory.
+        # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
         self._full = without_memory(self.layout.padded_numel, plan.compute_dtype, plan.device)
 
     def reserve(self, swap: Swap) -> None:
@@ -100,7 +100,7 @@ class UncutBucket:
     def cut(self, sources: list[Source]) -> Bucket:
         """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once.
 
-        Values that their source lacks on rank 0 must have been written to ``room``.
+        Values that are not available from rank 0's source must have been written to ``room``.
         """
         flat, communicator, plan, ledger = self._opened(), self._shared.communicator, self.plan, self._shared.ledger
         low, high = self.layout.own_range
@@ -155,9 +155,10 @@ def assign_to_buckets(
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
-    """Make each unit's buckets, each for one kind of parameter: (compute dtype, dtype, requires_grad, codec, whole).
+    """Make each unit's buckets, each for parameters of one kind: (compute dtype, dtype, requires_grad, codec, whole).
 
-    A kind is split into several buckets if it exceeds ``config.bucket_numel`` or ``most_numel`` elements.
+    Parameters of one kind are split into several buckets if they have more than ``config.bucket_numel`` or
+    ``most_numel`` elements.
     """
     tensor = shared.communicator.tensor
     shares = {name: tensor.placed(name, p).share for plan in plans for name, p in plan.parameters.items()}
@@ -227,7 +228,7 @@ def assign_to_buckets(
 
 
 def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Codec | None:
-    """The codec for a parameter's gradient between machines; None for the codec of all other gradients."""
+    """The codec of a parameter's gradient between machines; None for a cast to ``reduce_dtype``."""
     if compression is None or compression.gradients is None:
         return None
     if parameter.dtype not in (torch.float32, *LOW_PRECISION) or compression.exempts(parameter):
@@ -283,7 +284,8 @@ def _is_cast_by_autocast(owner: Owner) -> bool:
     """Whether autocast casts a parameter at each use, so that gathering it in autocast's dtype gives the same numbers.
 
     For other layers this is unknown, or casting early is wrong: an embedding would sum the gradients of a row in low
-    precision, normalisation and ``nn.Bilinear`` kernels would reject their weights, and sums would overflow in fp16.
+    precision, kernels of normalisation and ``nn.Bilinear`` would reject low-precision weights, and sums over weights
+    could overflow in fp16.
     """
     forward = getattr(owner.module.forward, "__func__", None)
     if type(owner.module).__name__ == "Conv1D" and type(owner.module).__module__ == "transformers.pytorch_utils":

@@ -1,4 +1,4 @@
-"""Unshard parameters that a failed run left sharded, or that are sharded copies, before a module is set up."""
+"""Before a module is set up, unshard parameters that a failed run left sharded, and copies of sharded parameters."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 def consolidate(module: nn.Module, timeout: float) -> None:
     """Turn parameters that a closed engine left sharded back into ordinary full tensors. Collective.
 
-    This also applies to a copy (``copy.deepcopy`` in a hook) of a module that still has an engine. A parameter that is
-    sharded on some ranks and full on others takes the value of the first rank that has it in full.
+    Sharded copies of parameters (from ``copy.deepcopy`` in a hook) become ordinary as well, even if their engine is
+    still open. A parameter that is sharded on some ranks and full on others takes the value of the first rank that
+    holds the full parameter.
 
     Args:
         module: a module with the same structure on every rank.
-        timeout: seconds to wait for the other ranks, like the engine's ``handshake_timeout``.
+        timeout: seconds to wait for the other ranks, usually the engine's ``handshake_timeout``.
 
     Raises:
-        ValueError: if the shards were made by a different number of ranks, or with ranks in a different order.
+        ValueError: if the failed run used tensor parallelism, another number of ranks, or another order of ranks.
     """
     with torch.no_grad():
         for parameter in module.parameters():
@@ -35,20 +36,20 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     left = _left_in(module)
     if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
         raise ValueError(
-            "The parameters were left sharded by a run with tensor parallelism that failed: make a new module and load "
-            "a checkpoint."
+            "The parameters were left sharded by a failed run with tensor parallelism: make a new module and load a "
+            "checkpoint."
         )
     size = world_size()
     places = {(bucket.communicator.rank, bucket.communicator.size) for bucket in left.values()}
     held: list[tuple[list[str], set[tuple[int, int]]]] = [(list(left), places)]
     if size > 1:
-        with explained("putting the module's parameters together"):
+        with explained("unsharding the module's parameters"):
             held = all_gather_objects((list(left), places))
     if any(places - {(rank, size)} for rank, (_, places) in enumerate(held)):
         sizes = sorted({of_size for _, places in held for _, of_size in places})
         raise ValueError(
-            f"The parameters were left sharded by a run that failed on {sizes} ranks: {size} rank(s) in this order "
-            "cannot unshard them. Use the same ranks, or make a new module and load a checkpoint."
+            f"The parameters were left sharded by a failed run on {sizes} ranks, and {size} rank(s) in the present "
+            "order cannot unshard them. Use the same ranks, or make a new module and load a checkpoint."
         )
     if not any(names for names, _ in held):
         return
@@ -58,7 +59,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     try:
         for name, parameter in module.named_parameters():
             whole = [rank for rank, (names, _) in enumerate(held) if name not in names]
-            if not whole and left[name].parameters:  # if empty, its bucket is unsharded already
+            if not whole and left[name].parameters:  # an empty list: the bucket has been unsharded already
                 left[name].rejoin(communicator, rendezvous)
                 make_ordinary(left[name], device)
             elif 0 < len(whole) < size:
@@ -73,6 +74,6 @@ def consolidate(module: nn.Module, timeout: float) -> None:
 
 
 def _left_in(module: nn.Module) -> dict[str, Bucket]:
-    """The bucket of each parameter that a closed engine left sharded, by the parameter's name."""
+    """The parameters that a closed engine left sharded: their buckets, by parameter name."""
     slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
     return {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}

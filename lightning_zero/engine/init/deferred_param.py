@@ -1,4 +1,4 @@
-"""Deferred parameters: lazy tensors, whose values usually stay in a file until the module is sharded."""
+"""Deferred parameters: lazy tensors whose values are usually read from a file only when the module is sharded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
 def defer(parameter: nn.Parameter, values: Tensor) -> None:
-    """Turn a parameter into a lazy tensor with these values; values on the meta device count as missing."""
+    """Turn a parameter into a lazy tensor with the given values; values on the meta device count as missing."""
     become(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
 
 
@@ -38,7 +38,7 @@ def awaits_values(module: nn.Module) -> bool:
 
 @contextmanager
 def parameters_await_values() -> Iterator[None]:
-    """Context in which modules create parameters, but nothing else, on the meta device until values are loaded."""
+    """Context in which new parameters of modules are deferred until values are loaded; buffers are not deferred."""
 
     def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
         if type(parameter) is nn.Parameter:
@@ -56,7 +56,7 @@ _may_wait: ContextVar[bool] = ContextVar("values may wait", default=False)
 
 @contextmanager
 def values_may_wait() -> Iterator[None]:
-    """Context for code that makes a module for an engine to shard: values loaded into the module may stay in files."""
+    """Context for creating a module that an engine will shard: values loaded into the module may stay in files."""
     token = _may_wait.set(True)
     try:
         yield
@@ -69,7 +69,7 @@ def may_values_wait() -> bool:
 
 
 class _StandIn(nn.Parameter):
-    """Replaces a tensor while a state dict is loaded, and records the values that would be copied to it."""
+    """Replaces a tensor while a state dict is loaded, and records the values that would be copied to the tensor."""
 
     taken: Tensor | None = None
 
@@ -80,7 +80,7 @@ class _StandIn(nn.Parameter):
 
 @dataclass
 class LoadTarget:
-    """A parameter or persistent buffer, the dictionary that holds it, and its stand-in."""
+    """A parameter or buffer, the module's dictionary that holds it, and its stand-in during loading."""
 
     holder: dict[str, Any]
     attribute: str
@@ -90,9 +90,12 @@ class LoadTarget:
 
 @contextmanager
 def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[list[LoadTarget]]:
-    """Context in which ``load_state_dict`` leaves the chosen tensors unchanged and records their new values instead.
+    """Context in which ``load_state_dict`` records new values for the chosen tensors instead of copying the values.
 
-    The state dict is still read by torch, with the module's own hooks, and can be rejected before anything is changed.
+    torch still reads the state dict, with the module's own hooks, and can reject it before any tensor is changed.
+
+    Args:
+        of: returns whether to choose a tensor.
     """
     stand_ins: dict[int, _StandIn] = {}
     targets = []
@@ -115,10 +118,11 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
 
 
 def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
-    """Give tensors the values that ``taking_values`` recorded, without communication, even for sharded tensors.
+    """Give tensors the values that ``taking_values`` recorded. Nothing is communicated, even for sharded tensors.
 
-    With ``wait``, parameters on the meta device become lazy tensors; otherwise they take the memory of the values, or a
-    copy where the dtype differs. Lazy parameters always stay lazy.
+    Args:
+        wait: whether parameters on the meta device become lazy tensors. Otherwise they share memory with the recorded
+            values, or hold a copy if the dtype differs. Lazy parameters always stay lazy.
     """
     with torch.no_grad():
         for target in targets:
@@ -133,4 +137,4 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
                 defer(tensor, values)
             else:
                 become(tensor, nn.Parameter(in_memory(values.detach()).to(tensor.dtype), tensor.requires_grad))
-            target.stand_in.taken = None  # values are given only once, although a tied tensor has several targets
+            target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once

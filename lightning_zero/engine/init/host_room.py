@@ -1,5 +1,7 @@
-"""Check on all ranks together, before anything is changed, whether there is enough memory: when an engine is made, for
-offloaded states and for parameters that one rank owns as a whole; when it closes, for the module's ordinary tensors.
+"""Check on all ranks whether memory suffices, before any tensor is changed.
+
+The check for a new engine counts offloaded states and parameters that one rank owns as a whole. The check for an engine
+that closes counts the module's tensors, which become ordinary again.
 """
 
 from __future__ import annotations
@@ -30,11 +32,11 @@ from lightning_zero.io.swap import BUFFERS
 def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload: OffloadConfig) -> Counter[str]:
     """Bytes of host memory, by purpose, that a rank needs for offloaded states.
 
-    If the compute device is the CPU, optimizer states and gradients are in host memory anyway, and are not counted. For
-    other devices host memory is pinned, and torch allocates pinned memory in powers of two.
+    If the compute device is the CPU, optimizer states and gradients are in host memory anyway and are not counted.
+    Otherwise host memory is pinned, and torch rounds pinned allocations up to powers of two.
 
     Args:
-        shards: the plan of each bucket, and the bytes per element of its optimizer states; None for frozen parameters.
+        shards: for each bucket, its plan, and the bytes per element of each optimizer state (None if frozen).
     """
     memory: Counter[str] = Counter()
     largest_sub_group = largest_gradient = 0
@@ -56,9 +58,9 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
         if states is not None and pins:
             if offload.gradients is not None:
                 memory["gradients"] += _power_of_two(numel * master)
-                at_once = numel  # the gradient of another micro-batch, until it is added
+                at_once = numel  # a new micro-batch's gradient, until it is added
             largest_gradient = max(largest_gradient, at_once * master)
-    # Torch caches freed pinned memory by size: at most a block of each power of two up to the largest.
+    # torch keeps freed pinned blocks for reuse: at most one of each power of two, together twice the largest.
     memory["gradients"] += 2 * _power_of_two(largest_gradient)
     memory["buffers for the disk"] += BUFFERS * largest_sub_group
     return +memory
@@ -71,12 +73,12 @@ def check_room(
     communicator: Communicator,
     has_optimizers: bool,
 ) -> None:
-    """Raise a ValueError on every rank if a machine lacks host memory for the states of its ranks. Collective.
+    """Raise a ValueError on every rank if a machine lacks host memory for its ranks' offloaded states. Collective.
 
     Args:
-        sources: sources of the parameters' values; those in host memory free it when moved to another device.
+        sources: sources of the parameters' values. Values in host memory will be freed if the device is not the CPU.
         units: the buckets of each unit.
-        has_optimizers: whether the optimizers are known; otherwise two states are assumed, as for Adam.
+        has_optimizers: whether the optimizers are known; otherwise two states per parameter are assumed, as for Adam.
     """
     shards, buckets = [], list(chain.from_iterable(units))
     for bucket in buckets:
@@ -91,9 +93,9 @@ def check_room(
         freed = sum(values.nbytes for values in on_host)
     missing = []
     for place in _without_room(memory_for(shards, offload), communicator, freed=freed):
-        advice = "use more ranks on more machines"
+        advice = "use more machines"
         if place.needed["buffers for the disk"]:
-            advice = f"write a smaller sub_group, or {advice}"
+            advice = f"set a smaller sub_group, or {advice}"
         if place.needed["master weights"] or place.needed["optimizer states"]:
             advice = f"write offload='nvme', or {advice}"
         missing.append(f"{place}: {advice}.")
@@ -106,7 +108,8 @@ def check_room_of_owners(
 ) -> None:
     """Raise a ValueError on every rank if any rank lacks memory for the largest parameter that it owns. Collective.
 
-    Only memory that is certain to be needed is counted: for the reduced gradient, and for a missing master weight.
+    Only memory that is needed in any case is counted: for the reduced gradient, and for the master weight unless the
+    parameter's values are already on the device where it is updated.
     """
     every = chain.from_iterable(units)
     whole = [bucket for bucket in every if bucket.layout.is_whole and bucket.parameters[0].requires_grad]
@@ -126,22 +129,22 @@ def check_room_of_owners(
     missing = _without_room(need, communicator, device=device)
     if missing:
         raise ValueError(
-            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}: give it to an elementwise "
-            "optimizer such as AdamW, for which it is sharded over all ranks, or write offload='cpu'."
+            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}: give this parameter to an "
+            "elementwise optimizer such as AdamW, so that it is sharded over all ranks, or write offload='cpu'."
         )
 
 
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
-    """The hosts that lack memory for their ranks' ordinary tensors, with a tenth left free. Collective.
+    """The hosts that lack memory to make all tensors of their ranks full, with a tenth left free. Collective.
 
-    The shards are not counted as freed, since each shard is freed only after its full tensors have been made.
+    The memory of shards is not counted as available: a shard is freed only after its full tensors have been made.
 
     Args:
         buckets: the buckets of all units.
         optimizers: the optimizers whose states become full as well.
-        keeps_masters: whether this rank keeps full master weights of low-precision parameters, too.
+        keeps_masters: whether this rank also keeps full master weights of its low-precision parameters.
     """
     need: Counter[str] = Counter()
     for bucket in buckets:
@@ -155,7 +158,7 @@ def without_room_for_whole(
         if communicator.device.type == "cpu":  # one bucket at a time is gathered in host memory
             gathered = bucket.layout.padded_numel * bucket.master_dtype.itemsize
             need["a gathered bucket"] = max(need["a gathered bucket"], gathered)
-    # bypasses the mapping's own ``values``, which waits for updates and raises their errors
+    # ``dict.values``, since the mapping's own ``values`` waits for updates and raises their errors
     states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
     own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
     need["optimizer states"] = sum(
@@ -165,7 +168,7 @@ def without_room_for_whole(
 
 
 class Shortage(NamedTuple):
-    """A host, a GPU, or a process with a limit of its own, that lacks memory for its ranks."""
+    """A place that lacks memory for its ranks: a host, a GPU, or a process with a limit of its own."""
 
     place: str
     ranks: int
@@ -188,13 +191,13 @@ def _without_room(
     may_take: float = 1.0,
     device: torch.device | None = None,
 ) -> list[Shortage]:
-    """The places that lack memory for all their ranks together; every rank gets the same list. Collective.
+    """The places that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
 
     Args:
         need: the bytes that this rank needs, by purpose.
-        freed: bytes that this rank frees before it allocates these.
-        may_take: the fraction of the available memory that may be taken.
-        device: the device whose memory this rank takes; by default the host's memory.
+        freed: bytes that this rank frees before it allocates the needed bytes.
+        may_take: the fraction of the available memory that the ranks may use.
+        device: the device whose memory is needed; by default the host.
     """
     host = this_machine()
     own = {(host, None): available_memory(), (host, communicator.everyone.rank): left_to_process()}
@@ -223,9 +226,9 @@ def _power_of_two(number: int) -> int:
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of host memory still available within the limits of the system and of the container; None if unknown.
+    """Bytes of host memory that the system and the container's limits still allow; None if unknown.
 
-    Pinned memory counts like any other: CUDA's pinned memory is not subject to ``RLIMIT_MEMLOCK``.
+    The result also holds for pinned memory: memory pinned by CUDA is not subject to ``RLIMIT_MEMLOCK``.
     """
     found = []
     for line in _lines(root / "proc/meminfo"):
@@ -239,7 +242,7 @@ def available_memory(root: Path = Path("/")) -> int | None:
 
 
 def left_to_process(root: Path = Path("/")) -> int | None:
-    """Bytes that this process's own limits, ``RLIMIT_DATA`` and ``RLIMIT_AS``, still allow; None without limits."""
+    """Bytes that this process may still allocate under ``RLIMIT_DATA`` and ``RLIMIT_AS``; None without limits."""
     used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
     found = []
     for line in _lines(root / "proc/self/limits"):
@@ -257,7 +260,7 @@ def _left_in_groups(top: Path, group: Path) -> Iterator[int]:
             values = [line.strip() for name in (limit, usage) for line in _lines(folder / name)]
             if len(values) == 2 and all(value.isdigit() for value in values):
                 cached = dict(line.split() for line in _lines(folder / "memory.stat"))
-                # version 1 also has totals that include subgroups; the kernel frees cached file pages on demand
+                # the kernel frees cached file pages on demand; in version 1, only ``total_`` counts include subgroups
                 given_back = sum(
                     int(cached.get(f"total_{name}", cached.get(name, 0))) for name in ("active_file", "inactive_file")
                 )

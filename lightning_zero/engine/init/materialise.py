@@ -1,8 +1,9 @@
-"""Materialise and shard a module unit by unit: no more than one new unit and the root unit are ever unsharded.
+"""Materialise and shard a module unit by unit, so that only the root and one other unit are unsharded at a time.
 
 A module that was made on the meta device is initialised in the order of ordinary construction: submodules before the
 module that contains them. Each tensor is written straight into the flat buffer of its bucket, and a bucket is sharded
-when its unit is complete. If a module initialises parameters of complete units inside it, their shards are written.
+when its unit is complete. A module may later initialise parameters of complete units inside it: the new values are then
+written to the shards.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> N
         raise ValueError(
             f"{listed(lacking)}: on the meta device without values, and "
             f"{listed(dict.fromkeys(lacking.values()))} has no reset_parameters(). Define that method, which "
-            "initialises the module's own parameters and buffers in place and takes no argument; or load the values in "
+            "takes no argument and initialises the module's own parameters and buffers in place; or load the values in "
             "configure_model (lightning_zero.load_weights); or construct the module outside of torch.device('meta')."
         )
 
@@ -44,7 +45,7 @@ def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> N
 def _lacking(
     module: nn.Module, prefix: str, sources: dict[str, Source], ancestors: list[nn.Module], has_initialiser: bool
 ) -> Iterator[tuple[str, str]]:
-    """Names, with the owner's class, of new tensors that neither their module nor its ancestors can initialise."""
+    """New tensors that neither their module nor its ancestors can initialise: (tensor name, module's class name)."""
     has_initialiser = has_initialiser or bool(_initialisers(module, ancestors))
     for name in (*module._parameters, *module._buffers):
         source = sources.get(f"{prefix}{name}")  # a tied parameter is listed under its first name
@@ -55,7 +56,7 @@ def _lacking(
 
 
 def detach_kept_graphs(module: nn.Module) -> None:
-    """Detach tensors that modules keep from a forward, as old ``weight_norm`` does: the graphs refer to parameters."""
+    """Detach tensors that a forward stored in modules (old ``weight_norm``): their graphs keep parameters alive."""
     for inner in module.modules():
         for attribute, value in vars(inner).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -63,7 +64,7 @@ def detach_kept_graphs(module: nn.Module) -> None:
 
 
 class Materialiser:
-    """Materialises and shards the units of one module: fills each unit's buckets with values from their sources."""
+    """Materialises and shards the units of one module, with values from given sources or from initialisation."""
 
     def __init__(
         self,
@@ -76,7 +77,7 @@ class Materialiser:
     ) -> None:
         self._module, self._uncut, self._sources = module, uncut, sources
         self._communicator, self._rendezvous = communicator, rendezvous
-        # Unit numbers, by the module whose completion completes the unit.
+        # Unit numbers, by the id of the unit's last module: once that module is materialised, the unit is complete.
         self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
         self._buckets: list[list[Bucket]] = [[] for _ in uncut]
         self._new_parameters = {
@@ -86,7 +87,7 @@ class Materialiser:
             for index, parameter in enumerate(bucket.parameters)
             if sources[bucket.layout.segments[index].name].is_new
         }
-        self._buffers_before = list(module.buffers())  # keeps the buffers alive, as their ids are keys
+        self._buffers_before = list(module.buffers())  # alive, so that their ids, used as keys, stay unique
         by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
         self._source_of_buffer = {
             (id(inner), name): by_id[id(buffer)]
@@ -99,7 +100,7 @@ class Materialiser:
         self._seen: set[int] = set()
 
     def run(self) -> list[list[Bucket]]:
-        """Materialise and shard all units, and return the buckets of each. Collective."""
+        """Materialise and shard all units, and return each unit's buckets. Collective."""
         is_new = any(source.is_new for source in self._sources.values())
         meeting = self._rendezvous.met("the module's initial values") if is_new else nullcontext()
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
@@ -110,7 +111,7 @@ class Materialiser:
         return self._buckets
 
     def _visit(self, module: nn.Module, ancestors: list[nn.Module]) -> bool:
-        """Materialise and shard the submodules of a module, then the module itself; return whether any part is new."""
+        """Materialise a module, submodules first, and shard complete units. Return whether any part is new."""
         self._seen.add(id(module))
         is_new = any(id(parameter) in self._new_parameters for parameter in module._parameters.values())
         for child in module.children():
@@ -157,9 +158,9 @@ class Materialiser:
 
     @contextmanager
     def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
-        """Context for a module's initialiser: meta tensors replace tensors that have values, so writes are lost."""
+        """Context for a module's initialiser: meta tensors replace tensors with values, to keep these unchanged."""
         rooms: dict[int, Tensor] = {}
-        divided: list[tuple[Tensor, Tensor, Share]] = []  # (whole parameter, this rank's room for it, its share)
+        divided: list[tuple[Tensor, Tensor, Share]] = []  # (whole parameter, memory for this rank's share, share)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for inner in module.modules():
             for name, parameter in inner._parameters.items():
@@ -168,14 +169,14 @@ class Materialiser:
                 if id(parameter) not in self._new_parameters:
                     instead = _on_meta(parameter)
                 elif inner is module and id(parameter) in self._initialised:
-                    # tied: initialised by its first owner; the values drawn for this owner are dropped
+                    # tied, and already initialised by another module: this module's values are dropped
                     instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
                     instead = nn.Parameter(instead, parameter.requires_grad)
                 elif id(parameter) in rooms:
                     instead = rooms[id(parameter)]
                 else:
                     room = instead = rooms[id(parameter)] = self._room_of(parameter)
-                    if room.shape != parameter.shape:  # initialised as a whole, like an undivided parameter
+                    if room.shape != parameter.shape:  # divided: initialise all, copy the share
                         instead = _unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
                         instead = rooms[id(parameter)] = nn.Parameter(instead, parameter.requires_grad)
                         divided.append((instead, room, self._share_of(parameter)))
@@ -190,7 +191,7 @@ class Materialiser:
             yield
             for holder, name, _, instead in places:
                 if holder[name] is not instead and not is_on_meta(instead):
-                    instead.copy_(holder[name])  # the initialiser assigned another tensor: take its values
+                    instead.copy_(holder[name])  # the initialiser assigned a new tensor
             for whole, room, share in divided:
                 room.copy_(share.own(whole))
         finally:
@@ -225,18 +226,19 @@ class Materialiser:
         found = list(dict.fromkeys(name for names in everywhere for name in names))
         if found:
             raise RuntimeError(
-                f"{listed(found)}: without values after every module was initialised. On the meta device "
-                "reset_parameters() initialises a module, not __init__: initialise all of the module's own parameters "
-                "and buffers there, or construct the module outside of torch.device('meta')."
+                f"{listed(found)}: without values after every module was initialised. On the meta device, values that "
+                "__init__ writes are lost: initialise all of the module's own parameters and buffers in "
+                "reset_parameters(), or construct the module outside of torch.device('meta')."
             )
 
 
 def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callable[[], Any]]:
     """The functions that initialise a module, in the order of ordinary construction.
 
-    First the module's own ``reset_parameters`` (``_reset_parameters`` in torch's attention and transformer modules);
-    then the method that an enclosing model applies to all its modules (``self.apply(self._init_weights)``:
-    transformers, timm, minGPT); then the method that PEFT calls on its adapters.
+    1. The module's own ``reset_parameters`` (``_reset_parameters`` in torch's attention and transformer modules).
+    2. The method that the module or an enclosing model applies to all its modules (``self.apply(self._init_weights)``
+       in transformers, timm and minGPT).
+    3. The method that PEFT calls on its adapters.
     """
     own = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
     applied = [getattr(model, "_init_weights", None) for model in (module, *reversed(ancestors))]
@@ -252,7 +254,7 @@ def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callabl
 
 
 def _takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
-    """Whether a method requires ``count`` arguments."""
+    """Whether a method requires exactly ``count`` positional arguments."""
     if not callable(method):
         return False
     try:
@@ -271,7 +273,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _mark_of(dtype: torch.dtype) -> float:
-    """A value that marks elements that have not been written."""
+    """The value that marks unwritten elements; 0 for dtypes without a suitable value, which are not checked."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
     return 0 if dtype is torch.bool else torch.iinfo(dtype).min
@@ -290,7 +292,7 @@ def _is_unset(tensor: Tensor) -> bool:
 
 @contextmanager
 def _drawing_as_rank_0(communicator: Communicator) -> Iterator[None]:
-    """Context in which all ranks draw rank 0's random numbers; afterwards each rank has its own random state again."""
+    """Context in which all ranks draw rank 0's random numbers; at the end each rank regains its own random state."""
     device, states = communicator.device, []
     generators: list[tuple[Any, tuple[Any, ...]]] = [(torch.random, ())]
     if device.type != "cpu":

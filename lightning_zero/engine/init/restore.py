@@ -1,4 +1,4 @@
-"""Turn sharded parameters, and tensors that user code derived from them, back into ordinary tensors."""
+"""Turn sharded parameters, and tensors that user code derived from these, back into ordinary tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def restore_parameters(
 ) -> None:
     """Turn the parameters of buckets into ordinary full tensors on a device. Collective, unless ``alone``.
 
-    With ``alone``, parameters that this rank does not hold in full stay sharded.
+    Args:
+        alone: whether to work without the other ranks: parameters that this rank does not hold in full stay sharded.
     """
     with torch.no_grad(), nullcontext() if alone else rendezvous.met("the module's parameters"):
         derived = _derived(buckets, communicator, not alone)
@@ -35,7 +36,7 @@ def restore_parameters(
         }
         for bucket in buckets:
             if not bucket.parameters:
-                continue  # already restored, before other ranks failed
+                continue  # restored by an earlier call, which later failed
             if alone and not bucket.is_whole_here:
                 bucket.update, memory = None, available_memory()  # the update has ended; close() raises any error
                 shard = bucket.residency.plan.shard_numel * bucket.master_dtype.itemsize
@@ -56,9 +57,10 @@ def restore_parameters(
 def _derived(
     buckets: Sequence[Bucket], communicator: Communicator, communicate: bool
 ) -> dict[BucketSlot, list[ShardedTensor]]:
-    """Tensors that user code derived from parameters and still holds: aliases, and other tensors that all ranks hold.
+    """Tensors that user code derived from parameters: aliases, and those other tensors that are alive on all ranks.
 
-    Tensors are matched between ranks by order of creation; if the numbers of tensors differ, no tensor is matched.
+    Ranks match tensors by their order of creation. If ranks have derived different numbers of tensors from a parameter,
+    only its aliases are returned.
     """
     derived = {slot: slot.derived for bucket in buckets if bucket.parameters for slot in slots_of(bucket)}
     kept = {

@@ -1,4 +1,4 @@
-"""Sources of a module's values, on which all ranks agree before anything is changed."""
+"""Where the values of a module's parameters and buffers come from; all ranks agree on this before sharding."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _MEMORY, _NOWHERE = "memory", "nowhere"
 class Source(NamedTuple):
     """Source of the values of one parameter or buffer."""
 
-    values: Tensor | None  # this rank's values
-    everywhere: bool  # every rank has the same values, and takes its part of them; otherwise rank 0 broadcasts
-    is_new: bool  # no rank has values: the module has to initialise them
+    values: Tensor | None  # this rank's values, if it has any
+    everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
+    is_new: bool  # whether no rank has values, so that the module has to initialise them
 
 
 class MappedFiles:
-    """The files that are mapped into this process's memory, as by ``torch.load(mmap=True)`` and safetensors.
+    """The files that are mapped into this process's memory, by ``torch.load(mmap=True)`` or safetensors, for example.
 
-    Linux exposes whether a tensor's memory is mapped from a file; torch does not. On other systems no file is found.
+    They are listed by Linux, not by torch. On other systems no mapped file is found.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class MappedFiles:
                     self._mappings.append((start, stop, int(line[2], 16), path))
 
     def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """The file range that a tensor maps, for ranks to compare; None without such a range, or after a write."""
+        """The file range that a tensor maps, for ranks to compare; None if it maps none or was written to."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -58,15 +58,15 @@ class MappedFiles:
         try:
             size = os.path.getsize(path)
         except OSError:
-            size = -1  # deleted since; the mapping is still valid
+            size = -1  # the file was deleted; its mapping stays valid
         name = os.path.basename(path.removesuffix(" (deleted)"))
-        # On another machine, a file of this name and size may still have other values: compare the first values, too.
+        # On another machine, a file of this name and size may hold other values, so ranks also compare some values.
         first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
         return name, size, offset + address - start, str(tensor.dtype), first
 
 
 def _is_written(start: int, stop: int) -> bool:
-    """Whether a range of mapped memory has pages that are private to this process, as after a write."""
+    """Whether a range of mapped memory has private pages, which a write creates; True if unknown."""
     first, last = start // PAGESIZE, -(-stop // PAGESIZE)
     try:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
@@ -75,7 +75,7 @@ def _is_written(start: int, stop: int) -> bool:
             flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: file-backed, 2: swapped out, 4: present
             return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
     except (OSError, ValueError):
-        return True  # unknown
+        return True
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
@@ -86,27 +86,28 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
         if is_dtensor(parameter) and not may_be_divided:
             raise ValueError(
                 f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
-                "distribute_tensor(...); or for tensor parallelism set tensor_parallel_size."
+                "distribute_tensor(...); or, for tensor parallelism, set tensor_parallel_size."
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
 
 
 def common_device(plans: list[UnitPlan]) -> torch.device:
-    """The device of all parameter values, or the CPU if there are none; raises a ValueError if they are on several."""
+    """The device of all parameters that have values, else the CPU. Raises a ValueError if there are several devices."""
     found = None
     for name, parameter in (named for plan in plans for named in plan.parameters.items()):
         if not is_on_meta(parameter):
             found = found or parameter.device
             if parameter.device != found:
                 raise ValueError(
-                    f"{name} is on {parameter.device}, other parameters on {found}: move the module to one device."
+                    f"{name} is on {parameter.device}, but other parameters are on {found}: move the module to one "
+                    "device."
                 )
     return found or torch.device("cpu")
 
 
 def leave_in_files(module: nn.Module) -> None:
-    """Defer parameters that are mapped from files, so that converting them to another dtype does not read them."""
+    """Defer parameters that are mapped from files, so that a conversion to another dtype does not read the files."""
     mapped = MappedFiles()
     for parameter in module.parameters():
         if not isinstance(parameter, LazyTensor) and mapped.range_of(parameter) is not None:
@@ -114,26 +115,29 @@ def leave_in_files(module: nn.Module) -> None:
 
 
 def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
-    """The stored range that values come from, for ranks to compare; None for values in this rank's own memory."""
+    """Where in a file values are stored, for ranks to compare; None if other ranks cannot read the values there."""
     origin = values.origin if isinstance(values, LazyTensor) else values
     return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
 
 
 def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
-    """Sources of the values of all parameters and buffers by name, the same on every rank. Collective.
+    """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
-    Values in memory come from rank 0. A file that every rank has mapped is read by each rank. Tensors on the meta
-    device on every rank are new. Raises a ValueError on every rank if the modules differ, or if rank 0 lacks values.
+    Rank 0's values are used, except that each rank itself reads parameters that all ranks have mapped from the same
+    file. A tensor that is on the meta device on all ranks is new.
+
+    Raises:
+        ValueError: on every rank, if modules differ between ranks, or if other ranks have values that rank 0 lacks.
     """
     mapped = MappedFiles()
     values = {}
-    mine: dict[str, tuple[Any, Any]] = {}  # by name: (what ranks have to agree on, origin of the values)
+    mine: dict[str, tuple[Any, Any]] = {}  # by name: (properties that must be equal on all ranks, origin of the values)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin
-    # Usually all ranks agree, and then nothing has to be sent or compared rank by rank.
+    # Usually all ranks agree, and comparing hashes shows it: the descriptions are gathered only if they differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
     _check_alike(everywhere)
@@ -147,14 +151,14 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
-            f"{next(iter(missing.values()))}. Every rank begins with rank 0's values: load them on rank 0, on every "
-            "rank, or on none."
+            f"{next(iter(missing.values()))}. Every rank starts with rank 0's values: load values on rank 0, on every "
+            "rank, or on no rank."
         )
     return sources
 
 
 def listed(names: Any, most: int = 5) -> str:
-    """Names for an error message, abbreviated: a large model may have thousands."""
+    """The first names and the number of others, for an error message: a large model may have thousands of names."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
@@ -171,8 +175,8 @@ def _check_alike(everywhere: list[dict[str, tuple[Any, Any]]]) -> None:
                 )
         if list(first) != list(other):
             raise ValueError(
-                f"The module differs between ranks: rank {rank} has rank 0's parameters in another order. Construct "
-                "the same module on every rank."
+                f"The module differs between ranks: rank {rank} has the parameters of rank 0, but in another order. "
+                "Construct the same module on every rank."
             )
 
 

@@ -1,4 +1,4 @@
-"""Scratch storage of one process: memory of the host or of a device, or an unnamed file on a disk."""
+"""Scratch storage for one process: host memory, device memory, or an unnamed file on a disk."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from lightning_zero.io.disk import aligned, aligned_memory
 from lightning_zero.io.swap import SwapFile
 
 WRITES = 2
-"""Writes that may be pending at once. Disk storage needs host memory only for their buffers."""
+"""The number of writes to a disk that may be pending at once; only their buffers take host memory."""
 
 
 class Memory:
-    """Scratch storage in memory; host memory may be pinned, so that a GPU copies to and from it in the background."""
+    """Scratch storage in memory. Host memory may be pinned, so that copies to and from a GPU run in the background."""
 
     def __init__(self, device: torch.device, is_pinned: bool = False) -> None:
         self.device, self._is_pinned = device, is_pinned
@@ -28,57 +28,57 @@ class Memory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device=self.device)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> Tensor:
-        """Store the bytes of a buffer, which is filled once the event has occurred, and return a key for ``get``."""
+        """Store the bytes of a buffer, complete after the event ``filled`` if given; return a key for ``get``."""
         return memory
 
     def get(self, where: Tensor, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Pass the bytes to a function, and return a future with its result."""
+        """Pass stored bytes to a function, and return a future with the function's result."""
         delivered: Future[Any] = Future()
         delivered.set_result(deliver(where))
         return delivered
 
     def free(self, where: Tensor) -> None:
-        """Free the bytes."""
+        """Free stored bytes."""
 
 
 class Disk:
     """Scratch storage in an unnamed file.
 
-    One thread does all writes and reads in the order of the calls, so a read comes after the write of its bytes, and a
-    write to reused space comes after the reads of the old bytes.
+    One thread runs all writes and reads in the order of the calls, so that bytes are written before they are read, and
+    read before their space is reused.
     """
 
     def __init__(self, folder: str, is_pinned: bool) -> None:
         self._is_pinned, self._file = is_pinned, SwapFile(folder)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()
-        # Starts of freed ranges, by size. A range is freed with its autograd graph, which may happen in any thread.
+        # Start positions of freed ranges, by size. Any thread may free a range, when an autograd graph is freed.
         self._free: dict[int, deque[int]] = {}
         self._end = 0
 
     def memory(self, nbytes: int) -> Tensor:
-        """A buffer of bytes to fill and pass to ``put``, once few enough writes are pending."""
+        """A buffer of bytes to fill and pass to ``put``. Waits while too many writes are pending."""
         while len(self._writes) >= WRITES:
-            wait([self._writes.popleft()])  # ``get`` raises the error of a failed write
+            wait([self._writes.popleft()])  # if this write has failed, ``get`` raises its error
         return self._aligned(nbytes)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> _Stored:
-        """Store the bytes of a buffer, which is filled once the event has occurred, and return a key for ``get``."""
+        """Store the bytes of a buffer, complete after the event ``filled`` if given; return a key for ``get``."""
         start = self._claim(len(memory))
         written = self._thread.submit(self._write, memory, start, filled)
         self._writes.append(written)
         return _Stored(start, len(memory), written)
 
     def get(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Read the bytes and pass them to a function, in the background; return a future with its result."""
+        """Read stored bytes and pass them to a function, in the background; return a future with its result."""
         return self._thread.submit(self._read, where, deliver)
 
     def free(self, where: _Stored) -> None:
-        """Free the bytes: later writes may reuse their space."""
+        """Free stored bytes: later writes may reuse their space."""
         self._free[where.nbytes].append(where.start)
 
     def _claim(self, nbytes: int) -> int:
-        """Reserve a free range of the same size, or a new one at the end of the file, and return its start."""
+        """Reserve a freed range of exactly this size, or a new range at the end of the file; return its start."""
         free = self._free.setdefault(nbytes, deque())
         if free:
             return free.pop()
@@ -99,7 +99,7 @@ class Disk:
         try:
             self._file.write(memory.numpy().data, start)
         except OSError as error:
-            return error.errno, error.strerror  # not the error: its traceback holds the frame, which holds the memory
+            return error.errno, error.strerror  # the error itself would keep this frame, and so the buffer, alive
         return None
 
     def _read(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Any:
@@ -114,7 +114,7 @@ class Disk:
         return deliver(memory)
 
     def _error(self, number: int | None, reason: str | None) -> OSError:
-        advice = "free space there, write the path of a folder on another disk, or offload activations to the CPU"
+        advice = "free space on this disk, give a folder on another disk, or offload activations to the CPU"
         return OSError(number, f"{reason}: {advice}", self._file.path)
 
 

@@ -1,10 +1,10 @@
-"""Offloaded states on a disk: the master weights and optimizer states of a rank's shard of one bucket, in a file.
+"""Offloaded states on a disk: a file holds the master weights and optimizer states of a rank's shard of one bucket.
 
     | sub-group 0                          | sub-group 1                          | ...
     | masters | exp_avg | exp_avg_sq | ... | masters | exp_avg | exp_avg_sq | ... |
 
-A sub-group holds all fields for an update of some elements, so that one read and one write suffice (Rajbhandari et al.,
-"ZeRO-Infinity", SC 2021, section 5.2.2). Sub-groups divide the shard regardless of the optimizer's parameter groups.
+A sub-group holds all that an update of some elements needs, so that one read and one write suffice (Rajbhandari et al.,
+"ZeRO-Infinity", SC 2021, section 5.2.2). Sub-groups are unrelated to the optimizer's parameter groups.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
 from lightning_zero.io.swap import Extent, Ring, SwapFile
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
-"""Fields that are not optimizer states: the master weights, which come first, and their copy in the compute dtype."""
+"""Names of fields that are not optimizer states: the master weights (first), and their copy in the compute dtype."""
 
 _NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
-    """The files of an engine's buckets in a folder, and the buffers to update ``sub_group`` elements at a time."""
+    """The files of an engine's buckets, in one folder, and buffers for updates of ``sub_group`` elements at a time."""
 
     def __init__(self, folder: str, sub_group: int) -> None:
         self._folder, self._files = folder, weakref.WeakSet[SwapFile]()
-        self.sub_group = aligned(sub_group)  # so that a field of any dtype is aligned
+        self.sub_group = aligned(sub_group)  # rounded up, so that fields of any dtype are aligned
         self._ring = Ring(0)
-        # Separate from the ring's threads, since a reader may wait for an update, which waits for the ring.
+        # Separate from the ring's threads: a task of this reader may wait for an update, which waits for the ring.
         self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
 
     def open(self, nbytes: int) -> SwapFile:
-        """Create a file. Raises an OSError if the disk lacks space."""
+        """Create a file of this size. Raises an OSError if the disk lacks space."""
         file = SwapFile(self._folder, nbytes)
         self._files.add(file)
         return file
@@ -53,11 +53,11 @@ class Swap:
             file.close()
 
     def over(self, memory: memoryview, dtype: torch.dtype, numel: int, offset: int) -> Tensor:
-        """A 1-D tensor over memory that is read from a file or written to it."""
+        """A 1-D tensor over file contents in memory, from a byte offset on."""
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
     def ring(self, nbytes: int) -> Ring:
-        """The ring of buffers, for extents of up to ``nbytes`` bytes."""
+        """The ring of buffers, enlarged if needed to hold extents of ``nbytes`` bytes."""
         if nbytes > self._ring.nbytes:
             self._ring = Ring(0)  # free the old buffers first
             self._ring = Ring(nbytes)
@@ -65,13 +65,16 @@ class Swap:
 
 
 class DiskStates:
-    """Tensors of equal length, called fields, in a file of sub-groups. Raises an OSError if the disk lacks space.
+    """Tensors of equal length, called fields, stored by sub-groups in a file.
 
     Args:
         name: the bucket's name, for errors.
         numel: elements of each field.
         dtype: the dtype of the master weights, which are the first field.
-        fields: dtypes of the other fields by name. The attribute includes the first field.
+        fields: dtypes of the other fields, by name. The attribute ``fields`` also has the first field.
+
+    Raises:
+        OSError: if the disk lacks space.
     """
 
     def __init__(
@@ -83,12 +86,12 @@ class DiskStates:
         self._file = swap.open(sum(map(self._nbytes, range(self.count))))
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Add fields that are missing, filled with zeros. After an OSError nothing has been changed."""
+        """Add missing fields, filled with zeros. Raises an OSError if the disk lacks space; nothing is changed then."""
         if not all(field in self.fields for field in fields):
             self._lay_out({**self.fields, **fields})
 
     def _lay_out(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Move to a new file with the given fields; new fields are zeros."""
+        """Copy the values to a new file with the given fields, where new fields are zeros, and close the old file."""
         new = DiskStates(self.swap, self.name, self.numel, self.dtype, fields)
         try:
             for start, stop in map(self.range_of, range(self.count)):
@@ -120,18 +123,18 @@ class DiskStates:
         return index * self.swap.sub_group, min((index + 1) * self.swap.sub_group, self.numel)
 
     def _nbytes(self, index: int) -> int:
-        """Bytes of a sub-group; all but the last are as large as the first."""
+        """Bytes of a sub-group. All sub-groups except the last have the same size."""
         start, stop = self.range_of(index)
         return sum(aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values())
 
     def _offsets(self, index: int) -> dict[str, int]:
-        """The offset in bytes of each field in a sub-group."""
+        """Each field's offset in bytes within a sub-group."""
         start, stop = self.range_of(index)
         ends = accumulate((aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values()), initial=0)
         return dict(zip(self.fields, ends))
 
     def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
-        """The fields of a sub-group as 1-D tensors over the memory that the sub-group was read into."""
+        """The fields of a sub-group, as 1-D tensors over the memory that contains the sub-group."""
         start, stop = self.range_of(index)
         offsets = self._offsets(index)
         return {
@@ -152,12 +155,12 @@ class DiskStates:
         """Write the elements of a field from ``start`` on."""
         for part, position, memory, elements in self._parts(field, start, start + values.numel()):
             if elements.nbytes < len(memory):
-                self._file.read(memory, position)  # to keep the bytes around the elements
+                self._file.read(memory, position)  # to preserve the bytes around the elements
             elements.copy_(values[part])
             self._file.write(memory, position)
 
     def _parts(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
-        """Per sub-group: a part of ``[start, stop)``, its aligned position in the file, memory, and its view."""
+        """The part of ``[start, stop)`` in each sub-group: (part, aligned file position, memory, its tensor)."""
         dtype, sub_group = self.fields[field], self.swap.sub_group
         for index in range(start // sub_group, -(-stop // sub_group)):
             first, last = self.range_of(index)
@@ -170,7 +173,7 @@ class DiskStates:
             yield slice(low - start, high - start), position, memory, elements
 
     def tensor(self, field: str, start: int, stop: int) -> LazyTensor:
-        """A range of a field as a lazy tensor: read at each use of its values, written immediately."""
+        """A range of a field as a lazy tensor: each use reads the values from the disk, each write goes to the disk."""
 
         def read(low: int, high: int) -> Tensor:
             return self.read(field, start + low, start + high)

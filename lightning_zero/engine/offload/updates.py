@@ -1,7 +1,7 @@
 """Updates of offloaded master weights in a background thread, bucket by bucket, while the device computes.
 
-(Ren et al., "ZeRO-Offload", ATC 2021, section 4.3, where the update starts after the whole backward pass and
-training waits for the whole update; here both happen bucket by bucket.)
+In Ren et al., "ZeRO-Offload", ATC 2021, section 4.3, the update starts after the whole backward pass, and training
+waits for the whole update. Here each bucket's update starts, and is awaited, separately.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ from lightning_zero.io.swap import stream
 
 
 class Updates:
-    """A thread that updates master weights, in the order in which updates are submitted."""
+    """A thread that runs updates of master weights, in the order in which they are submitted."""
 
     def __init__(self, overlap: bool = True, gradients: bool = False) -> None:
         self.overlap = overlap  # if False, ``optimizer.step`` waits until all updates are done
         self.gradients = gradients  # whether gradients are kept in host memory
-        self._copier: Updates | None = None  # has its own thread, since the update thread may be waiting for copies
+        self._copier: Updates | None = None  # a second thread, since updates may wait for its copies
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._streams: list[DiskUpdate] = []
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
-        """Run a function after all functions submitted earlier, and return work to wait for."""
+        """Run a function in the thread, after all functions submitted earlier; return work to wait for."""
         work = BackgroundWork(self)
 
         def run() -> None:
-            with suppress(Exception), work:  # ``work`` raises the error where it is awaited
+            with suppress(Exception), work:  # ``work.wait()`` raises the error
                 act()
 
         self._put(run)
         return work
 
     def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
-        """Copy gradients to host memory in the background; return the copies, and work to wait for."""
+        """Start to copy gradients to host memory; return the copies, and work to wait for before reading these."""
         device = sources[0].device if sources else torch.device("cpu")
         targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu", device="cpu") for t in sources]
 
@@ -70,7 +70,7 @@ class Updates:
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._thread is None:
-            # Not an executor: at exit the interpreter would wait for its thread, which may be waiting for a gradient.
+            # Not an executor: at exit, Python waits for an executor's threads, and this one may wait for a gradient.
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
@@ -78,7 +78,7 @@ class Updates:
         self._queue.put(run)
 
     def close(self) -> None:
-        """Finish updates that have their gradients, drop the others, and end the thread."""
+        """Finish updates whose gradients have arrived, drop all others, and end the thread."""
         for update in self._streams:
             update.drop()
         if self._copier is not None:
@@ -110,13 +110,15 @@ _GIVEN: Future[Any] = Future()
 _GIVEN.set_result(None)
 
 OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
-"""Changes the elements ``[start, stop)`` of a bucket's states, given by name, in place."""
+"""Function of (start, stop, fields) that changes elements ``[start, stop)`` of a bucket's states in place."""
 
 
 class DiskUpdate:
-    """An update of states on a disk: streams sub-groups through memory, each when its bucket's gradient is available.
+    """An update of states on a disk: streams sub-groups through memory; changes each once its gradient is available.
 
-    The states are in the order in which their gradients arrive; ``owner`` receives the error if the update fails.
+    Args:
+        states: the states of buckets, in the order in which their gradients arrive.
+        owner: see ``BackgroundWork``.
     """
 
     def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
@@ -127,11 +129,14 @@ class DiskUpdate:
         self._written = {each: BackgroundWork(owner, is_awaited=False) for each in states}
 
     def give(self, states: DiskStates, act: OnSubGroup | None, *, until_written: bool = False) -> BackgroundWork | None:
-        """Set the function for the sub-groups of one bucket; None to do nothing. Must be called for each bucket.
+        """Set the function that changes the states of one bucket. Must be called for each bucket.
 
-        The work returned ends when the function is done, or with ``until_written`` when the result is on the disk.
-        None is returned if another thread has dropped the bucket in ``synchronize``: then another ``DiskUpdate`` has to
-        update the bucket.
+        Args:
+            act: called with each sub-group; None leaves the states unchanged.
+            until_written: whether the returned work ends only when the result is on the disk.
+
+        Returns:
+            The work; None if ``synchronize`` has dropped the bucket, which then needs another ``DiskUpdate``.
         """
         with self._lock:
             if self._acts[states].done():
@@ -141,16 +146,16 @@ class DiskUpdate:
 
     @property
     def waiting(self) -> list[DiskStates]:
-        """States without a function so far."""
+        """States whose function has not been set yet."""
         return [states for states, act in self._acts.items() if not act.done()]
 
     def drop(self) -> None:
-        """Skip states that have no function yet. May be called in any thread."""
+        """Leave states unchanged if their function has not been set yet. May be called in any thread."""
         for states in self.waiting:
             self.give(states, None)
 
     def run(self) -> None:
-        """Run the update, in the thread of ``Updates``."""
+        """Run the update; called in the thread of ``Updates``."""
         try:
             places = [(states, index) for states in self._states for index in range(states.count)]
             extents = [extent for states in self._states for extent in states.extents()]
@@ -183,9 +188,9 @@ class DiskUpdate:
 
 
 def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a function to run on its own stream, after the work that is queued on the device now.
+    """Wrap a function to run on a separate stream, after the work that the device has queued now.
 
-    The function's copies to and from the host then overlap with computation.
+    Copies to and from the host in the function then overlap with the device's later computation.
     """
     if device.type == "cpu":
         return act
@@ -202,20 +207,17 @@ def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, N
 
 
 class Update(NamedTuple):
-    """An optimizer's update of one parameter group, with a copy of its options, since schedulers may change them later.
-
-    User hooks are called once per optimizer step, not for each update.
-    """
+    """An optimizer's update for one parameter group. User hooks are not called: they run once per optimizer step."""
 
     kind: type[Optimizer]
     unhooked: type[Optimizer]  # a subclass of ``kind``, whose ``step`` calls no hooks
-    attributes: dict[str, Any]  # of the optimizer
-    group: dict[str, Any]
-    dtype: torch.dtype  # of step counts
+    attributes: dict[str, Any]  # the optimizer's attributes
+    group: dict[str, Any]  # a copy of the group's options, which schedulers may change later
+    dtype: torch.dtype  # dtype of step counts
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
-        """Make an update that runs on the CPU; if the module is on the CPU, too, the optimizer chooses the kernel."""
+        """Make an update that runs on the CPU, by default with a fused kernel unless the module is on the CPU, too."""
         kind: Any = type(optimizer)
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
@@ -234,7 +236,7 @@ class Update(NamedTuple):
     def act_on(
         self, values: Sequence[Tensor], gradients: Sequence[Tensor | None], states: Sequence[dict[str, Any]]
     ) -> list[dict[str, Any]]:
-        """Update several tensors by one ``step``; see ``act``."""
+        """Update several tensors in one ``step``, like ``act``."""
         parameters = [nn.Parameter(each) for each in values]
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = _on_device_of(gradient, parameter) if gradient is not None else None
@@ -249,13 +251,13 @@ class Update(NamedTuple):
         for each, before in zip(after, states):
             if before:
                 continue
-            # New step counts have the default dtype, which another thread may have changed for its forward.
+            # New step counts have torch's default dtype, which a forward in another thread may have changed.
             counts = {key: value for key, value in each.items() if isinstance(value, Tensor) and value.dim() == 0}
             each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
     def fields(self, dtype: torch.dtype, shape: tuple[int, ...] = (1,)) -> dict[str, torch.dtype]:
-        """Dtypes of a tensor's per-element optimizer states, found by updating a small tensor."""
+        """The dtypes of optimizer states that have one value per element, by name, found by updating a small tensor."""
         tried = torch.zeros(shape, dtype=dtype, device="cpu")
         state = self.act(tried, torch.zeros_like(tried), {})
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
@@ -264,7 +266,7 @@ class Update(NamedTuple):
 def fields_by_parameter(
     optimizers: Sequence[Optimizer],
 ) -> Callable[..., dict[str, torch.dtype]]:
-    """Make a function that gives the dtypes of optimizer states, by name, for parameters and their masters' dtype."""
+    """Make a function of (parameters, master dtype) that returns the dtypes of their optimizer states, by name."""
     group_of = {
         id(parameter): (optimizer, group)
         for optimizer in optimizers
@@ -279,7 +281,7 @@ def fields_by_parameter(
             key = id(group), dtype
             if key not in known:
                 update = Update.of(optimizer, group, torch.device("cpu"))
-                # for whole parameters the sizes are only estimated: the optimizer may reject a matrix of zeros
+                # for whole parameters an estimate suffices, and the optimizer may reject a matrix of zeros
                 with suppress(Exception) if whole else nullcontext():
                     known[key] = update.fields(dtype, (2, 2) if whole else (1,))
             fields.update(known.get(key, {}))
@@ -290,17 +292,17 @@ def fields_by_parameter(
 
 @cache
 def _without_hooks(kind: Any) -> type[Optimizer]:
-    """A subclass of an optimizer class, without the wrapper that torch puts around ``step`` to call hooks."""
+    """A subclass of an optimizer class whose ``step`` lacks the wrapper that torch adds to call hooks."""
 
     def unhooked(base: Any) -> Callable[..., Any]:
         step = vars(base)["step"]
         return step.__wrapped__ if getattr(step, "hooked", False) else step
 
     bases = [base for base in kind.__mro__[:-1] if "step" in vars(base)]
-    steps = tuple(vars(base)["step"] for base in bases)  # projects' tests may replace these methods
+    steps = tuple(vars(base)["step"] for base in bases)  # part of the cache key: users' tests may replace these
     if (known := _unhooked.get(kind)) is not None and known[0] == steps:
         return known[1]
-    # in the method resolution order each unwrapped ``step`` comes before the class that it is taken from
+    # each class that defines ``step`` gets a subclass with the unwrapped one, so ``super().step()`` calls no hooks
     between = [type(base.__name__, (base,), {"step": unhooked(base)}) for base in bases if base is not kind]
     made = type(kind.__name__, (kind, *between), {"step": unhooked(bases[0])})
     _unhooked[kind] = steps, made
@@ -313,7 +315,7 @@ _unhooked: dict[Any, tuple[tuple[Any, ...], type[Optimizer]]] = {}
 def _on_device_of(gradient: Tensor, values: Tensor) -> Tensor:
     if gradient.device == values.device:
         return gradient.to(values.dtype)
-    # torch reuses freed pinned memory
+    # allocating pinned memory each time is cheap: torch reuses freed blocks
     host = torch.empty(gradient.shape, dtype=gradient.dtype, pin_memory=True, device="cpu")
     host.copy_(gradient, non_blocking=True)
     torch.accelerator.current_stream(gradient.device).synchronize()
@@ -321,4 +323,4 @@ def _on_device_of(gradient: Tensor, values: Tensor) -> Tensor:
 
 
 _FUSED = {"Adam", "AdamW", "SGD", "Adagrad"}
-"""Optimizers with a CPU kernel in torch that does the whole update in one pass over memory."""
+"""Optimizers for which torch has a fused CPU kernel, which updates all states in one pass over memory."""

@@ -1,4 +1,4 @@
-"""A table of what optimizer classes need: any part of a parameter, whole parameters, or all parameters at once."""
+"""A table of optimizer classes by what they need to see at once: single elements, whole parameters, or the model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch.optim import Optimizer
 
 
 class Need(Enum):
-    """What an optimizer needs to update an element as it would without sharding."""
+    """What an optimizer needs to update one element of a parameter as it would without sharding."""
 
-    ELEMENT = "its own gradient and state alone"
-    PARAMETER = "the parameter that it belongs to"
-    MODEL = "other parameters"
+    ELEMENT = "the element's own gradient and state"
+    PARAMETER = "the whole parameter"
+    MODEL = "other parameters, too"
 
 
 class Known(NamedTuple):
     """An optimizer class's entry in the table.
 
     Attributes:
-        cls: the class that the table lists: the optimizer's class, or a base class of it.
-        need: what an optimizer of the class with these options needs.
-        why: the reason, if the optimizer needs more than single elements.
+        cls: the listed class, which is the optimizer's class or a base class of it.
+        need: what the optimizer needs, given the class and its options.
+        why: why the optimizer needs more than single elements; empty if it does not.
     """
 
     cls: type
@@ -31,7 +31,7 @@ class Known(NamedTuple):
 
 
 def known_class(optimizer: Optimizer) -> Known | None:
-    """The table's entry for an optimizer's class, or else for its nearest listed base class; None if there is none."""
+    """The table's entry for an optimizer's class, or for its nearest base class in the table; None if not listed."""
     for cls in type(optimizer).__mro__:
         found = _TABLE.get((cls.__module__.partition(".")[0], cls.__name__))
         if found is None:
@@ -47,7 +47,7 @@ def known_class(optimizer: Optimizer) -> Known | None:
 
 _ORDER = list(Need)
 
-# A list of its own, since error messages list these optimizers.
+# Separate from the table, since error messages list these optimizers.
 TORCHS_ELEMENTWISE = (
     *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
 )
@@ -55,9 +55,9 @@ TORCHS_ELEMENTWISE = (
 _MATRIX = "it computes with each whole matrix"
 _FACTORED = "it factors the second moment over the rows and columns of each matrix"
 _LAYER_NORM = "it scales the update by the norm of each parameter"
-_BLOCKS = "it quantises its state in blocks that begin with the parameter, and keeps small parameters in fp32"
-_GLOBAL = "the step length is computed from all parameters together"
-_TWO_STEPS = "it moves all parameters along the whole gradient, and computes the gradient there"
+_BLOCKS = "it quantises its state in blocks from the parameter's start, and keeps small parameters' states in fp32"
+_GLOBAL = "it computes the step size from all parameters together"
+_TWO_STEPS = "it moves all parameters along the gradient, and computes the gradient again at the new point"
 
 _NEEDS: dict[str, dict[Need, dict[str, tuple[str, ...]]]] = {
     "torch": {
@@ -68,7 +68,7 @@ _NEEDS: dict[str, dict[Need, dict[str, tuple[str, ...]]]] = {
         },
         Need.MODEL: {
             "it takes inner products of whole gradients and calls the closure several times": ("LBFGS",),
-            "it takes sparse gradients, which cannot be laid out in a flat buffer": ("SparseAdam",),
+            "it requires sparse gradients, which cannot be laid out in a flat buffer": ("SparseAdam",),
         },
     },
     "transformers": {Need.PARAMETER: {_FACTORED: ("Adafactor",)}},
@@ -85,13 +85,13 @@ _NEEDS: dict[str, dict[Need, dict[str, tuple[str, ...]]]] = {
                 *("AliG", "AdamG", "SGDSaI"),
             ),
             _TWO_STEPS: ("SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM"),
-            "it distributes matrices over the ranks itself; Muon does the same with ZeRO": ("DistributedMuon",),
+            "it distributes matrices over the ranks itself (use Muon, for which ZeRO does this)": ("DistributedMuon",),
             "it updates parameters within backward": ("LOMO", "AdaLOMO"),
         },
     },
     "torchao": {
         Need.PARAMETER: {_BLOCKS: ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")},
-        Need.MODEL: {"it offloads states itself; write offload='cpu' instead": ("CPUOffloadOptimizer",)},
+        Need.MODEL: {"it offloads states itself (write offload='cpu' instead)": ("CPUOffloadOptimizer",)},
     },
     "bitsandbytes": {
         Need.PARAMETER: {
@@ -122,4 +122,4 @@ _OPTIONS: dict[str, tuple[Need, str]] = {
     "cautious": (Need.PARAMETER, "cautious divides by the mean of a mask over each parameter"),
     "pre_norm": (Need.MODEL, "pre_norm divides by the norm of all gradients"),
 }
-"""Options of an optimizer or a group with which an optimizer needs more than ``_NEEDS`` says for its class."""
+"""Options, of an optimizer or of a group, that raise the need above that of the class in ``_NEEDS``."""

@@ -1,4 +1,4 @@
-"""Checks of which optimizers can be used, and of which parameters each optimizer needs as a whole."""
+"""Check which optimizers can be used, and which parameters each optimizer needs as a whole."""
 
 from __future__ import annotations
 
@@ -17,18 +17,20 @@ from lightning_zero.engine.optim.probe import what_refutes
 from lightning_zero.engine.plan.share import Share
 
 ELEMENTWISE = frozenset(TORCHS_ELEMENTWISE)
-"""The optimizers of ``torch.optim`` that update each element from its own gradient and state alone."""
+"""Optimizers of ``torch.optim`` that update each element only from the element's own gradient and state."""
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
-    """Refuse optimizers that would train differently than without sharding.
+    """Refuse optimizers that would give other results with sharding than without.
 
     Args:
-        ranks: the number of ranks that shard parameters. A single rank has whole parameters, unless it offloads states.
+        ranks: the number of ranks that shard parameters. A single rank has whole parameters, so its optimizers are
+            checked only if it offloads states.
 
     Raises:
-        TypeError: if an optimizer needs parameters other than the one being updated, if its class is not known and
-            ``whole_parameters`` is not set, or if that option is wrong.
+        TypeError: if an optimizer needs several parameters to update one, if its class is not known and
+            ``whole_parameters`` is not set, if ``whole_parameters`` is wrong, or if the optimizer's states cannot be
+            sharded or offloaded.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
@@ -37,51 +39,51 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
 
 def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
     name, known, declared = type(optimizer).__name__, _known(optimizer), config.keeps_whole
-    instead = "strategy='ddp'" if ranks > 1 else "leave offload out"
+    instead = "use strategy='ddp'" if ranks > 1 else "leave offload out"
     base = known or known_class(optimizer)
     if base is not None and base.need is Need.MODEL:
         raise TypeError(
-            f"{name} cannot be used with ZeRO: {base.why}, while each rank updates its own part of the parameters. Use "
-            f"an optimizer that updates each parameter by itself, or {instead}."
+            f"{name} cannot be used with ZeRO: {base.why}. With ZeRO, each rank updates only its own part of the "
+            f"parameters: use an optimizer that updates each parameter independently, or {instead}."
         )
     if known is None:
         if declared is None:
             raise TypeError(
                 f"{name} is not known to be elementwise, that is, to update each element from its own gradient and "
-                "state alone. If it is, pass ZeroStrategy(whole_parameters=False). If it updates each parameter from "
-                "its own gradient and state (a matrix as a whole), pass ZeroStrategy(whole_parameters=True), and each "
-                f"parameter is updated by one rank. Otherwise use {instead}."
+                "state alone. If it is elementwise, pass ZeroStrategy(whole_parameters=False). If it updates each "
+                "parameter from that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): "
+                f"one rank then updates each whole parameter. Otherwise {instead}."
             )
         refuted = what_refutes(optimizer, is_elementwise=declared is False)
         if refuted is not None:
             raise TypeError(
                 f"{name} cannot be used with whole_parameters={declared}: {refuted}. "
-                + ("Pass whole_parameters=True, or use " if refuted.is_of_parts else "Use ")
+                + ("Pass whole_parameters=True, or " if refuted.is_of_parts else "Instead, ")
                 + f"{instead}."
             )
     elif known.need is Need.PARAMETER and config.whole_parameters is False:
         raise TypeError(f"{name} needs whole parameters: {known.why}. Leave whole_parameters=False out.")
     if _needs_whole(known, declared) and config.offloads_to_disk:
         raise TypeError(
-            f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, and states on a disk are "
+            f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "
             "updated in chunks. Write offload='cpu', or use an elementwise optimizer "
             f"({', '.join(sorted(ELEMENTWISE))})."
         )
     if _has_overrides(optimizer):
         raise TypeError(
-            f"{name} has overrides of bitsandbytes' GlobalOptimManager for some parameters, which it looks up by a "
-            "tensor's identity or place, but shards are different tensors. Give these parameters to a separate "
-            f"optimizer, such as {name.removesuffix('8bit')}32bit, or use {instead}."
+            f"{name} has overrides of bitsandbytes' GlobalOptimManager for some parameters. Overrides are found "
+            "by a tensor's identity or position, but shards are different tensors. Give these parameters to a separate "
+            f"optimizer, such as {name.removesuffix('8bit')}32bit, or {instead}."
         )
     if config.offloads_optimizer and getattr(optimizer, "is_paged", False):
         raise TypeError(
-            f"{name} keeps its states in memory that CUDA pages, which cannot be offloaded: leave offload out, or use "
-            f"{name.removeprefix('Paged')} with is_paged=False."
+            f"{name} keeps its states in memory that CUDA pages, and such memory cannot be offloaded: leave offload "
+            f"out, or use {name.removeprefix('Paged')} with is_paged=False."
         )
 
 
 def _has_overrides(optimizer: Optimizer) -> bool:
-    """Whether some parameters have settings other than those of the optimizer and its groups."""
+    """Whether bitsandbytes has settings for single parameters, which override those of the optimizer's groups."""
     manager: Any = getattr(optimizer, "mng", None)
     if type(manager).__name__ != "GlobalOptimManager":
         return False
@@ -91,7 +93,7 @@ def _has_overrides(optimizer: Optimizer) -> bool:
 
 
 def _known(optimizer: Optimizer) -> Known | None:
-    """The table's entry for an optimizer, unless its ``step`` may do more than the ``step`` of the listed class."""
+    """The table's entry for an optimizer; None if its ``step`` may do more than the listed class's ``step``."""
     known = known_class(optimizer)
     return known if known is not None and steps_as(optimizer, known.cls) else None
 
@@ -134,33 +136,37 @@ def check_not_divided(
     for name, parameter, share in parameters:
         if is_kept_whole(name, parameter):
             raise TypeError(
-                f"The optimizer of '{name}' needs whole parameters, and tensor parallelism gives each of {share.count} "
-                "ranks a part of it. Give such parameters to an elementwise optimizer "
+                f"The optimizer of '{name}' needs whole parameters, but tensor parallelism gives each of {share.count} "
+                "ranks only a part of this one. Give such parameters to an elementwise optimizer "
                 f"({', '.join(sorted(ELEMENTWISE))}), or leave them out of the tensor-parallel plan."
             )
 
 
 def is_torchs_elementwise(cls: type) -> bool:
-    """Whether a class is one of torch's own optimizers that are known to be elementwise."""
+    """Whether a class is an elementwise optimizer of torch itself."""
     return cls.__name__ in ELEMENTWISE and cls.__module__.partition(".")[0] == "torch"
 
 
 def steps_as(optimizer: Optimizer, known: type) -> bool:
-    """Whether ``step`` does no more with parameters than a base class's ``step``.
+    """Whether an optimizer's ``step`` does no more with parameters than the ``step`` of a known base class.
 
-    True for the base class itself, even if something (a profiler, a mock) has wrapped its ``step``.
+    The base class's own ``step`` may have been wrapped, by a profiler or a mock, for example.
+
+    Args:
+        known: the optimizer's class or a base class of it.
     """
     classes = type(optimizer).__mro__
     steps = [vars(cls)["step"] for cls in classes[: classes.index(known)] if "step" in vars(cls)]
-    # torch wraps the ``step`` of every optimizer class that is instantiated
+    # ``unwrap``, since torch wraps ``step`` in every optimizer class that is instantiated
     return all(_only_wraps(inspect.unwrap(step), vars(optimizer)) for step in steps)
 
 
 def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
-    """Whether a ``step`` reaches parameters only through ``super().step()``, as far as its source shows.
+    """Whether a ``step`` accesses parameters only by calling ``super().step()``, as far as its source shows.
 
-    The ``step`` may use attributes of the optimizer that are numbers, strings and the like. It may not pass the
-    optimizer on, call other methods or read ``param_groups``, which hold parts of parameters during an update.
+    The ``step`` may use the optimizer's attributes that are numbers, strings, booleans or None. It must not use the
+    optimizer in any other way (pass it to a function, call other methods, read ``param_groups``): during an update,
+    ``param_groups`` hold parts of parameters.
     """
     try:
         (function,) = ast.parse(textwrap.dedent(inspect.getsource(step))).body
@@ -171,7 +177,7 @@ def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
     if any(ast.unparse(decorator) not in _HARMLESS_DECORATORS for decorator in function.decorator_list):
         return False
     own, plain = function.args.args[0].arg, (bool, int, float, str, type(None))
-    allowed: set[int] = set()  # uses of the optimizer, and of ``super()``
+    allowed: set[int] = set()  # ids of the allowed uses of the optimizer and of ``super()``
     for node in (node for node in ast.walk(function) if isinstance(node, ast.Attribute)):
         if node.attr == "step" and _is_super(node.value):
             allowed |= {id(node.value), *(id(argument) for argument in node.value.args)}

@@ -1,9 +1,9 @@
-"""The three kinds of entries in an optimizer's state, each split, gathered and loaded in its own way.
+"""The three kinds of entries in an optimizer's state. Each kind is split, gathered and loaded differently.
 
-By element: one number for each element of the parameter (``exp_avg``), sharded like the parameter.
-Small: a count or an option that all ranks hold alike (``step``), sent between ranks with the names of entries.
-Owned: any other tensor for a parameter that one rank has as a whole (factors, preconditioners, quantised blocks), also
-inside a list, a dict or a tensor made of other tensors. Only the rank that owns the parameter has the tensor.
+By element: a tensor with one number for each element of the parameter (``exp_avg``), sharded like the parameter.
+Small: a count or an option, equal on all ranks that have the entry (``step``). Its value is sent with its name.
+Owned: any other tensor (factors, preconditioners, quantised blocks), possibly inside a list, a dict or a tensor made of
+other tensors. Only the rank that owns the whole parameter has the tensor.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from torch import Tensor
 from lightning_zero.engine.compat import is_made_of_tensors, tree_map_only
 from lightning_zero.engine.tensor.sharded_tree import walk
 
-# Entries that are not by element even if they and their parameter are zero-dimensional.
+# Names of entries that are counts, even if both the entry and its parameter are zero-dimensional.
 _COUNTERS = {"step", "mu_product", "eta", "mu"}
 
 
 class Small:
-    """Describes a small entry to other ranks, with its value.
+    """A small entry in a form that can be sent to other ranks: its value, and where it is kept.
 
     Args:
-        is_on_device: whether each rank keeps the entry on its own device, with the parameter, not in host memory.
+        is_on_device: whether the entry is kept on the parameter's device, not in host memory.
     """
 
     def __init__(self, value: Any, dtype: torch.dtype | None = None, is_on_device: bool = False) -> None:
@@ -36,18 +36,18 @@ class Small:
         self.is_on_device = is_on_device or isinstance(value, Tensor) and value.device.type != "cpu"
 
     def of_parameter(self, device: torch.device) -> Any:
-        """A copy for one parameter on a device: no two parameters share a copy, even after pickling."""
+        """A new copy of the value for one parameter on this device."""
         value = copied(self.value)
         return value.to(device) if self.is_on_device else value
 
     def __reduce__(self) -> Any:
         if not isinstance(self.value, Tensor):
             return Small, (self.value,)
-        return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # a tensor pickles ten times slower
+        return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # pickling a tensor is 10 times slower
 
 
 class Owned(NamedTuple):
-    """Describes a tensor to ranks that do not have it; ``number`` counts the tensors of an entry."""
+    """Describes a tensor to ranks that do not have the tensor; ``number`` is its index among the entry's tensors."""
 
     number: int
     shape: torch.Size
@@ -55,21 +55,21 @@ class Owned(NamedTuple):
 
 
 def is_by_element(key: str, value: Any, shape: torch.Size) -> bool:
-    """Whether an entry of a parameter or master of this shape is one number for each element."""
+    """Whether an entry has one number for each element of its parameter or master, which has the given shape."""
     if not isinstance(value, Tensor) or is_made_of_tensors(value):
         return False
     return value.shape == shape and (value.dim() > 0 or key not in _COUNTERS)
 
 
 _CLASS, _CONTEXT, _PERMUTED = "__tensor_class__", "__context__", "permuted"
-"""Two keys and a value in checkpoints, which must therefore not be changed."""
+"""Two keys and a value that are written to checkpoints, and so must never change."""
 
 
 def in_plain_tensors(value: Any) -> Any:
-    """Replace each tensor made of other tensors (such as an 8-bit tensor) in an entry by a dict of these and its class.
+    """Replace each tensor made of other tensors (such as an 8-bit tensor) by a dict of its class and inner tensors.
 
-    A tensor whose dimensions have an unusual order in memory becomes such a dict too: after being restored in the usual
-    order, the tensor would give differently rounded products.
+    A tensor whose dimensions are permuted in memory also becomes a dict, which records the permutation: with another
+    order in memory, products with the tensor would be rounded differently.
     """
     if isinstance(value, dict):
         return {key: in_plain_tensors(item) for key, item in value.items()}
@@ -85,7 +85,7 @@ def in_plain_tensors(value: Any) -> Any:
 
 
 def as_made_of_tensors(tree: Any) -> Any:
-    """Undo ``in_plain_tensors`` for tensors that have values and whose class is torchao's or already imported."""
+    """Undo ``in_plain_tensors`` for dicts that have values and a class that is torchao's or already imported."""
     return walk(tree, _put_together, lambda part: isinstance(part, dict) and _CLASS in part)
 
 
@@ -107,7 +107,7 @@ def _put_together(part: dict[str, Any]) -> Any:
 
 
 def _order_in_memory(tensor: Tensor) -> list[int] | None:
-    """The order of dimensions in which a tensor is contiguous; None for the usual order, or if there is none."""
+    """The order of dimensions in which a tensor is contiguous; None if that is the usual order, or if none exists."""
     if tensor.is_contiguous() or tensor.layout is not torch.strided:
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -115,13 +115,13 @@ def _order_in_memory(tensor: Tensor) -> list[int] | None:
 
 
 def described(value: Any) -> Any:
-    """Describe, for other ranks, an entry that one rank owns: its tensors' shapes and dtypes, and its other values."""
+    """An entry in a form for other ranks: tensors are replaced by ``Owned``, and other values by ``Small``."""
     count = iter(range(sys.maxsize))
     return _with_tensors(value, lambda tensor: Owned(next(count), tensor.shape, tensor.dtype), Small)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors of an entry that ``Owned`` describes, in the order of their numbers."""
+    """The tensors of an entry that ``described`` replaces by ``Owned``, in the order of ``Owned.number``."""
     found: list[Tensor] = []
     _with_tensors(value, found.append, lambda rest: rest)
     return found
@@ -136,7 +136,7 @@ def _with_tensors(value: Any, of_tensor: Callable[[Tensor], Any], of_rest: Calla
 
 
 def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device) -> Any:
-    """A ``described`` entry, with tensors in place of their descriptions."""
+    """Turn a ``described`` entry back into values; ``of_owned`` makes the tensors."""
     if isinstance(entry, Owned):
         return of_owned(entry)
     if isinstance(entry, Small):
@@ -147,25 +147,25 @@ def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device)
 
 
 def copied(value: Any) -> Any:
-    if type(value) is Tensor:  # the usual case, kept fast since each step copies many values
+    if type(value) is Tensor:  # the usual case, and fast, since each step copies many values
         return value.clone()
     return as_made_of_tensors(tree_map_only(Tensor, Tensor.clone, in_plain_tensors(value)))
 
 
 def comparable(value: Any) -> Any:
-    """A small entry in a comparable form: parameters whose small entries are equal share a master."""
+    """A small entry in a form to be compared: parameters may share a master only if their small entries are equal."""
     if not isinstance(value, Tensor):
         return repr(value)
     return float(value) if value.numel() == 1 else id(value)
 
 
 def placed(key: str, value: Any, group: dict[str, Any], device: torch.device) -> Any:
-    """Copy a small entry to where torch's own ``load_state_dict`` puts it: usually to the parameter's device."""
-    if key != "step":  # lists of tensors, too (LBFGS)
+    """A copy of a small entry where torch's ``load_state_dict`` would put it: usually on the parameter's device."""
+    if key != "step":  # the value may be a list of tensors (LBFGS)
         return tree_map_only(Tensor, lambda tensor: tensor.to(device, copy=True), value)
     if not isinstance(value, Tensor):
         return value
     if group.get("capturable") or group.get("fused"):
         return value.to(device, torch.float32, copy=True)
-    # An optimizer may have made ``step`` on the user's default device; a CPU kernel needs it on the CPU.
+    # ``step`` may be on the user's default device, but CPU kernels require it on the CPU.
     return value.to("cpu", copy=True) if device.type == "cpu" else copied(value)

@@ -1,6 +1,7 @@
-"""Masters, which an optimizer updates instead of parameters: each is this rank's part of neighbouring parameters.
+"""Masters: the tensors that an optimizer updates instead of parameters.
 
-On a single rank without offloaded states, each parameter has a master of its shape: any optimizer may be used there.
+A master is this rank's part of neighbouring parameters in a bucket. On a single rank without offloaded states, each
+parameter has its own master of the same shape, so that any optimizer works.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ from lightning_zero.engine.tensor.sharded_tensor import local_range_of
 
 
 class Master:
-    """This rank's part of a run of neighbouring segments, as one leaf over the bucket's shard.
+    """This rank's part of a run of neighbouring segments: one leaf tensor that is a slice of the bucket's shard.
 
     Attributes:
         first, last: indices of the first and last segment, inclusive.
-        range: the range of the shard that the segments occupy.
-        tensor: the tensor that the optimizer updates, 1-D with several ranks; empty if the rank owns none of the
-            segments.
+        range: the slice of the shard that belongs to the segments.
+        tensor: the tensor that the optimizer updates. It is 1-D, unless the optimizer updates whole parameters; empty
+            if this rank owns no part of the segments.
         device: the device on which the tensor is updated.
     """
 
@@ -33,7 +34,7 @@ class Master:
         owned = [slot.local_range for slot in run if slot.local_numel]
         self.range = slice(owned[0].start, owned[-1].stop) if owned else slice(0, 0)
         part = self.bucket.residency.leaf(self.range)
-        # A scalar stays 1-D, which distinguishes its state from a step count.
+        # A scalar parameter gets a 1-D master, so that its states differ in shape from step counts.
         shape = run[0].share.own_shape
         has_shape = is_whole(self.bucket) and shape != () and part.numel() == shape.numel()
         self.tensor = nn.Parameter(part.view(shape) if has_shape else part)
@@ -46,49 +47,50 @@ class Master:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank updates the master: it owns some elements, or there are none to own (as under DDP)."""
+        """Whether this rank updates the master: it owns elements, or no rank does since the parameters are empty."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
     def values(self) -> Tensor:
-        """The values to update; empty if they are on a disk."""
+        """The values to update; an empty tensor if the values are on a disk."""
         if self.bucket.states is not None:
             return torch.empty(0, dtype=self.tensor.dtype, device="cpu")
         return self.tensor.detach()
 
     def stored(self, key: str) -> Tensor:
-        """One of the master's states, which are on a disk, as a lazy tensor."""
+        """A state of this master, stored on a disk, as a lazy tensor."""
         assert self.bucket.states is not None
         return self.bucket.states.tensor(key, self.range.start, self.range.stop)
 
     def part_of(self, slot: BucketSlot) -> slice:
-        """The range of one segment within this master's tensor, flattened."""
+        """The range of one segment within this master's flattened tensor."""
         if slot.local_numel == 0:
             return slice(0, 0)
         return slice(slot.local_range.start - self.range.start, slot.local_range.stop - self.range.start)
 
 
 def is_whole(bucket: Bucket) -> bool:
-    """Whether the optimizer is given each parameter of a bucket as a whole, in its shape, on the rank that owns it."""
+    """Whether the optimizer updates each parameter of a bucket as a whole, in its shape, on the rank that owns it."""
     return bucket.layout.is_whole or is_alone(bucket)
 
 
 def is_alone(bucket: Bucket) -> bool:
-    """Whether this rank's optimizer has each parameter of a bucket as a whole, on the device that computes with it."""
+    """Whether a bucket is on a single rank without offload, so that its optimizer updates ordinary whole tensors."""
     return bucket.layout.world_size == 1 and bucket.updates is None
 
 
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
     """Maximal runs of adjoining segments, in the order of each bucket.
 
-    In a run across a gap, tensors would end elsewhere for kernels than the full parameters do (see ``ALIGNMENT``).
-    With one rank, gradients are not laid out as a bucket, so each parameter is a run of its own, as in a whole bucket.
+    A run never spans a gap: kernels may round the last elements of a tensor differently (see ``ALIGNMENT``), so the
+    elements before a gap must be last in a master, too. With one rank or in a whole bucket, each segment is a separate
+    run; with one rank, gradients are not in a flat buffer.
     """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
         by_bucket.setdefault(slot.bucket, []).append(slot)
     runs: list[list[BucketSlot]] = []
     for bucket, members in by_bucket.items():
-        ends, segments = -1, bucket.layout.segments  # ``ends``: index of the segment that would adjoin
+        ends, segments = -1, bucket.layout.segments  # ``ends``: index of the segment that would continue the run
         for slot in sorted(members, key=lambda slot: slot.index):
             start = segments[slot.index].start
             apart = bucket.layout.is_whole or bucket.layout.world_size == 1
@@ -101,12 +103,12 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
 
 @torch.no_grad()
 def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
-    """Restore a parameter's saved master weight, except for elements that have changed since the weight was rounded.
+    """Restore a parameter's saved master weight, except for elements whose rounded value has changed since.
 
-    A parameter that is in fp32 now, but was saved in low precision, regains the precision of the master weight.
+    If a parameter is now in fp32, elements that hold a rounded value regain the digits of the saved weight.
 
     Args:
-        saved: the full saved tensor.
+        saved: the saved master weight, in full.
     """
     bucket, is_low = slot.bucket, slot.dtype in LOW_PRECISION
     if not is_low and slot.dtype != torch.float32:
@@ -125,8 +127,8 @@ def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
 class SparseRows:
     """The rows of one parameter that have received sparse gradients since ``p.grad`` was reset. For one rank only.
 
-    An optimizer that takes sparse gradients needs these rows: the engine keeps gradients dense, and in a dense gradient
-    a row of zeros looks like an unused row.
+    The engine keeps gradients dense, but an optimizer for sparse gradients must know which rows were used: in a dense
+    gradient, a used row of zeros and an unused row look the same.
     """
 
     def __init__(self, slot: BucketSlot) -> None:
@@ -139,7 +141,7 @@ class SparseRows:
         if slot is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             self._rows = None
             return None
-        gradient = gradient.coalesce()  # adds the parts of a row in the order in which the optimizer would
+        gradient = gradient.coalesce()  # adds up the parts of a row in the same order as the optimizer
         (rows,) = gradient.detach().indices()
         if self._rows is not None and slot.parameter.grad is not None:
             rows = torch.cat([self._rows, rows]).unique()
@@ -147,7 +149,7 @@ class SparseRows:
         return gradient
 
     def of(self, gradient: Tensor) -> Tensor:
-        """The gradient as a sparse tensor of these rows; unchanged if backward did not give a sparse gradient."""
+        """The dense gradient as a sparse tensor of these rows; unchanged if backward gave no sparse gradient."""
         if self._rows is None:
             return gradient
         return torch.sparse_coo_tensor(

@@ -1,9 +1,9 @@
 """The step of an optimizer: masters take the place of the module's parameters while ``optimizer.step`` runs.
 
-Between steps an optimizer's ``param_groups`` hold the module's own parameters, so that everything that users do with
-them works. During the update each group holds its masters instead: one 1-D tensor for each run of neighbouring segments
-of a bucket, this rank's part only, so that the update is a handful of kernels over 1/N of the elements (P_os in the
-paper, section 5.1). With one rank there is one master for each parameter, in its shape and order.
+Between steps, an optimizer's ``param_groups`` hold the module's own parameters, so that user code finds these as usual.
+During the update, each group holds its masters instead. A master is a 1-D tensor: this rank's part of a run of
+neighbouring segments of a bucket. The update thus needs few kernels, over 1/N of the elements (P_os in the ZeRO paper,
+section 5.1). With one rank, each parameter has a master of the same shape, and the order is kept.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ class Masters:
     """The step of one optimizer.
 
     Args:
-        optimizer: the user's optimizer, which only the user keeps alive.
-        owner: the engine, notified before and after each update, and when a closure is called within an update.
+        optimizer: the user's optimizer; only a weak reference is kept.
+        owner: the engine. It is notified before and after each update, and when a closure is called within an update.
 
     Attributes:
         states: the masters and their state.
         is_closed: whether ``close`` was called.
-        awaits_step: whether updates may have begun in a backward and the optimizer's step has not followed yet.
+        awaits_step: whether a backward may have begun updates, and ``optimizer.step`` has not been called since.
         hooks_after_update: see ``after_updates``.
     """
 
@@ -53,11 +53,11 @@ class Masters:
         self.states = MasterStates(optimizer, owner)
         self.is_closed = self.awaits_step = False
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
-        self._replaced: list[list[Any]] | None = None  # during a step, the module's parameters by group
+        self._replaced: list[list[Any]] | None = None  # during a step: the module's parameters, by group
         self._active: list[Master] = []
         self._signature: Any = None
-        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters that no engine has
-        self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # the same masters with their group's number
+        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters of no engine
+        self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()
         self._offloaded = OffloadedStep()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -76,12 +76,12 @@ class Masters:
         ]
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
-        # called before the users' hooks, so that these see the module's parameters
+        # called before users' post-hooks, which then see the module's parameters
         call_first(self._handles[1])
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, owner: Owner) -> None:
-        """Also update the parameters of another engine's module, which the optimizer holds as well. Collective."""
+        """Add another engine whose module's parameters the optimizer updates, too. Collective."""
         self.states.join(owner)
         self._signature = None
         state: dict[Any, dict[str, Any]] = self.states.by_master
@@ -90,7 +90,7 @@ class Masters:
             self._adopt({**self.states.by_parameter(in_parts), **before})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        """``load_state_dict`` for an optimizer class that overrides this method."""
+        """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method."""
         self._signature = None
         own = {handle.id for handle in self._handles}
         hooks = {name: getattr(self.states.optimizer, name) for name in LOAD_HOOKS}
@@ -121,9 +121,9 @@ class Masters:
             self._swap_in()
             return None
 
-        # Always swap in a closure: the users' step hooks, which run before the closure, see the module's parameters.
+        # Swap inside a closure, even if the user gave none, so that users' step pre-hooks see the module's parameters.
         def closure_then_swap() -> Any:
-            if self._replaced is not None:  # LBFGS calls the closure again, on the values written so far
+            if self._replaced is not None:  # LBFGS calls the closure again, after writing values
                 self._put_back()
                 for owner in self.states.owners:
                     owner.show(self._buckets)
@@ -137,7 +137,7 @@ class Masters:
 
     def _swap_in(self) -> None:
         if self._replaced is not None:
-            return  # the ``step`` of a subclass has called its base class's ``step``
+            return  # a nested call: a subclass's ``step`` has called its base class's ``step``
         self._begin_update()
         for owner in self.states.owners:
             for bucket in owner.buckets:
@@ -166,7 +166,7 @@ class Masters:
     def _updated_by_optimizer(
         self, bucket: Bucket, master: Tensor, gradient: Tensor | None, group: dict[str, Any]
     ) -> list[Tensor]:
-        """The master with its gradient, for the optimizer's ``step``; nothing if it has been updated in chunks."""
+        """Update a master in chunks if that is faster; otherwise return it with its gradient, for ``step``."""
         optimizer, states = self.states.optimizer, self.states.by_master
         if gradient is not None and gains_by_chunks(type(optimizer), group, master):
             update = Update.of(optimizer, group, master.device)
@@ -177,7 +177,7 @@ class Masters:
         return [master]
 
     def _begin_update(self) -> None:
-        """Before the first update of a step, prepare the engines, and wait until nothing reads the masters."""
+        """Before the first update of a step, notify the engines, and wait for background work on the masters."""
         if not self._begun:
             for owner in self.states.owners:
                 owner.begin_update()
@@ -187,8 +187,8 @@ class Masters:
         """Update the offloaded masters of a bucket before ``optimizer.step`` is called.
 
         Args:
-            shards: the gradient of each parameter of the bucket, by the parameter's index, as ``step`` will find it.
-            order: the buckets that come next, as far as they are known.
+            shards: the gradients of the bucket's parameters, by index; equal to those that ``step`` would find.
+            order: the buckets that will probably be updated next, in order.
         """
         masters = [master for _, master in self._arranged_in.get(bucket, ())]
         held = {slot for master in masters for slot in master.slots}
@@ -208,7 +208,7 @@ class Masters:
         def gradient_of(master: Master) -> Tensor:
             return shards[master.first].range_of(master.range).view(master.tensor.shape)
 
-        # a callable, since the gradient may not have arrived yet
+        # a function, since the gradient may not have arrived yet
         self._update_offloaded(bucket, {master: partial(gradient_of, master) for master in masters})
 
     def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
@@ -244,7 +244,7 @@ class Masters:
         return list(dict.fromkeys(master.bucket for master in self._active))
 
     def recover(self) -> None:
-        """Put the module's parameters back, also after a step that raised."""
+        """Put the module's parameters back into the groups; also called after a step that raised."""
         self._put_back()
         for bucket in self._begun:
             if bucket.update is not None:
@@ -264,14 +264,14 @@ class Masters:
                 master.tensor.grad = None
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
-        """Arrange each group's parameters that have a gradient as masters, usually the same as in the previous step."""
+        """Choose the masters of each group, for its parameters that have a gradient; usually those of the last step."""
         signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
         self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
         for number, group in enumerate(groups):
             slots = {p: slot for p in group["params"] if (slot := slot_of(p)) is not None}
-            # On a single rank without offload, an optimizer also finds parameters without a gradient, in their places.
+            # On a single rank without offload, parameters without a gradient also stay in the group, in order.
             kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_alone(slots[p].bucket)]
             trained = [p for p in kept if p in slots and (p.grad is not None or p.requires_grad)]
             masters = self.states.masters_over([slots[p] for p in trained])
@@ -291,8 +291,8 @@ class Masters:
         if (shard := shard_of_all(master.slots)) is not None:
             values = shard.range_of(master.range)
         else:
-            # User code has put its own gradients in p.grad. Ranks that own nothing of the master also run this
-            # code, which gathers gradients that are derived from another parameter.
+            # User code has assigned ``p.grad``. Ranks that own no part of the master run this code, too, since it
+            # gathers a gradient that was derived from another parameter.
             values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
@@ -302,10 +302,10 @@ class Masters:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, device: torch.device | None) -> None:
-        """Unhook the optimizer and give it its full state, by parameter, for use without the engine. Collective.
+        """Remove all hooks, and give the optimizer its full state by parameter, for use without the engine. Collective.
 
         Args:
-            device: the state's device; with None the optimizer loses its state, and the call is not collective.
+            device: the device to put the state on. None drops the state; the call is then not collective.
         """
         self.states.release()
         self.recover()
@@ -325,7 +325,7 @@ class Masters:
 
 
 def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state, with entries by element as DTensors if the parameter will be a DTensor again."""
+    """A parameter's state; if the parameter will become a DTensor again, its entries by element are DTensors, too."""
     slot = slot_of(parameter)
     if slot is None or slot.placed.placements is None:
         return state
@@ -342,7 +342,7 @@ _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDict
 
 
 def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
-    """The masters of an optimizer, joined by another engine; new masters if the optimizer has none. Collective."""
+    """An optimizer's masters, with this engine added; made if the optimizer has none yet. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
         return Masters(optimizer, owner)
@@ -351,13 +351,13 @@ def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
 
 
 def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) -> RemovableHandle:
-    """Register a hook that is called after each update by an optimizer, before the new parameters are gathered.
+    """Register a hook to call after each update by an optimizer, before the new parameters are gathered.
 
-    Elementwise writes to parameters in the hook (``p.mul_(mask)``) reach all ranks by the gather that follows anyway.
+    The gather then also sends elementwise writes of the hook to parameters (``p.mul_(mask)``) to all ranks.
 
     Args:
-        optimizer: an optimizer that an engine handles, or any other optimizer.
-        hook: called with the parameters that may have been updated. It must not read whole parameters.
+        optimizer: any optimizer, with or without an engine.
+        hook: called with the parameters that may have been updated. The hook must not read whole parameters.
     """
     if (masters := _masters_of.get(optimizer)) is None:
         return optimizer.register_step_post_hook(
@@ -371,7 +371,7 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
 def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:
     """Reshard some of an engine's buckets so that each of their parameters is whole on one rank. Collective."""
     ranks = late[0].layout.world_size
-    loads = [0] * ranks  # by position, as owners are
+    loads = [0] * ranks  # elements by position, since owners are positions
     for layout in (bucket.layout for bucket in buckets if bucket.layout.is_whole):
         for rank in range(ranks):
             loads[layout.position(rank)] += layout.shard_numel(rank)
@@ -389,7 +389,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:
-    """The masters of the optimizer whose groups contain a parameter; None if no engine has such masters."""
+    """The masters of the optimizer that holds a parameter; None if no optimizer of an engine holds it."""
     for optimizer, masters in _masters_of.items():
         if any(held is parameter for group in optimizer.param_groups for held in group["params"]):
             return masters

@@ -1,5 +1,6 @@
-"""Tries an optimizer on small tensors, to refute what a user has declared about its class. A pass proves nothing:
-some optimizers with global quantities behave as if they had none in the first steps.
+"""Try an optimizer on small tensors, to find out whether the user's ``whole_parameters`` is wrong for it.
+
+A pass proves nothing: in the first steps, some optimizers do not show that an update depends on other parameters.
 """
 
 from __future__ import annotations
@@ -18,28 +19,28 @@ _STEPS = 3
 
 
 class Refutation(str):
-    """An observation of the probe that contradicts the user's declaration.
+    """The observation, in words, that contradicts the user's ``whole_parameters``.
 
     Attributes:
-        is_of_parts: whether a part of a parameter was updated differently than within the whole.
+        is_of_parts: whether a part of a parameter alone was updated differently than as part of the whole parameter.
     """
 
     is_of_parts = False
 
 
 def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | None:
-    """Compare updating two parameters together with updating each alone, and a whole parameter with its parts.
+    """Compare updates of two parameters together and alone, and updates of a whole parameter and of its parts.
 
     Args:
-        is_elementwise: whether parts are compared too.
+        is_elementwise: whether the optimizer is declared to be elementwise; parts are compared only then.
 
     Returns:
-        The observation that refutes the declaration; None if nothing does, or if the optimizer cannot be tried.
+        The observed difference; None if there is none, or if the optimizer cannot be tried.
     """
     try:
         with torch.random.fork_rng(devices=[]):
             return _seen(optimizer, is_elementwise)
-    except Exception:  # raised by the optimizer, which may need other shapes or a closure
+    except Exception:  # the optimizer may need other shapes, or a closure
         return None
 
 
@@ -55,7 +56,7 @@ def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
             (alone,) = _updated(optimizer, group, [value], [[step[index]] for step in gradients])
             if not torch.equal(alone, together[index]):
                 return Refutation(
-                    "the update of a parameter depends on the others: on random gradients it differs by "
+                    "the update of a parameter depends on other parameters: on random gradients, it differs by "
                     f"{(alone - together[index]).abs().max():.1e} from the update of the same parameter alone"
                 )
         if is_elementwise:
@@ -69,8 +70,8 @@ def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
             difference = (torch.cat(parts) - together[0].view(-1)).abs().max()
             if difference > 0:
                 refutation = Refutation(
-                    "the update of an element depends on others of the same parameter: on random gradients the two "
-                    f"halves of a matrix differ by {difference:.1e} from the whole"
+                    "the update of an element depends on other elements of the parameter: on random gradients, "
+                    f"separate updates of the two halves of a matrix differ by {difference:.1e} from one update"
                 )
                 refutation.is_of_parts = True
                 return refutation

@@ -1,4 +1,4 @@
-"""The state of an optimizer: by master, as the optimizer keeps it, and by parameter, as torch and user code know it."""
+"""The state of an optimizer. The optimizer has it by master; torch and user code access it by parameter."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ States = dict[Any, dict[str, Any]]
 
 
 class Owner(Protocol):
-    """The engine of a module, as far as optimizers need it."""
+    """The part of an engine's interface that the masters of optimizers use."""
 
     ledger: Ledger
     background: Updates
@@ -59,12 +59,12 @@ class Owner(Protocol):
 
 
 class StateMapping(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, by master. Looking up a parameter of the module gives its state in sharded tensors.
+    """``optimizer.state``, whose keys are masters. A lookup by a module's parameter gives its state in sharded tensors.
 
-    With one rank, where each parameter has a master of its shape, it gives the optimizer's own entries.
+    With one rank without offload, where each parameter has its own master, the lookup gives the master's own state.
 
     Raises:
-        TypeError: where user code would replace or remove the state of one parameter.
+        TypeError: if user code replaces or removes the state of a single parameter of a sharded module.
     """
 
     def __init__(self, states: MasterStates) -> None:
@@ -87,7 +87,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         return self[key] if key in self else default
 
     def values(self) -> Any:
-        self._states.synchronize()  # callers may write to the states
+        self._states.synchronize()  # callers may write to states that background work is using
         return super().values()
 
     def items(self) -> Any:
@@ -120,17 +120,17 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
 
 
 class MasterStates:
-    """The masters of an optimizer, and their state, with its translation to the module's parameters and back.
+    """The masters of an optimizer, their state, and its conversion to state by parameter and back.
 
     Attributes:
-        reference: a weak reference to the optimizer, which only the user keeps alive.
+        reference: a weak reference to the optimizer.
     """
 
     def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
         self.reference = weakref.ref(optimizer)
         self._ledger, self._owners = owner.ledger, [weakref.ref(owner)]
         self._master_of: dict[BucketSlot, Master] = {}
-        self._own: Any = None  # the optimizer's mapping, while another takes its place for ``state_dict()``
+        self._own: Any = None  # during ``state_dict()``: the optimizer's own mapping, which another replaces
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         self._measured = 0
         self._bytes: Counter[str] = Counter()
@@ -138,7 +138,7 @@ class MasterStates:
     @property
     def optimizer(self) -> Optimizer:
         optimizer = self.reference()
-        assert optimizer is not None, "the optimizer was deleted while it steps"
+        assert optimizer is not None, "the optimizer was deleted during its step"
         return optimizer
 
     @property
@@ -152,19 +152,19 @@ class MasterStates:
         return [owner for reference in self._owners if (owner := reference()) is not None]
 
     def join(self, owner: Owner) -> None:
-        """Add the engine of one more module whose parameters the optimizer holds."""
+        """Add an engine, whose module's parameters the optimizer holds, too."""
         if not self.owners:  # the modules have been deleted
             self._ledger, self._bytes = owner.ledger, Counter()
         self._owners = [weakref.ref(each) for each in (*self.owners, owner)]
 
     def synchronize(self) -> None:
-        """Wait for background work of the engines whose parameters the optimizer holds, and raise its errors."""
+        """Wait for all background work, and raise the errors of work for these engines."""
         synchronize(*(owner.background for owner in self.owners))
 
     # -- masters ----------------------------------------------------------------------------------------------------
 
     def masters_over(self, slots: list[BucketSlot]) -> list[Master]:
-        """The masters that cover these slots and no others; existing masters are split, and missing ones made."""
+        """The masters that cover exactly these slots. Masters with other slots are split; missing masters are made."""
         wanted = set(slots)
         for master in dict.fromkeys(self._master_of[slot] for slot in slots if slot in self._master_of):
             if not wanted.issuperset(master.slots):
@@ -179,7 +179,7 @@ class MasterStates:
         return master
 
     def _split(self, master: Master, wanted: set[BucketSlot]) -> None:
-        """Split a master whose segments no longer all have gradients: each part keeps its own state."""
+        """Split a master of which only the wanted slots are updated now. Each part keeps its part of the state."""
         state, slots = self.by_master.pop(master.tensor, {}), set(master.slots)
         for run in (*runs_of(list(slots & wanted)), *runs_of(list(slots - wanted))):
             part = self._add(run)
@@ -196,13 +196,13 @@ class MasterStates:
                 }
 
     def measure(self) -> None:
-        """Enter the bytes of optimizer state in the ledger, if state has been created or removed."""
+        """Enter the bytes of optimizer state in the ledger, if the number of masters with state has changed."""
         optimizer = self.reference()
         if optimizer is not None and is_synchronized() and len(optimizer.state) != self._measured:
             self._measured = len(optimizer.state)
             offloaded = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            # not the mapping's ``items``: no background work needs waiting for, and update errors are raised elsewhere
+            # ``dict.items``, since the mapping's own ``items`` would raise errors of updates here
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes
@@ -212,7 +212,7 @@ class MasterStates:
             self._enter(held)
 
     def release(self) -> None:
-        """Take the bytes of optimizer state out of the ledger."""
+        """Remove the bytes of optimizer state from the ledger."""
         self._enter(Counter())
 
     def _enter(self, held: Counter[str]) -> None:
@@ -223,21 +223,21 @@ class MasterStates:
     # -- by parameter -----------------------------------------------------------------------------------------------
 
     def has_state(self, slot: BucketSlot) -> bool:
-        """Whether a parameter has been updated, or its state has been loaded."""
+        """Whether a parameter has state: it has been updated, or its state has been loaded."""
         master = self._master_of.get(slot)
         return master is not None and (not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor))
 
     def key_of(self, slot: BucketSlot) -> Tensor:
-        """The key of one parameter's state in the optimizer's own mapping, if the parameter has a master to itself."""
+        """The key of one parameter's state in the optimizer's own mapping. The parameter gets a separate master."""
         return self.masters_over([slot])[0].tensor
 
     def by_parameter(self, leaf: Leaf, parameters: Sequence[Tensor] | None = None) -> States:
-        """The state by parameter: for parameters of no engine first, then for the module's. Collective.
+        """The state by parameter: first of parameters without an engine, then of modules' parameters. Collective.
 
         Args:
-            leaf: converts each tensor; ``in_parts`` leaves entries by element as sharded tensors over the masters'
-                entries.
-            parameters: the parameters to return; by default all that the optimizer holds.
+            leaf: converts each tensor; with ``in_parts``, entries by element are sharded tensors that share memory with
+                the masters' entries.
+            parameters: the parameters whose state to return; by default all that the optimizer holds.
         """
         if parameters is None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
@@ -250,7 +250,7 @@ class MasterStates:
             return found if leaf is in_parts else {p: as_made_of_tensors(state) for p, state in found.items()}
 
     def state_dict(self, leaf: Leaf) -> dict[str, Any]:
-        """The optimizer's ``state_dict()``. Collective; argument as for ``by_parameter``."""
+        """The optimizer's ``state_dict()``, with each tensor converted by ``leaf``. Collective."""
         self._leaf = leaf
         try:
             return self.optimizer.state_dict()
@@ -265,12 +265,12 @@ class MasterStates:
         self._own, optimizer.state = optimizer.state, defaultdict(dict, states)
 
     def put_back(self, *_: Any) -> None:
-        """Hook after ``state_dict()``: undo ``before_state_dict``. Also called if ``state_dict()`` has raised."""
+        """Hook after ``state_dict()``: undo ``before_state_dict``. Also called after ``state_dict()`` has raised."""
         if self._own is not None:
             self.optimizer.state, self._own = self._own, None
 
     def _met(self, slots: list[BucketSlot]) -> AbstractContextManager[None]:
-        """Context for collectives on the state of some parameters, which every rank must have requested."""
+        """Context for collectives on the state of these parameters, which every rank must request."""
         what = f"the state of {type(self.optimizer).__name__}"
         return slots[0].bucket.rendezvous.met(what) if slots else nullcontext()
 
@@ -289,7 +289,7 @@ class MasterStates:
                     else of_rest(in_plain_tensors(value))
                     for key, value in self.by_master.get(master.tensor, {}).items()
                 }
-        # other ranks know the dtypes and the small entries of parameters that this rank owns no part of
+        # for parameters of which this rank owns no part, other ranks provide the dtypes and the small entries
         known: dict[int, dict[str, Any]] = {}
         for found in slots[0].bucket.communicator.control.gather_objects(own):
             known = found | known
@@ -323,11 +323,11 @@ class MasterStates:
     # -- by master --------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hook before ``load_state_dict()``: key masters' states by parameter, since torch would cast them.
+        """Hook before ``load_state_dict()``: change the keys of states from numbers to parameters of an engine.
 
-        torch casts states that are keyed by number to the parameter's dtype, and keeps other states unchanged.
+        torch casts states that are keyed by number to the parameter's dtype, but keeps other states unchanged.
         """
-        self.synchronize()  # an update that has not begun yet would find no state
+        self.synchronize()  # an update that is still queued needs the present state
         groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
         if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
             return state_dict  # torch raises an error that names the mismatch
@@ -337,17 +337,17 @@ class MasterStates:
         for index, parameter in zip(saved, parameters):
             if index in state_dict["state"]:
                 state, is_ours = state_dict["state"][index], slot_of(parameter) is not None
-                # a copy of our dict, since torch replaces counts in it that are not tensors
+                # a copy, since torch replaces counts in this dict that are not tensors
                 states[parameter if is_ours else index] = dict(state) if is_ours else state
         return {**state_dict, "state": states}
 
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
-        """Load with the optimizer class's own ``load_state_dict``, which may write to ``state`` by parameter.
+        """Load a state dict with the optimizer class's own ``load_state_dict``, which may write to ``state``.
 
-        The method loads into a stand-in optimizer, whose parameters have the same shapes but no memory.
+        That method is called on a stand-in optimizer, whose parameters have the same shapes but almost no memory.
 
         Args:
-            hooks: the stand-in's load hooks, by attribute name, without the engine's hooks.
+            hooks: the optimizer's load hooks except the engine's, by the name of the attribute that holds them.
         """
         optimizer, parameter_of = self.optimizer, {}
         groups = []
@@ -370,9 +370,9 @@ class MasterStates:
         self.adopt({parameter_of.get(key, key): state for key, state in alone.state.items()})
 
     def adopt(self, states: States) -> None:
-        """Split state by parameter into the state of masters, which replaces all former state."""
+        """Replace all state by the given state by parameter, converted to state by master."""
         self.synchronize()
-        states = walk(states, in_full, is_dtensor)  # states made for DTensors before their module was sharded
+        states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
         self._master_of.clear()
         self._measured = -1
@@ -387,7 +387,7 @@ class MasterStates:
         alike: dict[Any, list[BucketSlot]] = {}  # parameters that may share a master
         for number, group in enumerate(optimizer.param_groups):
             for slot in (slot for parameter in group["params"] if (slot := slot_of(parameter)) in by_slot):
-                entries: Any = slot  # in a whole bucket each parameter has a master of its own
+                entries: Any = slot  # in a whole bucket, each parameter has its own master
                 if not slot.bucket.layout.is_whole:
                     entries = tuple(
                         (key, None if is_by_element(key, value, slot.shape) else comparable(value))
@@ -428,12 +428,12 @@ class MasterStates:
 
 
 def _held_here(entry: Any) -> Any:
-    """An entry with ordinary tensors in place of those in an ``OwnedSlot``, on the owning rank."""
+    """On the owning rank, replace an entry's sharded tensors (of an ``OwnedSlot``) by ordinary ones."""
     return walk(entry, lambda t: t.local.view(t.shape) if isinstance(t, ShardedTensor) else t)
 
 
 def _initial(key: str, slot: BucketSlot, group: dict[str, Any]) -> Tensor:
-    """This rank's values of an initial entry (Adagrad's) that was created while the parameter had no values."""
+    """This rank's part of an entry (Adagrad's ``sum``) that was created while the parameter was on the meta device."""
     if key == "sum" and "initial_accumulator_value" in group:
         return torch.full((slot.local_numel,), group["initial_accumulator_value"], dtype=torch.float64, device="cpu")
     raise RuntimeError(
@@ -444,10 +444,10 @@ def _initial(key: str, slot: BucketSlot, group: dict[str, Any]) -> Tensor:
 
 
 def make_room(optimizer: Optimizer) -> None:
-    """Make room on disks for all entries that an optimizer's update needs.
+    """Reserve disk space for all states that an optimizer's update needs.
 
     Raises:
-        OSError: if there is not enough room.
+        OSError: if a disk lacks space.
     """
     members: dict[DiskStates, list[Tensor]] = {}
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -455,7 +455,7 @@ def make_room(optimizer: Optimizer) -> None:
         if slot is not None and slot.bucket.states is not None:
             members.setdefault(slot.bucket.states, []).append(parameter)
     if not members:
-        return  # as without offload, where this is called whenever the set of parameters with gradients changes
+        return  # nothing is on a disk: return fast, since this function may be called at every step
     fields_of = fields_by_parameter([optimizer])
     for states, parameters in members.items():
         fields = fields_of(parameters, states.dtype)

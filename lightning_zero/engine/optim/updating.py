@@ -1,4 +1,4 @@
-"""Updates outside the optimizer's own step: large masters in chunks, and offloaded masters in the background."""
+"""Updates outside ``optimizer.step``: of large masters in chunks, and of offloaded masters in the background."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from lightning_zero.engine.optim.master import Master
 from lightning_zero.engine.state.bucket import Bucket
 
 CHUNK_NUMEL = 2**18
-"""Elements of a chunk: a megabyte each of values, gradient and two states, in fp32. A multiple of ``ALIGNMENT``."""
+"""Elements of a chunk, a multiple of ``ALIGNMENT``. In fp32: 1 MiB each of values, gradient and two states."""
 
 
 def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
     """Whether an optimizer of this class, with these options, updates the tensor faster in chunks.
 
-    A torch optimizer that is not fused passes over a tensor once for each of its operations (Adam nine times), and a
-    tensor larger than the cache is read from memory each time. Fake tensors have no memory.
+    A torch optimizer that is not fused passes over a tensor once for each operation (Adam nine times), and reads a
+    tensor larger than the cache from memory each time. Fake tensors are not read, so chunks gain nothing.
     """
     if values.numel() < 2 * CHUNK_NUMEL or values.device.type != "cpu" or isinstance(values, FakeTensor):
         return False
@@ -38,7 +38,7 @@ def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
 
 
 def updated(update: Update, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-    """Update a tensor as ``update.act`` does, in chunks if that is faster. Every bit of the result is the same."""
+    """Update a tensor as ``update.act`` does, in chunks if that is faster. The results are bitwise equal."""
     if gradient is None or not gains_by_chunks(update.kind, update.group, values):
         return update.act(values, gradient, state)
     fields = {key: _split(value) for key, value in state.items() if is_by_element(key, value, values.shape)}
@@ -63,25 +63,25 @@ def _split(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 class OffloadedStep:
-    """Passes the buckets of one optimizer to the thread that updates them, and reads ahead from the disk."""
+    """Submits the offloaded buckets of one optimizer to the update thread, and reads their states ahead from a disk."""
 
     def __init__(self) -> None:
         self._streams: dict[Bucket, DiskUpdate] = {}
 
     def read_ahead(self, buckets: Iterable[Bucket]) -> None:
-        """Begin to read states of these buckets that are on a disk."""
+        """Start to read those states of the buckets that are on a disk."""
         on_disk = {
             bucket: bucket.states
             for bucket in buckets
             if bucket.states is not None
-            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # reading stopped
+            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # not being read
         }
         if on_disk:
             stream = next(iter(on_disk)).background.stream(list(on_disk.values()))
             self._streams |= dict.fromkeys(on_disk, stream)
 
     def drop(self) -> None:
-        """Stop reading states for which no update was given."""
+        """Stop reading the states of buckets for which ``update`` has not been called."""
         for stream in self._streams.values():
             stream.drop()
         self._streams = {}
@@ -94,12 +94,12 @@ class OffloadedStep:
         gradients: Mapping[Master, Any],
         shown: Tensor | None,
     ) -> BackgroundWork:
-        """Update the masters of a bucket in a thread, with the options that their groups have now.
+        """Start to update the masters of a bucket in a thread, with their groups' present options.
 
         Args:
-            masters: the bucket's masters, each with the number of its group.
+            masters: the bucket's masters, each preceded by the number of its group.
             gradients: each master's gradient, or a function that returns it.
-            shown: see ``Bucket.update_in_background``.
+            shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
         """
         device = bucket.full.device
         wanted = [
@@ -110,16 +110,16 @@ class OffloadedStep:
         update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
         if bucket.states is None:
             return bucket.background.submit(on_own_stream(device, update.in_memory))
-        update.in_memory(only_empty=True)  # empty masters are in no chunk
+        update.in_memory(only_empty=True)  # empty masters are in no sub-group
         on_disk = on_own_stream(device, update.on_disk)
-        # without ``shown``, a gather will read the new values from the disk
+        # without ``shown``, the next gather reads the new values from the disk
         while (work := self._streams[bucket].give(bucket.states, on_disk, until_written=shown is None)) is None:
             self.read_ahead([bucket])
         return work
 
 
 class _BucketUpdate(NamedTuple):
-    """The update of one bucket's masters, each with its gradient or a function that returns it, in any thread."""
+    """The update of one bucket's masters: ``wanted`` has (update, master, gradient or a function that returns it)."""
 
     optimizer: Optimizer
     phase: Callable[[], AbstractContextManager[Any]]
@@ -136,7 +136,7 @@ class _BucketUpdate(NamedTuple):
                 self._show(master.range, values)
 
     def on_disk(self, start: int, stop: int, fields: dict[str, Tensor]) -> None:
-        """Update the elements ``[start, stop)`` of the bucket's shard, whose masters and states are in ``fields``."""
+        """Update the elements ``[start, stop)`` of the bucket's shard; ``fields`` has their masters and states."""
         states = self.optimizer.state
         for update, master, gradient in self.wanted:
             low, high = max(start, master.range.start), min(stop, master.range.stop)
@@ -154,7 +154,7 @@ class _BucketUpdate(NamedTuple):
             self._show(slice(low, high), values)
             if PARAMETERS in fields:
                 fields[PARAMETERS][inside] = values
-            if high == master.range.stop:  # only now, so that all chunks start from the same step count
+            if high == master.range.stop:  # only at the end, so that all sub-groups use the same step count
                 states[master.tensor] = {
                     key: master.stored(key) if key in fields else value for key, value in after.items()
                 }

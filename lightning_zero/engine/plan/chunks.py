@@ -1,4 +1,4 @@
-"""Boxes: rectangles that tile a range of a flattened tensor. Pure arithmetic."""
+"""Divide a range of a flattened tensor into boxes: rectangular blocks of the tensor. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from lightning_zero.engine.plan.share import Share
 
 
 class Box(NamedTuple):
-    """A rectangle of a tensor whose elements are contiguous in the flattened tensor."""
+    """A rectangular block of a tensor. Its elements are contiguous in the flattened tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    start: int  # of its first element in the flattened tensor
+    start: int  # index of the first element in the flattened tensor
 
     @property
     def stop(self) -> int:
@@ -23,16 +23,16 @@ class Box(NamedTuple):
 
 
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> list[Box]:
-    """Tile the elements ``[start, stop)`` of a flattened tensor, in order: at most ``2 * len(shape) - 1`` rectangles.
+    """Divide the elements ``[start, stop)`` of a flattened tensor into at most ``2 * len(shape) - 1`` boxes, in order.
 
-    A rectangle of more than ``most`` elements is split along its first dimension of size above 1.
+    With ``most``, each box of more elements is split further, along its first dimension whose size is above 1.
     """
     found = _tiles(tuple(shape), start, stop, 0) if stop > start else iter(())
     return [part for box in found for part in (_cut(box, most) if most is not None else [box])]
 
 
 def boxes_of(share: Share, start: int, stop: int, most: int | None = None) -> list[Box]:
-    """Like ``boxes``, but for a range of this rank's share of a tensor, with offsets in the whole tensor."""
+    """Like ``boxes``, for a range of this rank's flattened share of a tensor; box offsets are in the whole tensor."""
     found = boxes(share.own_shape, start, stop, most)
     if not share.is_divided:
         return found
@@ -44,8 +44,8 @@ def _tiles(shape: tuple[int, ...], start: int, stop: int, base: int) -> Iterator
         yield Box((), (), base)
         return
     row = prod(shape[1:])
-    first, last = -(-start // row), stop // row  # whole rows are [first, last)
-    if first > last:  # within one row
+    first, last = -(-start // row), stop // row  # rows that are fully in the range: [first, last)
+    if first > last:  # the range is within one row
         yield from _within(shape, last, start - last * row, stop - last * row, base)
         return
     if start < first * row:
@@ -58,7 +58,7 @@ def _tiles(shape: tuple[int, ...], start: int, stop: int, base: int) -> Iterator
 
 
 def _within(shape: tuple[int, ...], index: int, start: int, stop: int, base: int) -> Iterator[Box]:
-    """Tile a range of one row: rectangles of a tensor with one dimension fewer, extended by the row's index."""
+    """Divide a range of row ``index`` into boxes."""
     for box in _tiles(shape[1:], start, stop, base + index * prod(shape[1:])):
         yield Box((index, *box.offsets), (1, *box.sizes), box.start)
 

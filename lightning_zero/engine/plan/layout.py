@@ -1,15 +1,15 @@
-"""Layout of a bucket: the ranges of the flat buffer that belong to parameters and to ranks. Pure arithmetic.
+"""Layout of a bucket: which ranges of the flat buffer belong to which parameters and ranks. Pure arithmetic.
 
 ::
 
     bucket   |  weight (segment 0)      |gap| bias |gap|  weight2 (segment 2)       | padding |
     shards   |        rank 0        |        rank 1        |        rank 2        | rank 3    |
 
-Segments start at multiples of ``ALIGNMENT`` elements so that views of segments are as well aligned as ordinary tensors
-(vector loads, cuBLAS). Shards are equal, with padding at the end, so that one collective moves them.
+Segments start at multiples of ``ALIGNMENT`` elements, so that views of segments are aligned like ordinary tensors
+(for vector loads and cuBLAS). Shards have equal lengths, with padding at the end, so that one collective moves them.
 
-In a *whole* bucket, for optimizers that need whole matrices, each segment has one owner, and a rank's shard is a run of
-whole segments, which may be empty (see ``ownership``)::
+A *whole* bucket is for optimizers that need whole matrices: each segment has one owner, and a rank's shard is a run of
+segments, which may be empty (see ``ownership``)::
 
     bucket   |  weight (segment 0)      |gap| bias |gap|  weight2 (segment 2)       |
     shards   |        rank 0            .   |        rank 2                         |
@@ -29,17 +29,17 @@ import torch
 from lightning_zero.engine.plan.share import Share
 
 # In elements. A multiple of 16 bytes in every dtype, and of the stride of vectorised CPU kernels (two 512-bit vectors
-# in fp32): these kernels may round the remaining elements at the end of a tensor differently, so with shards of whole
-# strides each element is computed as in the full parameter.
+# in fp32). These kernels may round the elements after the last full stride differently. Since shards consist of full
+# strides, each element is computed as in the full parameter.
 ALIGNMENT = 32
 
 Spans = list[tuple[int, int | None, int]]
-"""The spans of a range, in order: (elements, index of the segment or None for a gap, start in the segment)."""
+"""Parts of a range, in order: (number of elements, segment index or None for a gap, start in the segment or gap)."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """The range ``[start, stop)`` of a bucket that holds one parameter, flattened, or this rank's share of it."""
+    """The range ``[start, stop)`` of a bucket for one flattened parameter, or for its tensor-parallel share."""
 
     name: str
     share: Share
@@ -47,7 +47,7 @@ class Segment:
 
     @property
     def shape(self) -> torch.Size:
-        """The shape of the parameter, or of this rank's share of it."""
+        """The shape of the parameter, or of this rank's tensor-parallel share."""
         return self.share.own_shape
 
     @property
@@ -61,15 +61,18 @@ class Segment:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The positions of parameters and of ranks' shards in a flat buffer. Arithmetic only.
+    """The positions of parameters and of ranks' shards in a flat buffer.
 
-    ``world_size`` ranks have a shard each, and ``rank`` is this rank. ``order`` has the position of each rank's shard
-    among the shards; None if positions equal ranks.
-    Each of ``nodes`` machines has all parameters at rest: a rank has those in its *part*, which consists of its own
-    shard and the adjacent shards of the ranks with its local index on the other machines. For ``nodes=1`` the part is
-    the shard.
-    ``owners`` has the position of each segment's owner in a whole bucket, ascending; None where shards are equal.
-    ``padded_to`` is the length of the flat buffer; None for the least length that holds all shards.
+    Attributes:
+        segments: the ranges of the parameters, ascending.
+        world_size: the number of ranks, each of which has one shard.
+        owners: in a whole bucket, the position of each segment's owner, ascending; None if shards have equal lengths.
+        padded_to: the length of the flat buffer; None for the smallest length that holds all shards.
+        rank: this rank.
+        order: the position of each rank's shard among the shards; None if positions equal ranks.
+        nodes: the number of machines that each have all parameters at rest. A rank then has a *part* at rest: its own
+            shard and the adjacent shards of the ranks with the same local index on the other machines. 1 if all
+            ranks shard the parameters at rest; the part is then the shard.
     """
 
     segments: tuple[Segment, ...]
@@ -91,7 +94,7 @@ class BucketLayout:
         order: tuple[int, ...] | None = None,
         nodes: int = 1,
     ) -> BucketLayout:
-        """Place the parameters one after another, in the given order: (name, shape) or (name, share)."""
+        """Lay out parameters, given as (name, shape) or (name, share), one after another in this order."""
         segments, position = [], 0
         for name, shape in named:
             share = shape if isinstance(shape, Share) else Share(torch.Size(shape))
@@ -101,7 +104,7 @@ class BucketLayout:
         return cls(tuple(segments), world_size, owned, rank=rank, order=order, nodes=nodes)
 
     def with_owners(self, owners: Sequence[int]) -> BucketLayout:
-        """The same buffer, with one owner for each segment."""
+        """The layout of the same buffer as a whole bucket, with these owners of segments."""
         return replace(self, owners=tuple(owners), padded_to=self.padded_numel)
 
     @property
@@ -116,11 +119,11 @@ class BucketLayout:
 
     @property
     def numel(self) -> int:
-        """Elements of parameters, without gaps and padding."""
+        """The number of elements of all segments, without gaps and padding."""
         return sum(segment.numel for segment in self.segments)
 
     def shard_numel(self, rank: int) -> int:
-        """Elements of a rank's shard; equal shards at the end may consist of padding, fully or partly."""
+        """The number of elements of a rank's shard, including gaps and padding."""
         start, stop = self.shard_range(rank)
         return stop - start
 
@@ -145,7 +148,7 @@ class BucketLayout:
 
     @property
     def own_part(self) -> tuple[int, int]:
-        """``[start, stop)`` in the bucket of the parameters that this rank has at rest."""
+        """``[start, stop)`` in the bucket of this rank's part."""
         return self._part_at(self.position(self.rank) // self.nodes)
 
     @property
@@ -165,7 +168,7 @@ class BucketLayout:
         return self._range_at(first)[0], self._range_at(first + self.nodes - 1)[1]
 
     def position(self, rank: int) -> int:
-        """A rank's place in the order of shards."""
+        """The position of a rank's shard among the shards."""
         return rank if self.order is None else self.order[rank]
 
     def _range_at(self, position: int) -> tuple[int, int]:
@@ -184,11 +187,11 @@ class BucketLayout:
 
     @property
     def shard_ranges(self) -> Sequence[tuple[int, int]]:
-        """``shard_range`` of every rank. Computed on access: each of a thousand ranks needs only its own."""
+        """``shard_range`` of every rank, each computed only on access, since there may be thousands of ranks."""
         return ShardRanges(self)
 
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
-        """The range ``[start, stop)`` of segments ``first`` to ``last`` (inclusive) that a rank owns; may be empty."""
+        """``[start, stop)`` of what a rank owns of segments ``first`` to ``last`` (inclusive); may be empty."""
         low, high = self.shard_range(rank)
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))
@@ -218,7 +221,7 @@ class BucketLayout:
         return spans
 
     def sizes(self) -> list[int]:
-        """Elements of each segment and of the gap after it, alternating, over the whole bucket."""
+        """The numbers of elements of each segment and of the gap after it, alternating, for the entire bucket."""
         sizes = []
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]
@@ -226,7 +229,7 @@ class BucketLayout:
 
 
 class ShardRanges(Sequence[tuple[int, int]]):
-    """``shard_range`` of every rank; ``are_equal`` tells whether they have equal lengths, without computing each."""
+    """``shard_range`` of every rank, computed on access. ``are_equal``: whether all shards have equal lengths."""
 
     def __init__(self, layout: BucketLayout) -> None:
         self._layout, self.are_equal = layout, not layout.is_whole

@@ -1,4 +1,4 @@
-"""The mesh of an engine's ranks: a grid with named dimensions, over which placements shard. Pure arithmetic."""
+"""The mesh of an engine's ranks: a grid with named dimensions, along which tensors are sharded. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from math import prod
 from lightning_zero.engine.plan.topology import Topology
 
 NODE, LOCAL = "node", "local"
-"""The dimensions: machines, and the ranks of each machine."""
+"""Names of the dimensions: machines, and ranks within a machine."""
 
 ALL = (LOCAL, NODE)
-"""Both dimensions, in the order of shards: ranks with the same local index have adjacent shards."""
+"""Both dimensions, the first varying slowest: ranks with the same local index have adjacent shards."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Mesh:
     Attributes:
         dimensions: the size of each dimension, by name.
         rank: this process's rank.
-        places: each rank's index along each dimension; None if all ranks are on one machine.
+        places: by rank, the rank's index along each dimension; None if all ranks are on one machine.
     """
 
     dimensions: Mapping[str, int]
@@ -31,12 +31,12 @@ class Mesh:
 
     @classmethod
     def flat(cls, size: int, rank: int = 0) -> Mesh:
-        """A mesh of ranks on one machine, or of ranks that are treated as if they were."""
+        """A mesh of ranks that are on one machine, or are treated as if they were."""
         return cls({NODE: 1, LOCAL: size}, rank)
 
     @classmethod
     def of(cls, topology: Topology, rank: int) -> Mesh:
-        """A mesh of machines with the same number of ranks each."""
+        """A mesh of several machines, each with the same number of ranks."""
         nodes = topology.nodes
         places = {each: (node, local) for node, ranks in enumerate(nodes) for local, each in enumerate(ranks)}
         return cls({NODE: len(nodes), LOCAL: len(nodes[0])}, rank, tuple(places[each] for each in sorted(places)))
@@ -46,7 +46,7 @@ class Mesh:
         return prod(self.dimensions[name] for name in over)
 
     def position(self, rank: int, over: Sequence[str]) -> int:
-        """A rank's number along these dimensions, of which the last varies fastest."""
+        """A rank's position along these dimensions; the last dimension varies fastest."""
         place = dict(zip(self.dimensions, (0, rank) if self.places is None else self.places[rank]))
         number = 0
         for name in over:
@@ -54,6 +54,6 @@ class Mesh:
         return number
 
     def order(self, over: Sequence[str]) -> tuple[int, ...] | None:
-        """The position of every rank along these dimensions (all of the mesh's); None if positions equal ranks."""
+        """Every rank's position along these dimensions, which must be all there are; None if positions equal ranks."""
         positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
         return None if positions == tuple(range(len(positions))) else positions

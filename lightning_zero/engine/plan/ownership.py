@@ -1,4 +1,4 @@
-"""Owners of the parameters in whole buckets (see ``layout``), balanced by elements over all units."""
+"""Choice of the rank that owns each parameter in whole buckets (see ``layout``), to balance elements over ranks."""
 
 from __future__ import annotations
 
@@ -10,30 +10,30 @@ if TYPE_CHECKING:
     from lightning_zero.engine.plan.layout import BucketLayout
 
 MOST_UNEVEN = 2.0
-"""Users are warned if the largest load is more than this many times the mean."""
+"""Users are warned if one rank owns more than this many times the mean number of elements."""
 
 _SWEEPS = 4
 _CHOICES = 4
-"""Ranks per segment of a bucket that are tried as owners; if there are more, the least loaded ranks are tried."""
+"""Number of candidate owners per segment of a bucket. If there are more ranks, the least loaded ones are candidates."""
 
 
 def balanced_owners(
     buckets: Sequence[Sequence[int]], ranks: int, loads: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Choose each segment's owner, given as a position in the order of shards, so that positions ascend in each bucket.
+    """Choose the owner of each segment, as a position in the order of shards. Owners ascend in each bucket.
 
-    Thus a rank's shard of a bucket is one run of segments, and no segment has to move. Buckets are assigned one after
-    another, those with the largest segments first, each in the best way given the others; then all are assigned again,
-    since the other assignments have changed. With enough ranks to choose from, the most loaded rank comes as close to
-    the mean as with segments assigned freely (largest first, to the least loaded rank).
+    Thus a rank's shard of a bucket is one run of consecutive segments, and segments keep their places. Buckets are
+    assigned one after another, those with the largest segments first, each in the best way for the ranks' present
+    loads. Then all buckets are assigned again, since the loads have changed. With enough candidates, the largest load
+    comes as close to the mean as if segments were assigned freely (largest first, to the least loaded rank).
 
     Args:
-        buckets: elements of each segment, by bucket.
+        buckets: number of elements in each segment, by bucket.
         ranks: the number of ranks.
-        loads: the elements of other buckets that each rank already owns.
+        loads: number of elements that each rank already owns in other buckets.
 
     Returns:
-        For each bucket the owners of its segments.
+        The owner of each segment, by bucket.
     """
     loads = list(loads or [0] * ranks)
     owners: list[list[int]] = [[] for _ in buckets]
@@ -58,7 +58,7 @@ def imbalance(buckets: Sequence[Sequence[int]], owners: Sequence[Sequence[int]],
 
 
 def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
-    """Warn if one rank's whole parameters far exceed the mean: a step takes as long as that rank's updates."""
+    """Warn if one rank owns far more elements of whole parameters than the mean: other ranks wait for its updates."""
     whole = [layout for layout in layouts if layout.owners is not None]
     numels = [[segment.numel for segment in layout.segments] for layout in whole]
     ranks = whole[0].world_size if whole else 1
@@ -69,16 +69,17 @@ def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
             f"Parameters that are updated as a whole are unevenly distributed over {ranks} ranks: one rank owns "
             f"{uneven:.1f} times the mean number of elements, so the other ranks wait for it. The largest "
             f"parameter, '{largest.name}', has {largest.numel / sum(map(sum, numels)):.0%} of these elements. Use "
-            "fewer ranks for this model, or give large parameters to an elementwise optimizer such as AdamW: those are "
-            "sharded evenly.",
+            "fewer ranks for this model, or give large parameters to an elementwise optimizer such as AdamW, whose "
+            "parameters are sharded evenly.",
             stacklevel=2,
         )
 
 
 def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:
-    """Cut one bucket into runs for ascending ranks, minimising the sum of squared loads.
+    """Divide one bucket into runs of segments for ascending ranks, minimising the sum of the ranks' squared loads.
 
-    Dynamic programming over the ranks: ``costs[n]`` is the least cost of assigning the first ``n`` segments.
+    Uses dynamic programming over the ranks: ``costs[n]`` is the least cost of assigning the first ``n`` segments to
+    the ranks tried so far. Returns the owner of each segment.
     """
     tried = range(len(loads))
     if len(loads) > _CHOICES * len(numels):
@@ -87,7 +88,7 @@ def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:
     for numel in numels:
         ends.append(ends[-1] + numel)
     costs = [0.0] + [float("inf")] * len(numels)
-    cuts: list[list[int]] = []  # by rank, the start of its run for each possible end
+    cuts: list[list[int]] = []  # by tried rank: where its run starts, for each possible end
     for rank in tried:
         after, begins = list(costs), list(range(len(ends)))
         for stop in range(1, len(ends)):

@@ -10,7 +10,7 @@ from lightning_zero.engine.plan.mesh import ALL, LOCAL, Mesh
 
 @dataclass(frozen=True)
 class Placement:
-    """The mesh dimensions over which a kind of model state is sharded; over other dimensions it is replicated."""
+    """The mesh dimensions over which one kind of model state is sharded; other dimensions hold replicas."""
 
     over: tuple[str, ...] = ()
 
@@ -25,23 +25,24 @@ class Placements:
 
     stage: int
     parameters: Placement
-    gradients: Placement  # replicated while micro-batches are accumulated without synchronisation
+    gradients: Placement  # at stage 1, full-size gradients accumulate under ``no_sync``
     optimizer: Placement
 
     def model_state_bytes(
         self, numel: int, mesh: Mesh, *, parameter_bytes: int, master_bytes: int = 4, trains: bool = True
     ) -> int:
-        """Bytes of model states per rank, by the paper's formula for Adam and this engine's dtypes.
+        """Return the bytes of model states per rank, by the paper's formula for Adam, with this engine's dtypes.
 
-        A master weight as wide as its parameter *is* the rank's own slice of the parameter. If parameters are sharded
-        like the master weights, their low-precision copy exists only while gathered. So neither is counted twice.
+        A master weight as wide as its parameter *is* the rank's slice of the parameter, so it is counted once. If
+        parameters are sharded like the master weights, only master weights are counted: low-precision parameters exist
+        only while gathered.
 
         Args:
             numel: Psi, the number of parameter elements.
-            mesh: the mesh of ranks; N is their number along the dimensions that shard.
-            parameter_bytes: width of a parameter in computation: 4 for fp32, 2 for bf16 and fp16, 8 for fp64.
-            master_bytes: width of a master weight, of a gradient and of each of Adam's moments: 4, but 8 for fp64.
-            trains: whether there are gradients and moments.
+            mesh: the mesh of ranks; the paper's N is the number of ranks along the sharded dimensions.
+            parameter_bytes: bytes per parameter element in computation: 4 for fp32, 2 for bf16 and fp16, 8 for fp64.
+            master_bytes: bytes per element of master weights, gradients and each of Adam's moments: 4, or 8 for fp64.
+            trains: whether the parameters have gradients and moments.
         """
         kinds = (self.parameters, self.gradients, self.optimizer)
         parameters, gradients, optimizer = (-(-numel // mesh.size(kind.over)) for kind in kinds)
@@ -55,7 +56,7 @@ class Placements:
 
 def replicated_bytes(numel: int, parameter_bytes: int, *, trains: bool) -> int:
     """Bytes per rank if nothing is sharded, as under DDP: parameters and, if they train, gradients and Adam's two
-    moments, each as wide as the parameter."""
+    moments, all in the parameters' dtype."""
     return (4 if trains else 1) * numel * parameter_bytes
 
 
@@ -68,10 +69,12 @@ _STAGES = {
 
 
 def placements_of(stage: int | str, *, shards_within: bool = False) -> Placements:
-    """The placements of a stage, given by number or by a name from the literature; raises a ValueError for others.
+    """Return the placements of a stage. Raises a ValueError if there is no such stage.
 
     Args:
-        shards_within: whether each machine has all parameters (stage 3 only).
+        stage: a number, or a name from the literature.
+        shards_within: whether parameters are sharded only within machines, so that each machine has all of them
+            (stage 3 only).
     """
     placements = _STAGES[stage_number(stage)]
     return replace(placements, parameters=Placement((LOCAL,))) if shards_within else placements

@@ -1,4 +1,4 @@
-"""Shares: the parts of a tensor that tensor parallelism divides over ranks. Pure arithmetic."""
+"""Share: one rank's part of a tensor that tensor parallelism divides over ranks. Pure arithmetic."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """The position of a range of this rank's share in the whole tensor, both as matrices with the same number of rows.
+    """Where a range of this rank's share lies in the whole tensor. Both are viewed as matrices with equally many rows.
 
     Attributes:
-        start, stop: the rows of the flattened whole tensor that contain the range.
-        columns: the columns of each such row that belong to this rank.
-        first: the range's first element, counted among the elements of these columns.
-        width: the number of elements in a row of the whole tensor.
+        start, stop: the rows that contain the range.
+        columns: the columns of the whole tensor that belong to this rank.
+        first: the position of the range's first element among the elements in these rows and columns.
+        width: the number of columns of the whole tensor.
     """
 
     start: int
@@ -30,7 +30,7 @@ class Rows(NamedTuple):
 
 @dataclass(frozen=True)
 class Share:
-    """This rank's share of a tensor that is divided along one dimension, as ``torch.chunk`` does.
+    """This rank's share of a tensor that is divided along one dimension, as by ``torch.chunk``.
 
     Attributes:
         shape: the whole tensor's shape.
@@ -50,15 +50,15 @@ class Share:
 
     @property
     def is_counted_here(self) -> bool:
-        """Whether sums over all ranks count this rank's elements: of ranks with the same elements, one counts."""
+        """Whether sums over all ranks include this rank's elements: of ranks with equal elements, one is included."""
         return self.is_divided or self.index == 0
 
     def of_another(self, shape: torch.Size) -> Share:
-        """The share of another tensor, which each of the same ranks holds in full."""
+        """Describe another tensor, which each of these ranks holds in full."""
         return Share(shape, None, self.index, self.count)
 
     def length(self, index: int) -> int:
-        """The length of a rank's share along the dimension."""
+        """The size of share number ``index`` along the divided dimension."""
         return self._start(index + 1) - self._start(index)
 
     def _start(self, index: int) -> int:
@@ -68,11 +68,11 @@ class Share:
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """The offsets of this rank's share in the whole tensor."""
+        """The offset of this rank's share in the whole tensor along each dimension."""
         return tuple(self._start(self.index) if each == self.dimension else 0 for each in range(len(self.shape)))
 
     def shape_of(self, index: int) -> torch.Size:
-        """The shape of a rank's share."""
+        """The shape of share number ``index``."""
         if self.dimension is None:
             return self.shape
         return torch.Size((*self.shape[: self.dimension], self.length(index), *self.shape[self.dimension + 1 :]))
@@ -83,13 +83,13 @@ class Share:
         return self.shape_of(self.index)
 
     def own(self, value: Tensor) -> Tensor:
-        """This rank's share of ``value``, the whole tensor, as a view."""
+        """Return a view of this rank's share of the whole tensor ``value``."""
         if self.dimension is None:
             return value
         return value.narrow(self.dimension, self._start(self.index), self.length(self.index))
 
     def rows(self, start: int, stop: int) -> Rows:
-        """The position in the whole tensor of ``[start, stop)``, a nonempty range of this rank's flat share."""
+        """Locate ``[start, stop)``, a nonempty range of this rank's flattened share, in the whole tensor."""
         assert self.dimension is not None
         inner = prod(self.shape[self.dimension + 1 :])
         begin, width = self._start(self.index) * inner, self.shape[self.dimension] * inner

@@ -21,7 +21,7 @@ class Topology:
 
     @cached_property
     def nodes(self) -> list[list[int]]:
-        """The ranks of each machine, ascending; machines in the order of their first ranks."""
+        """The ranks of each machine in ascending order. Machines are in the order of their first ranks."""
         found: dict[Hashable, list[int]] = {}
         for rank, machine in enumerate(self.machines):
             found.setdefault(machine, []).append(rank)
@@ -29,24 +29,24 @@ class Topology:
 
     @property
     def has_two_levels(self) -> bool:
-        """Whether there are several machines, all with the same number of ranks, at least two."""
+        """Whether there are several machines that run equally many ranks, two or more each."""
         sizes = {len(ranks) for ranks in self.nodes}
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
     def groups(self, size: int | str) -> Topology:
-        """A topology in which groups of ranks, filled machine by machine, take the place of machines.
+        """Return a topology with groups of ranks in place of machines. Groups are filled machine by machine.
 
         Args:
             size: the size of each group; ``"node"`` for all ranks of a machine.
 
         Raises:
-            ValueError: if groups of this size are not possible.
+            ValueError: if the ranks cannot be divided into groups of this size.
         """
         ranks, sizes = len(self.machines), [len(node) for node in self.nodes]
         if size == "node" and len(set(sizes)) > 1:
-            # groups within machines if possible
+            # suggest groups within machines if possible
             numbers = _proper_divisors(ranks) if gcd(*sizes) == 1 else _divisors(gcd(*sizes))
-            mend = f"write the number of ranks of a group, {_listed(numbers, 'or')}" if numbers else "leave it out"
+            mend = f"write the number of ranks per group, {_listed(numbers, 'or')}" if numbers else "leave it out"
             raise ValueError(
                 "shard_within='node' needs the same number of ranks on each machine, but the machines run "
                 f"{_listed(sizes, 'and')} ranks: {mend}."
@@ -61,22 +61,22 @@ class Topology:
         return Topology(tuple(number_of[rank] for rank in range(ranks)))
 
     def within(self, rank: int) -> list[int]:
-        """The ranks of a rank's machine, in ascending order."""
+        """The ranks on the same machine as a rank, in ascending order."""
         return next(ranks for ranks in self.nodes if rank in ranks)
 
     def across(self, rank: int) -> list[int]:
-        """The rank with the same local index on each machine, in the order of machines."""
+        """The ranks that have the same local index as a rank: one per machine, in the order of machines."""
         local = self.within(rank).index(rank)
         return [ranks[local] for ranks in self.nodes]
 
 
 def _divisors(number: int) -> list[int]:
-    """All divisors except 1."""
+    """All divisors except 1, in ascending order."""
     return [each for each in range(2, number + 1) if number % each == 0]
 
 
 def _proper_divisors(ranks: int) -> list[int]:
-    """All divisors except 1 and the number itself: one group of all ranks would be stage 3."""
+    """All divisors except 1 and the number itself: a single group of all ranks would be plain stage 3."""
     return _divisors(ranks)[:-1]
 
 

@@ -11,22 +11,22 @@ from torch import nn
 from lightning_zero.engine.config import Modules
 
 LARGE_LAYER = 2**20
-"""Elements above which a layer outside every block is a unit of its own (an embedding, a head); the limit is lower
-in models of which one of ``LEAST_UNITS`` equal parts has fewer elements."""
+"""A layer outside all blocks (an embedding, a head) with at least this many elements is a unit of its own. The limit is
+lower in small models: see ``share_of``."""
 
 UNIT_NUMEL = 2**20
-"""Elements up to which neighbouring blocks are merged into one unit: in smaller messages latency dominates."""
+"""Neighbouring blocks are merged into units of up to this many elements: latency dominates in smaller messages."""
 
 LEAST_UNITS = 4
-"""Least number of units after merging, if there are that many blocks: fewer would gather most of a model at once.
+"""Minimum number of units after merging, if there are that many blocks. Fewer would gather most of a model at once.
 
-On two ranks with default options, four equal units limit the data in reduction at once to the bytes of all
-parameters, and together with gathered data at stage 3 to 7/4 of these bytes: 1/4 and 7/16 of DDP's 16 bytes per
-parameter."""
+On two ranks with default options and four equal units, the gradients in reduction at one time take at most the bytes
+of all parameters. Together with gathered parameters (stage 3), they take at most 7/4 of these bytes. These limits are
+1/4 and 7/16 of DDP's 16 bytes per parameter."""
 
 TINY = 2**16
-"""Elements up to which all units of a model are resident: gathered from the start of forward to the end of backward,
-as the root unit is. In such models messages dominate the time of a step, and buffers take kilobytes."""
+"""In models of up to this many elements, all units are resident: they stay gathered from the start of forward to the
+end of backward, as the root unit does. In such models messages dominate a step's time, and buffers take kilobytes."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class UnitPlan:
     """A unit before it is sharded.
 
     Attributes:
-        name: qualified name of the block, or of the first and the last block; the root unit's is ``""``.
-        blocks: modules whose forward gathers the unit. The root unit is gathered by the step; it has blocks only where
-            the whole module is small.
+        name: qualified name of the block, or of the first and the last of several blocks; ``""`` for the root unit.
+        blocks: modules whose forward gathers the unit. The root unit is gathered when a step begins; it has blocks only
+            if the whole module is one unit.
         parameters, owners: the unit's parameters and their owners, by qualified name; each parameter occurs once, in
             the order of ``root.named_parameters()``.
     """
@@ -61,20 +61,21 @@ class UnitPlan:
 
 
 def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None = None) -> list[UnitPlan]:
-    """Choose the units of a module, the root unit first.
+    """Choose the units of a module; the root unit comes first.
 
     Automatic blocks are modules that every rank runs regardless of its data: the children of an ``nn.Sequential``,
-    composite blocks repeated in an outermost ``nn.ModuleList``, and large layers outside both. The stages of a
-    hierarchical vision model, each wider than the previous stage, are divided into their blocks. A list of experts or
-    heads, chosen by data, stays inside its block. Each block becomes a unit, or several small blocks become one
-    unit. Parameters tied across units belong to the root unit.
+    composite modules repeated in an outermost ``nn.ModuleList``, and large layers outside such containers. The stages
+    of a hierarchical vision model, each wider than the previous stage, are divided into their blocks. A list of modules
+    that are chosen by data (experts, heads) stays inside its block. Each block becomes a unit, or several small blocks
+    become one unit. Parameters tied across units belong to the root unit.
 
     Args:
         root: the whole module.
-        units: ``"auto"``; a module class or several; or a predicate of (qualified name, module).
-        unit_numel: elements up to which neighbours in a list or sequence are merged into one unit, and up to which a
-            whole module is one unit. None means no merging if units are not automatic; otherwise ``UNIT_NUMEL``, or
-            less if merging would leave fewer than ``LEAST_UNITS`` besides the root unit.
+        units: ``"auto"``, one or more module classes, or a predicate of (qualified name, module).
+        unit_numel: neighbouring blocks in a list or sequence are merged into units of up to this many elements, and a
+            module of up to this many elements is one unit. With None, automatic units are merged up to
+            ``UNIT_NUMEL``, or less if fewer than ``LEAST_UNITS`` would remain besides the root unit; other units are
+            not merged.
     """
     is_automatic = unit_numel is None and units == "auto" and UNIT_NUMEL > 0
     if unit_numel is None:
@@ -110,14 +111,14 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
 
 
 def share_of(root: nn.Module) -> int:
-    """Elements in one of ``LEAST_UNITS`` equal parts of a module, but at least ``TINY``."""
+    """The number of elements in one of ``LEAST_UNITS`` equal parts of a module, but at least ``TINY``."""
     return max(_numel(root) // LEAST_UNITS, TINY)
 
 
 def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int, least: int) -> list[UnitPlan]:
-    """Make a unit of each block, or of several consecutive blocks that have up to ``unit_numel`` elements together.
+    """Merge consecutive blocks into units of up to ``unit_numel`` elements; a larger block is a unit of its own.
 
-    Merging stops earlier if it would leave fewer than ``least`` units, provided there are that many blocks.
+    The limit is lowered if merging would leave fewer than ``least`` units, provided there are that many blocks.
     """
     if least > 1:
         unit_numel = min(unit_numel, -(-sum(_numel(block) for _, block in blocks) // least))
@@ -129,7 +130,7 @@ def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: in
             groups.append([])
             numel = _numel(block)
         groups[-1].append((name, block))
-    if unit_numel and len(groups) < min(least, len(blocks)):  # one block has most of the elements
+    if unit_numel and len(groups) < min(least, len(blocks)):  # for example, one block has most of the elements
         return _merged(root, blocks, unit_numel // 2, least)
     names = [(group[0][0], group[-1][0]) for group in groups]
     return [
@@ -139,17 +140,17 @@ def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: in
 
 
 def _follow_one_another(root: nn.Module, name: str, other: str) -> bool:
-    """Whether the innermost module that contains both runs its children in order."""
+    """Whether the innermost module that contains both modules is a list or sequence, so that they run in order."""
     common = commonprefix([name.split("."), other.split(".")])
     return isinstance(root.get_submodule(".".join(common)), (nn.Sequential, nn.ModuleList))
 
 
 def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tuple[str, nn.Module]]:
-    """The outermost modules, with their qualified names, that a user's option selects; a ValueError if there are none.
+    """Return the outermost modules that an option selects, with qualified names. Raises a ValueError if there are none.
 
     Args:
-        wanted: a module class or several; or a predicate of (qualified name, module).
-        option: the option's name, for errors.
+        wanted: one or more module classes, or a predicate of (qualified name, module).
+        option: the option's name, for error messages.
     """
     if callable(wanted) and not isinstance(wanted, type):
         matches = list(_outermost("", root, wanted))
@@ -189,7 +190,7 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
         elif repeated or (in_sequence and not _holds_units(child)):
             yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
-            continue  # heads or experts, chosen by data: part of the module that chooses them
+            continue  # heads or experts, chosen by data: they belong to the unit of the module that chooses
         elif not _is_composite(child) and _numel(child, recurse=False) >= large:
             yield path, child
         else:
@@ -197,7 +198,7 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
 
 
 def _is_repeated_blocks(module: nn.Module) -> bool:
-    """Whether this is a ModuleList of composite modules, at least two of them of the same class."""
+    """Whether a module is a ModuleList of composite modules, of which at least two have the same class."""
     if not isinstance(module, nn.ModuleList):
         return False
     children = [child for child in module if _has_parameters(child)]
@@ -205,7 +206,7 @@ def _is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def _are_stages(module: nn.Module) -> bool:
-    """Whether the children are stages of a hierarchical model: three or more of one class, all of different shapes.
+    """Whether a module's children are stages of a hierarchical model: three or more of one class, of different shapes.
 
     Transformer layers, with or without experts, have one or two sets of shapes, so they are not mistaken for stages.
     """
@@ -215,7 +216,7 @@ def _are_stages(module: nn.Module) -> bool:
 
 
 def _holds_units(module: nn.Module) -> bool:
-    """Whether a child of a Sequential is itself a sequence of units (the stages of a ResNet)."""
+    """Whether a child of a Sequential contains units of its own, as a stage of a ResNet does."""
     return isinstance(module, nn.Sequential) or any(_is_repeated_blocks(inner) for inner in module.modules())
 
 

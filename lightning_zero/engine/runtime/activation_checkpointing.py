@@ -1,7 +1,7 @@
-"""Activation checkpointing of chosen modules by torch's own checkpoint, which recomputes their forward in backward.
+"""Activation checkpointing of chosen modules with torch's checkpoint, which recomputes their forward in backward.
 
-(Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.) Applied by hooks, so that module names, classes
-and state dicts do not change.
+(Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.) Checkpointing is applied by hooks, so
+module names, classes and state dicts do not change.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lightning_zero.engine.runtime.activation_offload import ActivationStore
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import is_watched_by_others
 
-# ``checkpoint_generator`` can be driven by hooks, but takes options by position; later versions have more options.
+# Hooks can drive ``checkpoint_generator``, which takes options by position; newer torch versions have more options.
 _OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(checkpoint_generator).parameters.items()
@@ -30,15 +30,15 @@ _OPTIONS = {
 
 
 class CheckpointedModule:
-    """Hooks that checkpoint one module until they are removed.
+    """Hooks that apply activation checkpointing to one module until they are removed.
 
     The schedule's hooks run outside these hooks: a unit is gathered before its checkpointed region begins, and again
-    within the region when the module is recomputed. ``store`` offloads the module's inputs until recomputation.
+    when the region is recomputed. ``store`` keeps the module's inputs until recomputation.
     """
 
     def __init__(self, module: nn.Module, store: ActivationStore | None = None) -> None:
         self._store = store
-        self._recomputing = 0  # nested recomputations under way
+        self._recomputing = 0  # number of nested recomputations in progress
         self._regions: list[Generator[None, None, None]] = []
         self._handles = [
             module.register_forward_pre_hook(OwnHook(self._before), with_kwargs=True),
@@ -46,7 +46,7 @@ class CheckpointedModule:
         ]
 
     def recover(self) -> None:
-        """End regions whose forward was interrupted by Ctrl-C or ``sys.exit``; torch then calls no forward hooks."""
+        """End regions whose forward Ctrl-C or ``sys.exit`` interrupted: torch calls no forward hooks in such cases."""
         while self._regions:
             self._regions.pop().close()
 
@@ -59,10 +59,11 @@ class CheckpointedModule:
     def _before(self, from_compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if not self._recomputing:
             if from_compiled and not is_compiled(module):
-                # a recomputation would not be compiled, and would save different tensors
+                # the recomputation would run uncompiled, and would save different tensors
                 raise RuntimeError(
-                    f"activation_checkpointing= on a {type(module).__name__} inside compiled code: compile the "
-                    "checkpointed modules themselves (block.compile()) instead of the modules around them."
+                    f"activation_checkpointing= cannot be used on a {type(module).__name__} inside compiled "
+                    "code: compile the checkpointed modules themselves (block.compile()) instead of the modules around "
+                    "them."
                 )
             region = self._region(module, args, kwargs)
             next(region)
@@ -70,7 +71,7 @@ class CheckpointedModule:
 
     def _region(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
         moving: AbstractContextManager[None] = nullcontext()
-        # Within another checkpointed region inputs are recomputed; in ``torch.func`` they have no memory.
+        # An outer region or ``save_on_cpu`` stores inputs in its own way. Under ``torch.func``, inputs have no storage.
         are_inputs_kept = torch.is_grad_enabled() and not is_watched_by_others() and peek_interpreter_stack() is None
         if self._store is not None and are_inputs_kept:
             function, args, kwargs, moving = self._store.take_out(function, args, kwargs)
@@ -82,7 +83,7 @@ class CheckpointedModule:
         if not self._recomputing and self._regions:
             next(self._regions.pop(), None)
 
-    # As a context manager: one recomputation of a region, entered once for each backward pass through the region.
+    # Torch enters this object as a context manager (``context_fn``) around each recomputation of a region.
 
     def __enter__(self) -> None:
         self._recomputing += 1
@@ -100,7 +101,7 @@ def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Modu
     blocks = [block for plan in plans for block in plan.blocks]
     if not blocks:
         raise ValueError(
-            "activation_checkpointing='units': the module has no unit but the root, so nothing would be checkpointed. "
-            "Name the modules instead, activation_checkpointing=[Block]."
+            "activation_checkpointing='units': the module has no unit but the root unit, so nothing would be "
+            "checkpointed. Name the module classes instead, for example activation_checkpointing=[Block]."
         )
     return blocks

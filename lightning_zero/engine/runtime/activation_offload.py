@@ -1,14 +1,15 @@
-"""Activation offload and partitioning: move inputs of checkpointed modules off the device until backward.
+"""Activation offload and partitioning: how inputs of checkpointed modules are kept until backward.
 
 (P_a and P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section 5.1.2.) Checkpointing
-keeps one input per module; offload moves this input too, while other modules compute. Where tensor-parallel ranks
-have the same input, each rank keeps one part, and the parts are gathered in backward:
+keeps only the inputs of each module. Offload moves these inputs off the device while other modules compute.
+Partitioning divides an input that is equal on all tensor-parallel ranks: each rank keeps one part, and the parts are
+gathered in backward. Copies overlap with computation:
 
-    forward     | unit 1     | unit 2     | unit 3         copies:  | out: input 1 | out: input 2 |
-    backward    | unit 3     | unit 2     | unit 1         copies:  | in: input 2  | in: input 1  |
+    forward     | module 1   | module 2   | module 3       copies:  | out: input 1 | out: input 2 |
+    backward    | module 3   | module 2   | module 1       copies:  | in: input 2  | in: input 1  |
 
-An input's device memory is released when the next unit begins, so the last unit's input is still on the device when
-backward begins. In backward each input is copied back while the unit that came next in forward is recomputed.
+The device memory of a module's input is released when the next module begins, so the last module's input is still on
+the device when backward begins. In backward, each input is copied back while the following module is recomputed.
 """
 
 from __future__ import annotations
@@ -46,28 +47,28 @@ from lightning_zero.engine.runtime.saved_tensors import Saved
 from lightning_zero.engine.state.ledger import Ledger
 
 LEAST = 2**16
-"""Minimum size in bytes of a tensor to move: below this, the copy costs more than the memory is worth."""
+"""Minimum size in bytes of the tensors that are moved: for smaller tensors, the copy costs more than it saves."""
 
 
-_PLAIN = (Tensor, FakeTensor)  # no other subclasses, which may have state besides their memory
+_PLAIN = (Tensor, FakeTensor)  # other subclasses may have state besides their storage
 
 
 class ActivationStore:
-    """Moves inputs of checkpointed modules, or all but this rank's part of them, off the device until backward.
+    """Moves the inputs of checkpointed modules, or this rank's part of them, to another place until backward.
 
     Dense floating-point tensors of at least ``LEAST`` bytes are moved, each once. The following are not moved:
 
-    - tensors that are saved under the user's saved-tensor hooks (an enclosing region, ``save_on_cpu``), which keep or
-      drop them in their own way;
-    - leaves that require gradients, including parameters: their gradient accumulation node keeps them in any case;
+    - tensors that are saved under saved-tensor hooks of user code (an enclosing checkpointed region, ``save_on_cpu``),
+      which keep or drop them in their own way;
+    - leaves that require gradients, including parameters: their gradient accumulation node keeps them alive anyway;
     - inputs of several modules (an attention mask, rotary embeddings): the caller keeps them alive anyway, so
       nothing would be gained, and backward would fetch them once for each module.
 
     Args:
         device: the device whose memory is freed.
-        place: where tensors are moved to.
-        moves_whole: whether tensors that ranks do not share are moved too.
-        parts: divides tensors that all tensor-parallel ranks share; None to move these tensors whole.
+        place: the memory or disk that tensors are moved to.
+        moves_whole: whether tensors that differ between tensor-parallel ranks are moved too, undivided.
+        parts: divides tensors that are equal on all tensor-parallel ranks; None to move all tensors undivided.
         ledger: counts the memory of kept tensors.
     """
 
@@ -92,7 +93,8 @@ class ActivationStore:
     def begin_forward(self) -> None:
         """Record that a forward of the root module begins.
 
-        Earlier graphs may be kept on some ranks only, so collectives must not depend on inputs kept for these graphs.
+        Some ranks may still have earlier graphs that other ranks have freed, so collectives must not depend on the
+        inputs of earlier graphs.
         """
         self._last = None
         self._forwards += 1
@@ -100,18 +102,18 @@ class ActivationStore:
     def take_out(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], AbstractContextManager[None]]:
-        """Prepare a module's arguments for checkpointing, which saves tensors that are positional arguments.
+        """Prepare a module's arguments for checkpointing, which saves only tensors that are positional arguments.
 
         Returns:
-            A function that calls the module; its arguments, with the tensors to move among the positional ones; and a
-            context in which these tensors are moved when autograd saves them.
+            A function that calls the module; its positional arguments, which include the tensors to move; its keyword
+            arguments; and a context in which these tensors are moved when autograd saves them.
         """
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
         moved = self._forms_of(module, leaves, repr(spec))
         if not moved:
             return module, args, kwargs, nullcontext()
-        saved: dict[int, Tensor] = {}  # by ``id``: a tensor may be several arguments
+        saved: dict[int, Tensor] = {}  # by ``id``, since one tensor may be passed as several arguments
         for number, leaf in enumerate(leaves):
             if id(leaf) in moved or number < positional and isinstance(leaf, Tensor):
                 saved[id(leaf)] = leaf
@@ -126,10 +128,10 @@ class ActivationStore:
         return run, tuple(saved.values()), {}, self._moving(moved)
 
     def _forms_of(self, module: nn.Module, leaves: list[Any], call: str) -> dict[int, type[_Form]]:
-        """Map the ``id`` of each argument to move to its form. Collective on the first call if inputs are partitioned.
+        """Return the form of each argument to move, by the argument's ``id``. May be collective: see ``_alike_in``.
 
         Args:
-            call: describes the structure of the arguments, the same on every rank.
+            call: describes the structure of the arguments; the same on every rank.
         """
         worth = {number: leaf for number, leaf in enumerate(leaves) if self._is_worth_moving(leaf)}
         if self._parts is None:
@@ -140,11 +142,11 @@ class ActivationStore:
         return forms | {id(leaf): _SharedForm for leaf in shared}
 
     def _alike_in(self, module: nn.Module, leaves: list[Any], call: str, worth: Mapping[int, Tensor]) -> frozenset[int]:
-        """Indices of the arguments that are the same on all tensor-parallel ranks; the first call compares them."""
+        """Indices of arguments that are equal on all tensor-parallel ranks. The first call compares: a collective."""
         known = self._alike.setdefault(module, {})
         if call not in known:
             assert self._parts is not None
-            # tensors of any size are compared, so that every rank takes part
+            # tensors of all sizes are compared, since later calls with other sizes reuse the result
             values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) in _PLAIN}
             alike = self._parts.agree(values)
             if alike is None:
@@ -154,7 +156,7 @@ class ActivationStore:
                 self._has_warned = True
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
-                    "ranks, for example because sequence parallelism has already divided them. They are not "
+                    "ranks, for example because sequence parallelism has already divided them. These inputs are not "
                     "partitioned.",
                     stacklevel=2,
                 )
@@ -174,7 +176,7 @@ class ActivationStore:
     def _moving(self, moved: dict[int, type[_Form]]) -> Iterator[None]:
         """Context in which tensors that autograd saves are moved if their ``id`` is in ``moved``.
 
-        Autograd restores the graph of a saved tensor, so a moved input has its graph when it is unpacked.
+        Only values are moved: autograd reconnects an unpacked tensor to the graph.
         """
         before = self._last() if self._last is not None else None
         if before is not None:
@@ -198,7 +200,7 @@ class ActivationStore:
             pop_hooks()
 
     def _keep(self, tensor: Tensor, form: type[_Form], region: _Region) -> Kept:
-        # The address is not reused as long as ``Kept`` lives, so an equal key means the same memory.
+        # A storage's address is not reused as long as ``Kept`` lives, so equal keys mean the same storage.
         address = address_of(tensor.untyped_storage())
         shape = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
         key = (address, shape, tensor._version, self._forwards if form is _SharedForm else 0)
@@ -218,11 +220,11 @@ class ActivationStore:
 
 
 class _Region:
-    """Tensors moved in one forward of a checkpointed module, as weak references; each ``Kept`` holds its region."""
+    """Weak references to the tensors moved in one forward of a checkpointed module. Each ``Kept`` holds its region."""
 
     def __init__(self, previous: weakref.ref[_Region] | None) -> None:
         self._kept: list[weakref.ref[Kept]] = []  # in the same order on every rank
-        self.previous = previous  # the region of the previous module, which is the next in backward
+        self.previous = previous  # the region of the module before, which comes next in backward
 
     def add(self, kept: Kept) -> None:
         self._kept.append(weakref.ref(kept))
@@ -244,7 +246,7 @@ class Kept:
 
     _where: Any = None
     _arriving: tuple[Tensor, Future[_Copied]] | None = None
-    _original: Saved | None = None  # set until ``let_go``
+    _original: Saved | None = None  # the tensor on the device; None once released
     _copied: _Copied | None = None
 
     def __init__(self, tensor: Tensor, form: _Form, region: _Region, copies: _Copies, place: Memory | Disk) -> None:
@@ -261,13 +263,13 @@ class Kept:
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
         if self._original is not None and not self._stays:
-            # First wait, then compare: writes before the wait have changed the version; later ones come after the copy.
+            # First wait, then compare: earlier writes have changed the version, and later ones run after the copy.
             assert self._copied is not None
             self._copies.wait(self._copied)
             if self._copied.event is None or self._original.is_unchanged:
                 self._original = None
             else:
-                self._stays = True  # the copy may contain written values, so ``value`` raises autograd's error
+                self._stays = True  # the copy may contain newer values, so ``value`` raises autograd's error
 
     def stay(self, tensor: Tensor) -> None:
         """Keep the original on the device, because another module has the same input."""
@@ -280,9 +282,9 @@ class Kept:
         if self._original is not None or self._arriving is not None:
             return
         target = self._form.empty()
-        # When this event occurs, the previous use of the memory has ended, and so has the copy out (see ``let_go``).
+        # Once this event occurs, earlier work on the new tensor's memory has ended, and so has the copy to ``_place``.
         ready = self._copies.now()
-        copies, form = self._copies, self._form  # not ``self``, which a running read must not keep alive
+        copies, form = self._copies, self._form  # a running read must not keep ``self`` alive
 
         def deliver(room: Tensor) -> _Copied:
             return copies.into(form.kept_of(target), form.in_place(room), after=ready, then=form.completes(target))
@@ -291,7 +293,7 @@ class Kept:
 
     @torch.no_grad()
     def value(self) -> Tensor:
-        """Return the original values on the device, ready for the current stream. Also prefetches the next region."""
+        """Return the values on the device, ready for the current stream. Also prefetch the next region's values."""
         if self._original is not None and not self._original.is_unchanged:
             self.let_go()
         if self._original is None and self._arriving is None:
@@ -299,58 +301,58 @@ class Kept:
         before = self.region.previous() if self.region.previous is not None else None
         if before is not None:
             before.fetch()
-        if self._original is not None:  # the first module in backward, or an input of several modules
+        if self._original is not None:  # the last module's input, or an input of several modules
             return self._original.unpack()
         assert self._arriving is not None
         (target, arrival), self._arriving = self._arriving, None
         try:
             self._copies.wait(arrival.result())
         finally:
-            del arrival  # its exception, if any, has a traceback that refers to this frame
+            del arrival  # avoids a cycle: the traceback of its exception refers to this frame
         return target
 
     def _forget(self) -> None:
         if self._arriving is not None:
             (_, arrival), self._arriving = self._arriving, None
-            if arrival.exception() is None:  # otherwise the value could not be read, and is not needed
+            if arrival.exception() is None:  # otherwise the read failed: nothing to wait for
                 self._copies.wait(arrival.result())  # the memory is about to be reused
         if self._where is not None:
             where, self._where = self._where, None
             self._place.free(where)
 
     def __del__(self) -> None:
-        if self._original is not None and self._copied is not None:  # neither another module nor backward followed
+        if self._original is not None and self._copied is not None:  # perhaps nothing has waited for the copy
             self._copies.wait(self._copied)  # the copy reads memory that is about to be reused
         self._forget()
 
 
 class _Form:
-    """Memory layout of a tensor, with the alignment of its first element, which may affect the order of kernels' sums.
+    """Memory layout of a kept tensor, including its alignment, which may affect the order in which kernels sum.
 
     Attributes:
-        nbytes: the number of kept bytes.
+        nbytes: the number of bytes that this rank keeps.
     """
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:
         self._size, self._stride, self.nbytes = tensor.size(), tensor.stride(), tensor.nbytes
         self._dtype, self._device = tensor.dtype, tensor.device
-        self._dense = torch.empty_like(tensor, device="meta").stride()  # the same order of dimensions, without gaps
-        self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # elements past a multiple of 64 bytes
+        self._dense = torch.empty_like(tensor, device="meta").stride()  # same order of dimensions, no gaps
+        self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # offset in elements from a 64-byte boundary
 
     @property
     def is_dense(self) -> bool:
         return self._stride == self._dense
 
     def kept_of(self, tensor: Tensor) -> Tensor:
-        """Return the kept part of the tensor, or of a tensor made by ``empty``."""
+        """Return a view of the part of ``tensor`` that this rank keeps; also for a tensor made by ``empty``."""
         return tensor
 
     def in_place(self, memory: Tensor) -> Tensor:
-        """View bytes as the kept elements, without gaps."""
+        """View ``memory``, a tensor of bytes, as the kept elements without gaps."""
         return memory[: self.nbytes].view(self._dtype).as_strided(self._size, self._dense)
 
     def completes(self, target: Tensor) -> Callable[[], Any] | None:
-        """Return a function that starts to fetch the elements kept by other ranks; None if all elements are kept."""
+        """Return a function that starts to fetch the elements kept by other ranks; None if this rank keeps all."""
         return None
 
     def empty(self) -> Tensor:
@@ -364,7 +366,7 @@ class _Form:
 
 
 class _SharedForm(_Form):
-    """A dense tensor identical on all tensor-parallel ranks: each rank keeps an equal range, the last ranks less."""
+    """Layout of a dense tensor that is equal on all tensor-parallel ranks. Each rank keeps one range of elements."""
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None) -> None:
         super().__init__(tensor)
@@ -390,11 +392,11 @@ class _SharedForm(_Form):
 
 
 class _Copied(NamedTuple):
-    """A copy that has begun, and the operation that follows the copy, if any.
+    """A copy that has been started, and the operation after the copy, if there is one.
 
     Attributes:
-        event: an event on a stream, after the copy and the operation; None if there is no stream.
-        wait: waits for the operation, in any thread; None if there is nothing to wait for.
+        event: recorded on the copy's stream after the copy and the operation; None without a stream.
+        wait: a function that waits for the operation, in any thread; None if there is nothing to wait for.
     """
 
     event: torch.Event | None
@@ -414,7 +416,7 @@ class _Copies:
         self._leaving, self._coming = (torch.Stream(device) if has_streams else None for _ in range(2))
 
     def now(self) -> torch.Event | None:
-        """Record an event after all work queued on the device so far."""
+        """Record an event after all work queued on the current stream so far."""
         stream = current_stream(self._device)
         return None if stream is None else stream.record_event()
 
@@ -426,13 +428,13 @@ class _Copies:
             copied.wait()
 
     def out(self, source: Tensor, target: Tensor) -> _Copied:
-        """Copy from the device to the memory that the tensor is kept in."""
+        """Start to copy from the device to ``target``, where the values are kept."""
         return self._copy(self._leaving, target, source, self.now())
 
     def into(
         self, target: Tensor, source: Tensor, after: torch.Event | None, then: Callable[[], Any] | None
     ) -> _Copied:
-        """Copy to the device after an event, in any thread, and start the operation ``then``."""
+        """Start to copy to the device after an event, then start the operation ``then``. May run in any thread."""
         return self._copy(self._coming, target, source, after, then)
 
     @staticmethod
@@ -451,7 +453,7 @@ class _Copies:
 
 
 def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
-    """Make the store for inputs of checkpointed modules, as the options require; None if inputs are not moved."""
+    """Make the store for inputs of checkpointed modules, as configured; None if inputs are not moved."""
     offload, device = config.offloads, communicator.device
     target = offload.activations if offload is not None else None
     if target is None and not config.partition_activations:

@@ -1,8 +1,9 @@
-"""Autograd patches for gradients that ``loss.backward()`` does not compute: ``torch.autograd.grad``, ``torch.func``.
+"""Autograd patches for ``torch.autograd.grad``, ``backward(inputs=...)`` and ``torch.func`` on sharded parameters.
 
 Modules compute with an ordinary view of a parameter (see ``schedule``); user code may also use the sharded parameter.
-``torch.autograd.grad(loss, parameter)`` must return the sum of both gradients, and ``backward(inputs=[parameter])``
-must accumulate both. A tensor cannot customise these functions, so the function that both call is patched.
+``torch.autograd.grad(loss, parameter)`` must return the sum of the gradients of view and parameter, and
+``backward(inputs=[parameter])`` must accumulate the gradients of both. A tensor subclass cannot override these
+functions, so the internal function that they call is patched.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 def install(schedule: Schedule) -> None:
-    """Let torch's functions find the tensors that a schedule's units compute with, as long as the schedule lives."""
+    """Patch torch's functions to include the views that a schedule's units use, as long as the schedule lives."""
     _schedules.add(schedule)
     for patch in _PATCHES:
         patch.hold(schedule)
@@ -79,7 +80,7 @@ def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 @contextmanager
 def _disable_hooks_but_ours(disable_hooks: Callable[[str], Any], error_message: str) -> Iterator[None]:
-    """Run ``torch.func``, which refuses saved-tensor hooks, without the engine's hooks; units stay gathered."""
+    """Set the engine's saved-tensor hooks aside for ``torch.func``, which refuses such hooks; units stay gathered."""
     with ExitStack() as stack:
         for schedule in _schedules:
             stack.enter_context(schedule.keeping_gathered())

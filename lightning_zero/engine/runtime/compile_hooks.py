@@ -9,9 +9,9 @@ from lightning_zero.engine.compat import never_traced, set_eval_frame
 
 
 def untraced(function: Callable[[Any], Any]) -> Any:
-    """Decorator: run a function of one argument, and all that it calls, as ordinary Python, with a graph break.
+    """Decorator for functions of one argument that ``torch.compile`` should run as ordinary Python, with a graph break.
 
-    Does what ``torch.compiler.disable`` does, at a fraction of its cost per call.
+    Covers everything that the function calls, as ``torch.compiler.disable`` does at a higher cost per call.
     """
 
     def run(argument: Any) -> Any:
@@ -28,14 +28,14 @@ class OwnHook:
     """An engine hook on a module. Copies and pickles of the module have a no-op hook instead.
 
     Args:
-        function: its first argument is whether the hook is called from compiled code.
+        function: called with a flag that says whether compiled code calls the hook, and with the hook's arguments.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        compiler = set_eval_frame(None)  # without ``untraced``, to save one call in each module's forward
+        compiler = set_eval_frame(None)  # inlined from ``untraced``, to save one call in each module's forward
         try:
             return self._function(compiler is not None, *args, **kwargs)
         finally:
@@ -49,7 +49,7 @@ never_traced(OwnHook.__call__)
 
 
 class _NoHook:
-    """Replaces an engine's hook in a copy of the module."""
+    """Replaces an ``OwnHook`` in copies of the module."""
 
     def __call__(self, *_: Any, **__: Any) -> None:
         pass

@@ -1,8 +1,8 @@
-"""Join of uneven inputs: a rank with no forward left to compute takes part in the all-gathers of the others.
+"""Join of uneven inputs: a rank with no forward left to compute takes part in the other ranks' all-gathers.
 
-A turn is one batch of an evaluation loop, or one forward of a text generation. Ranks first exchange their positions
-(the next batch's dataloader, the end of a generation, or the end of the loop). Ranks that are behind run their
-forward; the others take part in the gathers that the lowest running rank announces.
+A turn is one batch of an evaluation loop, or one forward of a text generation. Before each turn, ranks exchange their
+positions (the next batch's dataloader, the end of a generation, or the end of the loop). The ranks with the lowest
+position run their forward. The other ranks take part in the gathers that the first running rank announces.
 """
 
 from __future__ import annotations
@@ -25,14 +25,15 @@ from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 _END = 2**62
-_OVER = -1  # in place of a bucket's number: the turn is over
+_OVER = -1  # sent in place of a bucket's number when the turn is over
 
 
 class Join:
-    """Decides which ranks run a forward next, and lets the absent ranks take part in the gathers of those ranks.
+    """Decides which ranks run a forward next; the other ranks are absent, and only take part in the gathers.
 
-    While ranks are absent, parameters that user code reads are gathered by bucket, which absent ranks can take part in.
-    Operations that absent ranks cannot know about (a write, a sum over shards of another tensor) raise an error.
+    While ranks are absent, user code that reads a parameter gathers the parameter's whole bucket, since absent ranks
+    can take part only in gathers of buckets. Other collective operations (a write, a sum over shards of another tensor)
+    raise an error.
 
     Where each machine has all parameters, the ranks of a machine take turns independently of other machines.
     """
@@ -53,7 +54,7 @@ class Join:
     def each_forward(self, module: nn.Module) -> Iterator[None]:
         """Context in which ranks may run different numbers of forwards of a module or its submodules. Collective."""
         is_sharded = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
-        if self._schedule.is_joining or not is_sharded:  # as within ``full_parameters``
+        if self._schedule.is_joining or not is_sharded:  # not sharded: for example, within ``full_parameters``
             yield
             return
         members = set(module.modules())
@@ -97,7 +98,7 @@ class Join:
 
     def _end(self) -> None:
         for unit in self._schedule.units:
-            self._schedule.release_if_idle(unit)  # gathered for a read, or prefetched for a forward that did not follow
+            self._schedule.release_if_idle(unit)  # gathered for a read, or prefetched but not run
         absence = self._rendezvous.absence
         if absence.announce is not None:
             self._announce(_OVER)
@@ -106,7 +107,7 @@ class Join:
             self._rendezvous.absence = Absence()
 
     def _announce(self, number: int) -> None:
-        """Send the absent ranks the number of the bucket to gather next, and the order of units after this turn."""
+        """Send absent ranks the number of the bucket to gather next, or ``_OVER``, and the expected order of units."""
         order = self._schedule.order
         blank = [-1] * (len(self._schedule.units) - len(order))
         absent = [self._ranks.index(rank) for rank in self._rendezvous.absence.ranks]
@@ -143,7 +144,7 @@ class JoinedMethod:
 
     @staticmethod
     def is_method_of(module: nn.Module) -> bool:
-        """Whether the module has a ``generate`` method from its class, not replaced by the user."""
+        """Whether the module has a ``generate`` method from its class, which the user has not replaced."""
         method = getattr(module, "generate", None)
         return isinstance(method, MethodType) and method.__func__ is getattr(type(module), "generate", None)
 

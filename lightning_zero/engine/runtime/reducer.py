@@ -33,10 +33,10 @@ _END = "the end of backward"
 class _Expectation:
     """Observations from earlier backward passes over the same set of trainable parameters."""
 
-    counts: list[list[int]]  # by bucket, how many gradients each parameter gets on this rank until it is complete
-    order: list[int]  # buckets with gradients on any rank, in the order of reduction; the same on every rank
+    counts: list[list[int]]  # by bucket, how many gradients each parameter gets on this rank before its reduction
+    order: list[int]  # buckets with gradients on any rank, in the order of reduction; same on every rank
     observed: bool = False
-    late: set[int] = field(default_factory=set)  # buckets with a gradient after their reduction; same on every rank
+    late: set[int] = field(default_factory=set)  # buckets that got a gradient after reduction; same on every rank
 
 
 @dataclass
@@ -45,28 +45,29 @@ class _Backward:
 
     expectation: _Expectation
     counts: list[list[int]]
-    missing: list[int]  # by bucket: gradients still expected
-    position: int = 0  # in the order of reduction
-    left: set[int] = field(default_factory=set)  # buckets reduced because backward left their unit
-    sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) whose gradient is in a reduction
+    missing: list[int]  # by bucket, the number of parameters whose gradients are incomplete
+    position: int = 0  # index of the next bucket in the order of reduction
+    left: set[int] = field(default_factory=set)  # buckets reduced early because backward left their unit
+    sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) of gradients in a reduction
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
-    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # over machines, each with all parameters
+    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # reductions over machines
     shards: dict[int, dict[int, GradientShard]] = field(default_factory=dict)
 
 
 class GradientReducer:
     """Collects local gradients, reduces each bucket once it is complete, and sets ``p.grad``.
 
-    Buckets are reduced in one order, which does not depend on a rank's data: a complete bucket waits for the buckets
-    before it. Buckets without gradients on this rank are reduced as zeros at the end of backward, where ranks exchange
-    the sets of parameters that they used.
+    All ranks reduce buckets in the same order, whatever their data: a complete bucket waits for the buckets before it.
+    Buckets without gradients on this rank are reduced as zeros at the end of backward, when ranks exchange which
+    parameters they used.
 
     Args:
         reduce_dtype, chunk_numel: see ``BucketGradients``.
-        in_flight: how many reductions, each with its buffer, may be running at once.
+        in_flight: maximum number of reductions, each with its own buffer, that run at one time.
         overlap: False to wait for each reduction right after starting it.
-        reduces_every_backward: False at stage 1, where ``no_sync`` accumulates locally.
+        reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1, where they
+            accumulate locally.
     """
 
     def __init__(
@@ -92,12 +93,12 @@ class GradientReducer:
         numbers = count()
         self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
         self._gradients = [BucketGradients(bucket, reduce_dtype, chunk_numel) for bucket in self._buckets]
-        self.synchronise = True  # whether a backward that begins now is synchronised, where the stage leaves a choice
+        self.synchronise = True  # whether the next backward is synchronised, if the stage leaves a choice
         self._synchronises = True  # whether the running backward is synchronised
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
-        self._added: tuple[int, int] | None = None  # (bucket, parameter) to whose ``.grad`` autograd has just added
+        self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
         self.on_reduced: Callable[[Bucket, dict[int, GradientShard], list[Bucket]], None] | None = None
         self._hooks: list[Any] = []
         schedule.on_left_in_backward = weakly(self.leave_unit)
@@ -112,8 +113,8 @@ class GradientReducer:
         slot.add_gradient = partial(weakly(self._add), number, slot.index)
         for leaf in (slot.view, slot.parameter):
             requires_grad = leaf.requires_grad
-            leaf.requires_grad_(True)  # a frozen parameter may be unfrozen later
-            # torch's own method, as a sharded parameter overrides it for user hooks
+            leaf.requires_grad_(True)  # required to register hooks; a frozen parameter may be unfrozen later
+            # calls ``Tensor``'s method, which sharded parameters override for user hooks
             self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, slot.take_gradient))
             leaf.requires_grad_(requires_grad)
 
@@ -125,13 +126,13 @@ class GradientReducer:
     # -- during backward --------------------------------------------------------------------------------------------
 
     def _add(self, number: int, index: int, gradient: Tensor) -> None:
-        """Record that autograd adds a local gradient to ``p.grad``; the hook ``_take`` is called next."""
+        """Accumulate a local gradient that autograd adds to ``p.grad``; autograd then calls the hook ``_take``."""
         self._begin()
         self._gradients[number].accumulate(index, gradient.clone())
         self._added = number, index
 
     def _take(self, number: int, index: int, leaf: Tensor) -> None:
-        """Take the gradient of a leaf: the ordinary parameter that a forward used, or the sharded parameter itself."""
+        """Take the gradient of ``leaf``, which is the view that a forward used, or the sharded parameter itself."""
         if getattr(leaf, "_hooks_before_reduction", None):
             call_hooks_before_reduction(leaf)
         gradients, gradient = self._gradients[number], leaf.grad
@@ -142,7 +143,7 @@ class GradientReducer:
         added, self._added = self._added, None
         if not (is_parameter and added == (number, index)):  # else ``_add`` took the gradient; ``p.grad`` keeps it
             leaf.grad = None
-            if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer itself
+            if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer
                 if not is_parameter and gradient_hooks(parameter):
                     gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
                 gradients.accumulate(index, gradient)
@@ -155,10 +156,11 @@ class GradientReducer:
                     self._launch_in_order(backward)
 
     def leave_unit(self, unit: Unit) -> None:
-        """When backward leaves a unit for the last time, reduce its buckets, with zeros for missing gradients.
+        """Reduce a unit's buckets when backward leaves the unit for the last time, with zeros for missing gradients.
 
-        Otherwise ranks may deadlock: a rank with all gradients waits for this rank in the reduction, while this rank
-        waits for that rank in the next unit's gather. Gradients that come later are reduced at the end of backward.
+        Otherwise ranks may deadlock: a rank with all gradients would wait for this rank in the reduction, while this
+        rank waits for the other one in the next unit's gather. Gradients that are computed later are reduced at the
+        end of backward.
         """
         backward = self._backward
         if backward is None or unit.depth or not self._synchronises:
@@ -170,7 +172,7 @@ class GradientReducer:
         self._launch_in_order(backward)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
-        """Return the running backward, or start one for its first gradient, which ``leaf`` holds."""
+        """Return the state of the running backward, or create it. Autograd has just set ``leaf.grad``, if given."""
         if self._backward is None:
             counts = [
                 [int(bucket.parameter(i).requires_grad) for i in range(len(bucket.views))] for bucket in self._buckets
@@ -183,8 +185,8 @@ class GradientReducer:
                 counts=[[0] * len(bucket.views) for bucket in self._buckets],
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
-            # Without ``synchronise`` a backward at stage 1 is not reduced, unless some ``p.grad`` shows an earlier
-            # reduction, which is sharded: a rank's local gradient cannot be added to it.
+            # Without ``synchronise``, stage 1 does not reduce gradients, unless some ``p.grad`` shows an earlier
+            # reduction: a local gradient cannot be added to this sharded one.
             must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
@@ -244,7 +246,7 @@ class GradientReducer:
     def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
         bucket = self._buckets[number]
         shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
-        # If a unit ran twice, the other run's backward may need the unit's values even once all gradients have arrived.
+        # If a unit ran twice, one run's backward may still need the unit's values when all gradients have arrived.
         is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
             order = [self._buckets[number] for number in backward.expectation.order]
@@ -253,10 +255,10 @@ class GradientReducer:
     # -- at the end of backward -------------------------------------------------------------------------------------
 
     def _at_end(self) -> None:
-        """Final callback of the backward in which the first gradient was computed; called by the autograd engine."""
+        """Called by autograd at the end of the backward that computed the first gradient."""
         node = current_autograd_node()
         if node is not None:
-            # A backward within a backward (reentrant activation checkpointing): the outer one has not ended yet.
+            # This backward is nested (reentrant activation checkpointing): the outer backward has not ended yet.
             self._deferred = True
             node.register_hook(self._queue_in_outer)
             return
@@ -284,9 +286,9 @@ class GradientReducer:
                 hook(slot.parameter)
 
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
-        """Reduce the remaining buckets, and return the slots with a new gradient and hooks registered by users."""
+        """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
         expectation, in_order = backward.expectation, set(backward.expectation.order)
-        # Before the control message: another rank may be waiting for one of these reductions to free a buffer.
+        # Launch these before the control message: another rank may be waiting for one of them to free a buffer.
         for number in expectation.order[backward.position :]:
             self._launch(backward, number)
         used = [
@@ -316,7 +318,7 @@ class GradientReducer:
         ]
 
     def abort(self) -> None:
-        """Drop the gradients of a backward that an exception has ended, so that the next one does not add to them."""
+        """Drop the gradients of a backward that raised an exception, so that the next backward does not add to them."""
         backward, self._backward = self._backward, None
         if backward is None:
             return
@@ -339,7 +341,7 @@ class GradientReducer:
                 expectation.counts[number][index] = max(seen, before, 1) if is_used else before
         in_use = {number for number, flags in enumerate(used) if any(flags)}
         if not expectation.observed or not in_use.issubset(expectation.order):
-            # Rank 0's order of completion is used; buckets without gradients on rank 0 come last.
+            # All ranks adopt the order in which rank 0 completed buckets. Buckets without gradients there come last.
             seen_order = [number for number in backward.completed if number in in_use]
             order = seen_order + sorted(in_use.difference(seen_order), reverse=True)
             expectation.order = self._communicator.control.numbers_of_first(order)

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that regather parameters for backward; copies of values that would outlive their buffer."""
+"""Saved-tensor hooks that gather parameters again for backward, and copies of outputs that outlive their buffer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 class SavedTensors:
     """Gathers a unit again when backward unpacks one of its saved tensors after the unit was released.
 
-    Usually the hook on the gradient of a unit's output has gathered the unit already. The exceptions are tensors that
-    leave the unit in another way (a loss kept as an attribute), and graphs that are used twice.
+    Usually the hook on the gradient of the unit's output has already gathered the unit. Exceptions are tensors that
+    leave the unit in another way (such as a loss kept as an attribute), and graphs that are used twice.
 
     Args:
-        buckets: all buckets; those whose buffers are released between uses are watched.
+        buckets: all buckets. Saved tensors are watched if they lie in buffers that are released between uses.
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:
@@ -58,7 +58,7 @@ class SavedTensors:
                 return outer[0](tensor)
             return tuple.__new__(
                 Saved, (tensor.detach(), tensor._version, bucket)
-            )  # in half the time of ``Saved(...)``
+            )  # takes half the time of ``Saved(...)``
 
         @untraced
         def unpack(packed: Any) -> Tensor:
@@ -70,7 +70,7 @@ class SavedTensors:
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Context without the hooks that ``watch`` pushed, unless user hooks are on top of them."""
+        """Context in which the hooks that ``watch`` pushed are removed, unless user hooks are on top of them."""
         aside = self.stop()
         try:
             yield
@@ -88,15 +88,15 @@ class SavedTensors:
         return stopped
 
     def outlive(self, output: Any) -> Any:
-        """A module's output, with copies in place of tensors over buffers that are about to be released."""
-        if isinstance(output, Tensor):  # as for most modules
+        """Return a module's output, with tensors copied if they lie in buffers that are about to be released."""
+        if isinstance(output, Tensor):  # the common case
             return output if self._bucket_showing(output) is None else output.clone()
         if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
             return tree_map_only(Tensor, lambda t: t if self._bucket_showing(t) is None else t.clone(), output)
         return output
 
     def outlive_attributes(self, attributes: Attributes) -> None:
-        """Like ``outlive``, for attributes that a forward has set, such as ``self.row = self.weight[0]``."""
+        """Apply ``outlive`` to attributes that a forward has set, such as ``self.row = self.weight[0]``."""
         for holder, name in attributes.that_may_hold_tensors():
             kept = self.outlive(holder[name])
             if kept is not holder[name]:
@@ -125,11 +125,11 @@ class Attributes:
         self._found = [(weakref.ref(inner), 0, names) for inner in module.modules()]
 
     def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Attributes that may hold tensors now, directly or in lists, tuples and dictionaries."""
+        """Yield ``vars(module)`` and the name for each attribute that may now hold tensors or a list, tuple or dict."""
         for position, (reference, count, names) in enumerate(self._found):
             holder = vars(module) if (module := reference()) is not None else {}
             if len(holder) != count:
-                # Numbers, strings and flags from the constructor are skipped, which leaves few attributes.
+                # Few attributes remain without the numbers, strings and flags that constructors set.
                 of_interest = (name for name, value in holder.items() if not isinstance(value, (bool, int, float, str)))
                 names = [name for name in of_interest if name not in _OF_EVERY_MODULE]
                 self._found[position] = reference, len(holder), names
@@ -142,9 +142,9 @@ class Saved(NamedTuple):
     """A tensor saved by autograd, stored as autograd itself would store it without hooks.
 
     Attributes:
-        tensor: detached, since a node that saves its own output would otherwise form a reference cycle.
+        tensor: the saved tensor, detached: otherwise a node that saves its own output would form a reference cycle.
         version: the tensor's version when it was saved.
-        bucket: the bucket whose buffer holds the tensor, if the buffer may be released before backward.
+        bucket: the bucket whose buffer holds the tensor, if the buffer may be released before backward; else None.
     """
 
     tensor: Tensor
@@ -160,10 +160,10 @@ class Saved(NamedTuple):
         return self.tensor._version == self.version
 
     def unpack(self) -> Tensor:
-        """The tensor.
+        """Return the tensor; gather its bucket first if there is one.
 
         Raises:
-            RuntimeError: like autograd's own, if the tensor has been written to since it was saved.
+            RuntimeError: autograd's usual error, if the tensor has been written to since it was saved.
         """
         if self.bucket is not None:
             self.bucket.gather()
@@ -178,15 +178,15 @@ class Saved(NamedTuple):
 
 
 def is_watched_by_others() -> bool:
-    """Whether saved-tensor hooks other than the engine's are active (of a checkpointed region or ``save_on_cpu``)."""
+    """Whether saved-tensor hooks of other code are active, such as a checkpointed region or ``save_on_cpu``."""
     hooks = hooks_on_top()
-    while hooks is not None and hasattr(hooks[0], "outer"):  # the engine's, which pass other tensors to the outer hooks
+    while hooks is not None and hasattr(hooks[0], "outer"):  # skip the engine's hooks, which call the outer hooks
         hooks = hooks[0].outer
     return hooks is not None
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors in nested lists, dictionaries (ModelOutput too) and dataclasses."""
+    """Yield the tensors in nested lists, tuples, sets, mappings (such as ``ModelOutput``) and dataclasses."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple, set, frozenset)):

@@ -1,4 +1,4 @@
-"""The schedule: module hooks that gather and release units, the order of units, and prefetching along it."""
+"""The schedule: module hooks that gather and release units, the order of units, and prefetching in this order."""
 
 from __future__ import annotations
 
@@ -31,21 +31,21 @@ class Unit:
     """Modules whose parameters are gathered and released together.
 
     Attributes:
-        name: qualified name of the module, ``""`` for the root unit.
-        buckets: one for each (dtype, requires_grad) of its parameters, or more where the unit is very large.
+        name: qualified name of the unit's module or modules; ``""`` for the root unit.
+        buckets: at least one for each combination of dtype and ``requires_grad`` of the parameters.
     """
 
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.is_resident = plan.is_resident  # gathered from the start of a window to the end of the next backward
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.ran: set[Scope] = set()  # scopes that ran with a graph since the last backward
+        self.ran: set[Scope] = set()  # scopes that built a graph since the last backward
         self.ran_twice = False  # whether one of its scopes ran twice since the last backward
-        self.turns = 0  # forward turns with a graph that backward has not left yet
-        self.stays = all(bucket.is_replicated for bucket in buckets)  # unsharded at rest
-        self.held = False  # not to be released now: a resident unit within a window, or any unit under ``torch.func``
+        self.turns = 0  # number of forwards with a graph whose backward has not ended
+        self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered at rest
+        self.held = False  # may not be released now: a resident unit in a window, or any unit under ``torch.func``
         self.depth = 0  # number of nested forwards
-        self.outstanding = False  # ran under grad since the last backward
+        self.outstanding = False  # ran with gradients enabled since the last backward
         self.labels: list[Any] = []  # profiler labels of the nested forwards
 
     def __repr__(self) -> str:
@@ -63,7 +63,8 @@ class Unit:
     def prefetch(self) -> None:
         """Start to gather ahead of need, unless the gather might wait for an update that is still running.
 
-        All ranks must decide alike, so the actual end of the update, which differs between ranks, is not checked.
+        All ranks must decide the same way, but an update may have ended on some ranks only. So whether it has ended is
+        not checked.
         """
         if not any(bucket.is_updated_late for bucket in self.buckets):
             self.gather()
@@ -92,7 +93,7 @@ class Schedule:
         self.units, self.prefetch = units, prefetch
         self._resident = [unit for unit in units if unit.is_resident]
         self.windows = 0
-        # The order of units in the last window, which the next window is expected to repeat.
+        # The order in which units ran in the last window. The next window is expected to repeat this order.
         self._order: list[Unit] = []
         self._position: dict[Unit, int] = {}
         self._expect([unit for unit in units if not unit.is_root])
@@ -100,16 +101,16 @@ class Schedule:
         self._is_backward = False
         self.on_left_in_backward: Callable[[Unit], None] = lambda unit: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
-        self.is_joining = False  # ranks run different numbers of forwards, whose order does not predict the next step's
+        self.is_joining = False  # ranks run different numbers of forwards, which do not predict the next step's order
         self._watched = False
-        self._keeping = 0  # nested ``torch.func`` transforms
+        self._keeping = 0  # number of nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
         self._ran: list[Unit] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
     def install(self, root: nn.Module, plans: list[UnitPlan]) -> None:
-        """Register hooks on the modules. The hooks hold the units; the schedule holds no module."""
+        """Register hooks on the modules. The hooks keep units alive; the schedule keeps no module alive."""
         for plan, unit in zip(plans, self.units):
             block_of = {id(inner): block for block in plan.blocks for inner in block.modules()}
             slots = {slot.name: slot for bucket in unit.buckets for slot in slots_of(bucket)}
@@ -139,9 +140,10 @@ class Schedule:
             scope.remove()
 
     def recover(self, windows: int) -> None:
-        """Reset forwards that Ctrl-C or ``sys.exit`` has interrupted, leaving ``windows`` windows open.
+        """Reset after Ctrl-C or ``sys.exit`` has interrupted forwards, for which torch calls no forward hooks.
 
-        Torch calls no forward hooks for interrupted forwards.
+        Args:
+            windows: number of windows that stay open.
         """
         for scope in self._scopes:
             scope.recover()
@@ -182,7 +184,7 @@ class Schedule:
 
         def after(from_compiled: bool, module: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
-                return None  # a scope without entries, or the forward failed before our hook
+                return None  # no entries, or the forward failed before the engine's hook
             call = calls.pop()
             if call is Call.REPLACED:
                 return None
@@ -203,12 +205,12 @@ class Schedule:
 
         scope.handles = [
             module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True),
-            # Recomputation in activation checkpointing raises as soon as it has all tensors, so always call this hook.
+            # Called even after exceptions: checkpointing ends a recomputation with one as soon as it has all tensors.
             module.register_forward_hook(OwnHook(after), always_call=True),
         ]
 
     def _take_over(self, module: nn.Module, region: Scope) -> None:
-        """Swap in the root unit's parameters where compiled code begins: hooks inside would break the graph."""
+        """Let ``region``, where compiled code begins, swap in root parameters: hooks inside would break the graph."""
         region.may_take_over = False
         inside = {id(inner) for inner in module.modules()}
         for scope in [scope for scope in self._scopes if scope.is_root]:
@@ -220,23 +222,23 @@ class Schedule:
                 region.recurrent += scope.recurrent
 
     def check_in_place(self) -> None:
-        """Raise if parameters of the module have been replaced: the engine would not train the new ones."""
+        """Raise if the user has replaced parameters of the module: the engine would not train the new parameters."""
         for holder, attribute, parameter, _ in (entry for scope in self._scopes for entry in scope.entries):
             found = holder.get(attribute)
             if found is not parameter and isinstance(found, nn.Parameter):
                 name = parameter.slot.name  # type: ignore[attr-defined]
                 raise RuntimeError(
-                    f"'{name}' was replaced by another parameter while the module was sharded; the new one would not "
-                    "be trained. Write the values into the old one (with torch.no_grad(): parameter.copy_(values); "
-                    "load_state_dict without assign=True), or replace it before the strategy sets the module up, in "
-                    "configure_model()."
+                    f"'{name}' was replaced by another parameter while the module was sharded; the new parameter would "
+                    "not be trained. Write the values into the old parameter (with torch.no_grad(): "
+                    "parameter.copy_(values), or load_state_dict without assign=True), or replace the parameter in "
+                    "configure_model(), before the strategy sets up the module."
                 )
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
     @property
     def order(self) -> list[int]:
-        """The order in which units are expected to run, as indices of ``units``: the same on every rank."""
+        """The order in which units are expected to run, as indices into ``units``; the same on every rank."""
         number_of = {unit: number for number, unit in enumerate(self.units)}
         return [number_of[unit] for unit in self._order]
 
@@ -248,7 +250,7 @@ class Schedule:
         self._order, self._position = order, {unit: position for position, unit in enumerate(order)}
 
     def open_window(self) -> None:
-        """Begin a step: from here on the root unit is gathered."""
+        """Begin a step, and gather the resident units, which include the root unit."""
         self.windows += 1
         if self.windows > 1:
             return
@@ -292,7 +294,7 @@ class Schedule:
             unit.gather()
             unit.held = True
         elif not unit.depth and not (unit.is_resident and unit.held):
-            is_turn = self.windows and not in_backward()  # in backward a recomputed unit's backward follows at once
+            is_turn = self.windows and not in_backward()  # a recomputation is not a turn
             if is_turn:
                 if unit is not self._current and torch.is_grad_enabled():
                     unit.turns += 1
@@ -313,7 +315,7 @@ class Schedule:
             if not in_backward():
                 unit.ran_twice = unit.ran_twice or scope in unit.ran
                 unit.ran.add(scope)
-        # A recomputed unit is needed at once; within a window the next unit releases this one.
+        # Not after a recomputation, since the unit's backward follows. In a window, the next unit releases this unit.
         if not in_backward() and (not self.windows or unit is not self._current):
             self.release_if_idle(unit)
 
@@ -324,7 +326,7 @@ class Schedule:
             self.release_if_idle(before)
 
     def _prefetch(self, upcoming: list[Unit], *, only_outstanding: bool = False) -> None:
-        """Gather the next units ahead of need; start to read the units after these from disk."""
+        """Gather the next units ahead of need; start to read the units after them from disk."""
         for number, unit in enumerate(upcoming):
             if unit.outstanding or not only_outstanding:
                 if number < self.prefetch:
@@ -335,13 +337,13 @@ class Schedule:
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit for its backward, when a gradient of its output has been computed."""
+        """Gather a unit for its backward. Called when a gradient of the unit's output has been computed."""
         if self._is_backward and unit is self._current:
             return
         if torch.is_grad_enabled() and not self.windows:
-            # Tensors saved for a second backward would not be watched, and would be read after their release.
+            # Tensors saved for a second backward would not be watched, so backward would read released buffers.
             raise RuntimeError(
-                f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released, is possible "
+                f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released, works "
                 "only inside training_step, or inside 'with engine.window():' around forward and both backward passes."
             )
         if not self._is_backward:
@@ -368,7 +370,7 @@ class Schedule:
     def keeping_gathered(self) -> Iterator[None]:
         """Context for a ``torch.func`` transform: removes the engine's saved-tensor hooks and keeps units gathered.
 
-        Units that run in the context stay gathered until the next window, since graphs made in it cannot regather them.
+        Units that run in the context stay gathered until the next window, since graphs made there cannot gather them.
         """
         self._keeping += 1
         for unit in self.units:
@@ -381,7 +383,7 @@ class Schedule:
                 self._keeping -= 1
 
     def _end_of_backward(self) -> None:
-        # not at the end of a nested backward, after which the outer one continues: reentrant activation checkpointing
+        # not at the end of a nested backward (reentrant activation checkpointing): the outer backward continues
         if current_autograd_node() is None:
             self.end_differentiation()
 
@@ -408,7 +410,7 @@ def in_backward() -> bool:
 
 
 def weakly(method: Any) -> Callable[..., None]:
-    """A function that calls a bound method as long as the method's object lives, without keeping the object alive."""
+    """Return a function that calls a bound method as long as the method's object lives, without keeping it alive."""
     owner, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> None:

@@ -1,4 +1,4 @@
-"""Scopes: modules in whose forward sharded parameters are replaced by ordinary ones over the gathered buffer."""
+"""Scopes: modules in whose forward ordinary views of the gathered buffer replace the sharded parameters."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from lightning_zero.engine.runtime.saved_tensors import Attributes
 class Call(Enum):
     """How a running forward of a module treats parameters."""
 
-    REPLACED = "all are replaced by the user's"
-    WATCHED = "views, and tensors that autograd saves are watched: outside a window"
-    ORDINARY = "views"
+    REPLACED = "the user has replaced all parameters"
+    WATCHED = "views replace parameters, and tensors that autograd saves are watched: outside a window"
+    ORDINARY = "views replace parameters"
 
 
 class Scope:
-    """A module in whose forward some of a unit's parameters are ordinary, and the dicts that hold these parameters."""
+    """A module in whose forward views replace some of a unit's parameters, and the dicts that hold these parameters."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
-        self.module, self.is_root = weakref.ref(module), is_root  # whether the scope is the root unit's
+        self.module, self.is_root = weakref.ref(module), is_root  # ``is_root``: whether it is the root unit's
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        # Functions, by view, that make the tensor used instead of the view; below, where such tensors are set now.
+        # Maps a view to a function that makes a tensor to use instead. ``_shown_now`` lists where these are set.
         self.shown: dict[Tensor, Callable[[], Tensor]] = {}
         self._shown_now: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
@@ -41,7 +41,7 @@ class Scope:
 
     @cached_property
     def attributes(self) -> Attributes:
-        """The module's attributes, for units that are released."""
+        """The module's attributes that ``outlive_attributes`` checks; needed only for units that are released."""
         module = self.module()
         assert module is not None, "the module was deleted in its forward"
         return Attributes(module)
@@ -52,10 +52,10 @@ class Scope:
 
     @property
     def is_replaced(self) -> bool:
-        """Whether all the module's parameters are replaced, as within ``full_parameters``; then nothing is gathered."""
+        """Whether other tensors have replaced all parameters, as in ``full_parameters``: nothing is gathered then."""
         if self.depth:
             return False
-        for holder, name, parameter, _ in self.entries:  # run for each module call; usually the first entry decides
+        for holder, name, parameter, _ in self.entries:  # runs in each forward; usually the first entry decides
             if holder.get(name) is parameter:
                 return False
         return True
@@ -66,9 +66,9 @@ class Scope:
             return
         for holder, attribute, parameter, view in self.entries:
             if holder.get(attribute) is not parameter:
-                continue  # replaced by the user: within ``full_parameters`` or ``torch.func.functional_call``
+                continue  # already replaced: within ``full_parameters`` or ``torch.func.functional_call``
             if view.dtype is not parameter.dtype and not torch.is_autocast_enabled(view.device.type):
-                continue  # gathered for autocast; without autocast the module computes in the parameter's own dtype
+                continue  # gathered in autocast's dtype; outside autocast, the parameter's own dtype is used
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
             if self.shown and view in self.shown:
@@ -100,9 +100,10 @@ class Scope:
 
 
 def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
-    """Modules that contain the owners (given by ``id``) and where compiled code may begin.
+    """Yield the modules where compiled code may begin, if a submodule is among ``owners`` (given by ``id``).
 
-    These are the root; its children, which compiled methods of the root call; and modules that are compiled already.
+    Compiled code may begin in the root, in its children (called by compiled methods of the root), and in modules that
+    are already compiled.
     """
     for module in dict.fromkeys([root, *root.children(), *filter(is_compiled, root.modules())]):
         if any(id(inner) in owners for inner in module.modules() if inner is not module):

@@ -9,9 +9,9 @@ stage and state                 masters                ``full``              ``v
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
-Where each machine has all parameters (``shard_within``), masters in fp32 are a slice of ``part``.
+If each machine has all parameters (``shard_within``), masters in fp32 are a slice of ``part`` instead.
 
-``residency`` says where the master weights are. The state of ``full`` is a ``BucketState``::
+``residency`` describes where the master weights are stored. The state of ``full`` is a ``BucketState``::
 
               gather               wait              release, or a failure
     SHARDED ----------> GATHERING ------> GATHERED ----------------------> SHARDED
@@ -62,11 +62,11 @@ class BucketState(Enum):
 
 @dataclass
 class BackgroundUpdate:
-    """The last background update of the master weights, until ``full`` shows its result."""
+    """A background update of the master weights whose result ``full`` does not show yet."""
 
     work: BackgroundWork
     is_early: bool  # whether the update may begin in backward; the same on every rank
-    awaits_step: bool  # the update began in backward, and the optimizer's step has not been called yet
+    awaits_step: bool  # the update began in backward, before the optimizer's step, which has not been called yet
     writes_to_buffer: bool  # the update writes to ``full`` as well as to the master weights
     was_kept: bool  # user code had a tensor over ``full`` when the update began
 
@@ -83,23 +83,23 @@ class SharedByBuckets(NamedTuple):
 
 
 class Bucket:
-    """The parameters of one (unit, dtype, requires_grad), one after another in a flat buffer.
+    """Parameters of one unit with the same dtype and ``requires_grad``, one after another in a flat buffer.
 
     Args:
         parameters: the module's own parameters, in the order of the layout.
-        full: the flat buffer, 1-D, in the compute dtype; with memory only where all values stay gathered.
-        part: the values that gathers start from, where each machine has all parameters; None if gathers start from
-            ``residency``.
+        full: the flat buffer, 1-D, in the compute dtype; without memory unless all values stay gathered at rest.
+        part: the values that gathers start from if each machine has all parameters; None if gathers start from the
+            values in ``residency``.
         number: the bucket's number among all buckets, the same on every rank.
         gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
 
     Attributes:
-        update: the last background update, if ``full`` does not show its result yet.
-        views: views of ``full``: the ordinary parameters that modules compute with.
-        parameters: weak references; empty once the parameters are ordinary again.
-        awaits_refresh: whether hooks are running between an update and the gather that shows its result.
-        was_written: whether values were written, other than by updates, since the last gather that showed an update;
-            ranks may differ.
+        update: the last background update, if ``full`` does not show its result yet; else None.
+        views: views of ``full`` by parameter, with which modules compute.
+        parameters: weak references to the module's parameters; an empty list once these are ordinary again.
+        awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
+        was_written: whether anything except updates has written values since the last ``refresh``; may differ between
+            ranks.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Bucket:
 
     @property
     def is_whole_here(self) -> bool:
-        """Whether ``full`` has all values of the parameters at rest, and no gather is running."""
+        """Whether ``full`` permanently holds all values in the parameters' dtype, and no gather is running."""
         return self.is_replicated and self.full.dtype == self.dtype and self.state is BucketState.GATHERED
 
     def parameter(self, index: int) -> nn.Parameter:
@@ -181,15 +181,15 @@ class Bucket:
         return parameter
 
     def whole_of(self, index: int, share: Tensor) -> Tensor:
-        """A tensor of a parameter's shape from this rank's share of it. Collective where the parameter is divided."""
+        """Gather a tensor shaped like a parameter from the ranks' shares. Collective if the parameter is divided."""
         return self.communicator.tensor.whole(share, self.layout.segments[index].share)
 
     def segment_view(self, index: int) -> Tensor:
-        """A parameter's range of ``full``."""
+        """The view of ``full`` with a parameter's values, in the parameter's shape."""
         return self._buffer.segments[index]
 
     def has_master(self, master: Any) -> None:
-        """Register a master weight tensor, which may lie over ``full``, for as long as it lives."""
+        """Register a master weight tensor, by weak reference, if it is a view of ``full``."""
         if self.is_in_buffer:
             self._buffer.masters.add(master)
 
@@ -212,10 +212,11 @@ class Bucket:
             self.residency.fetch(update.work if update is not None else None)
 
     def gather(self, *, refresh: bool = False, by_changes: bool = False) -> None:
-        """Start to fill ``full``; call ``wait`` before reading it. No effect if already filled, unless ``refresh``.
+        """Start to fill ``full``; call ``wait`` before reading it. No effect if a gather has begun, unless ``refresh``.
 
         Args:
-            by_changes: send changes of values, which requires that all ranks had the same values before.
+            refresh: gather again, after a change of the values that gathers start from.
+            by_changes: send only changes, which requires that ``full`` had the same values on all ranks before.
         """
         if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
             return
@@ -254,7 +255,7 @@ class Bucket:
         return self.part.values()
 
     def _start_gather(self, own: Tensor | None, by_changes: bool) -> Pending:
-        """Copy this rank's values to their slice of ``full``, unless already done, and start the all-gather."""
+        """Copy this rank's values ``own`` to its slice of ``full``, unless None, and start the all-gather."""
 
         def gather() -> Pending:
             if own is not None and by_changes and not self._is_left:
@@ -329,7 +330,7 @@ class Bucket:
         self.residency.follow(part, written)
 
     def _free(self) -> None:
-        # Computation with a stray reference to a view must give NaN, not read freed memory.
+        # Computing with a view that user code still holds must give NaN, not read freed memory.
         for view, placeholder in zip(self.views, self._placeholders):
             show(view, placeholder)
         self._buffer.free()
@@ -344,7 +345,7 @@ class Bucket:
 
     @property
     def is_updated_late(self) -> bool:
-        """Whether a gather would probably wait for an update that did not begin before the optimizer's step."""
+        """Whether a gather would probably wait for an update, since the update begins only at the optimizer's step."""
         return self.update is not None and not self.update.is_early
 
     def before_update(self) -> None:
@@ -360,33 +361,33 @@ class Bucket:
     ) -> None:
         """Start to update the master weights in another thread.
 
-        ``begin`` receives another tensor to write this rank's new values to, in the compute dtype; None where gathers
-        start from the master weights.
+        ``begin`` receives a tensor in the compute dtype to which the update also writes this rank's new values, or
+        None if gathers start from the master weights.
         """
-        # not during backward, which still needs ``full``
+        # not if the update begins in backward, which still needs the former values in ``full``
         writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
-        was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over it
+        was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over ``full``
         # ``data``, so that the update is not taken for a write by a module
         shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
         self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
 
     def correct_update(self, part: slice, values: Tensor) -> None:
-        """After a write to a range of the master weights, write to ``full`` too if the last update did."""
+        """Repeat a write to a range of the master weights in ``full``, if the last update wrote to ``full``."""
         if self.update is not None and self.update.writes_to_buffer:
             self.full.data[self._shard][part].copy_(values)
 
     @property
     def sends_changes(self) -> bool:
-        """Whether an update is sent to other machines as changes of the values there, unless those were written to."""
+        """Whether gathers after updates send changes of values to other machines, unless other code wrote values."""
         return self.residency.plan.sends_changes
 
     def refresh(self, by_changes: bool = False) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
 
-        With one rank, the next ``wait`` gathers: no other rank is involved, and the update may still be running.
+        With one rank, the next ``wait`` gathers instead: no other rank is involved, and the update may still run.
 
-        Returns True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (a module
-        that has stored a row of its weight) and may read that tensor at any time.
+        Returns True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (for
+        example, a module has stored a row of its weight) and may read this tensor at any time.
         """
         self.was_written = False
         if self.part is not None:
@@ -411,10 +412,11 @@ class Bucket:
             part.refresh(self.residency.own_values(), by_changes)
 
     def cut_anew(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
-        """Give each parameter one owner.
+        """Change the layout, so that each parameter has one owner.
 
         Args:
-            values: the full master weights.
+            owners: the owner of each parameter, as a position in the order of shards.
+            values: the full master weights of each parameter.
         """
         self.wait()
         self.layout = self.layout.with_owners(owners)
@@ -436,11 +438,11 @@ class Bucket:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Stay sharded after a failure. A running gather is not awaited: other ranks may never take part."""
+        """Remain sharded after a failure. Does not wait for a running gather: other ranks may never take part."""
         self._pending.clear()
         if not self.is_replicated and self.is_ready:
             self._free()
-        if self.part is not None:  # values from other machines may be from before or after an update
+        if self.part is not None:  # ``part`` may mix values from before and after an update
             self.layout = replace(self.layout, nodes=1)
             self.residency.leave_part(self.layout)
             self.part.abandon()
@@ -449,12 +451,12 @@ class Bucket:
         self.state = BucketState.SHARDED  # a replicated buffer may be partly overwritten
 
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
-        """Use a new communicator for the same ranks, after a failure of the former one."""
+        """Use a new communicator between the same ranks, after the previous one has failed."""
         self.communicator, self.rendezvous = communicator, rendezvous
-        self._is_left = self.layout.order is not None  # regardless of the new communicator's order
+        self._is_left = self.layout.order is not None  # if so, gathers broadcast each shard
 
     def leave_disk(self, may_read: bool) -> None:
-        """Move the master weights to memory, before their file is removed."""
+        """Move master weights from a disk to memory, before their file is removed."""
         if self.states is not None:
             gathered = self.full[self._shard].clone() if self.is_ready else None
             self.residency.leave_disk(gathered, may_read)

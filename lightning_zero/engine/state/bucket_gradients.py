@@ -24,19 +24,20 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _SMALL, _SMALL_BUCKET = 2**13, 2**20
-"""Maximum elements per gradient, and per bucket with small gradients on average, for gradients to be kept separately
-and copied into the flat buffer together: copying each would cost more in calls than in bytes."""
+"""Gradients of up to ``_SMALL`` elements are kept separately and copied into the flat buffer together, as are all
+gradients of a bucket with up to ``_SMALL_BUCKET`` elements and ``_SMALL`` on average. If each gradient were copied
+alone, the calls would take longer than the copies."""
 
 
 class BucketGradients:
     """Local gradients of a bucket's parameters, in one flat buffer or separate, and their mean over ranks.
 
     Args:
-        reduce_dtype: dtype of gradients in collectives; if None or wider, the dtype of accumulation is used.
-        chunk_numel: elements above which the gradient of one parameter is reduced in chunks of about that size.
+        reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
+        chunk_numel: a parameter alone in its bucket is reduced in chunks of about this many elements if it has more.
 
     Attributes:
-        reduces: whether gradients of the current backward are reduced at its end.
+        reduces: whether the current backward reduces gradients.
         crosses: whether these gradients are also summed over machines, where each machine has all parameters.
         flat: the flat buffer, if there is one.
     """
@@ -47,19 +48,19 @@ class BucketGradients:
         self._dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
             self._wire_dtype = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
-        # Dividing by the number of ranks is free in the copy of a gradient into the flat buffer, unless that copy casts
-        # the gradient. With a narrow dtype on the wire, dividing first also keeps the sum in range.
+        # The copy of a gradient into the flat buffer can divide by the number of ranks at no cost, unless the copy
+        # casts. Dividing before the sum also keeps the sum in range in a narrow ``_wire_dtype``.
         self._can_take_mean_first = communicator.size > 1 and (
             bucket.full.dtype == self._dtype or self._wire_dtype != self._dtype
         )
         self._codec = bucket.gradient_codec or Cast(self._wire_dtype)
-        # Within a machine nothing is encoded if sums over machines follow.
+        # If a sum over machines follows, gradients are not compressed within a machine.
         self._first_codec = Cast(self._dtype) if bucket.part is not None else self._codec
         are_small = layout.numel <= _SMALL * len(layout.segments)
-        # The gradient itself is as large as the parameter; its reduction need not take that much memory again.
+        # A large gradient is reduced in chunks, so that its reduction does not take as much memory again.
         is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
-        # Reduce without a copy into one buffer, but not many small gradients, where the calls cost more than the copy,
-        # and not where a large gradient would be cast as a whole.
+        # Gradients are reduced without a copy into one buffer, except if they are small (the calls would cost more than
+        # the copy), or if a large one would have to be cast all at once.
         takes_spans = communicator.along(bucket.over).takes_spans and self._first_codec == Cast(self._dtype)
         is_cast_in_chunks = is_alone_and_large and bucket.full.dtype != self._dtype
         self._reduces_in_spans = takes_spans and not are_small and not is_cast_in_chunks
@@ -70,7 +71,7 @@ class BucketGradients:
             self._reduces_in_spans or communicator.size == 1 or copied_together or self._chunk_numel is not None
         )
         self._category = "gradients" if is_alone_and_large else "reduction"
-        # Gradients that are kept separately are counted unless they are soon copied to a flat buffer.
+        # The ledger counts separately kept gradients, unless they are soon copied to a flat buffer.
         self._is_counted_apart = self._reduces_in_spans or self._chunk_numel is not None
         self._shares = {
             number: segment.share for number, segment in enumerate(layout.segments) if segment.share.is_divided
@@ -79,15 +80,15 @@ class BucketGradients:
         self.flat: Tensor | None = None
         self._apart: dict[int, Tensor] = {}  # separately kept gradients, by parameter index
         self._filled = [False] * len(layout.segments)
-        self._streams: list[torch.Stream] = []  # streams that gradients came on; each has waited for the one before
-        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` and its version
+        self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the stream before
+        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set, and its version
         self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a local gradient of one parameter; the caller must not use the tensor afterwards.
+        """Add a local gradient of one parameter. The caller must not use the tensor afterwards.
 
         Args:
-            gradient: a tensor in the parameter's full shape, or in the shape of this rank's share.
+            gradient: has the parameter's full shape, or the shape of this rank's share.
         """
         self._turn_to_current_stream()
         if isinstance(gradient, ShardedTensor):
@@ -96,7 +97,7 @@ class BucketGradients:
             gradient = gradient.to_dense()
         if (
             share := self._shares.get(index)
-        ) is not None and gradient.shape == share.shape:  # from a use of the whole parameter
+        ) is not None and gradient.shape == share.shape:  # the whole parameter was used
             gradient = share.own(gradient)
         stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
         if stays_apart and self.reduces and not self._filled[index]:
@@ -128,7 +129,7 @@ class BucketGradients:
             self._filled[index] = True
 
     def _in_dtype_of_accumulation(self, index: int) -> Tensor:
-        """A gradient that is kept separately, cast so that another gradient can be added."""
+        """Cast a separately kept gradient to the dtype of accumulation, and return it."""
         before, gradient = self._apart[index], self._apart[index].to(self._dtype)
         self._apart[index] = gradient
         if self._is_counted_apart:
@@ -136,9 +137,9 @@ class BucketGradients:
         return gradient
 
     def _turn_to_current_stream(self) -> None:
-        """Make the current stream wait for the stream that earlier gradients came on.
+        """Make the current stream wait for the stream that computed the earlier gradients.
 
-        Autograd computes a gradient on the stream that ran the forward, and a module may use streams of its own.
+        Autograd computes a gradient on the stream of the module's forward, and a module may use streams of its own.
         """
         stream = current_stream(self.bucket.full.device)
         if stream is not None and not (self._streams and stream == self._streams[-1]):
@@ -157,16 +158,16 @@ class BucketGradients:
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
             gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
-            if gradient is not None:  # set by the user; autograd would have added to it
+            if gradient is not None:  # set by the user: add it, as autograd would
                 flat.add_(gradient)
             slot.parameter.grad = gradient = flat.to(self.bucket.dtype)
             self._unsynchronised[slot.index] = weakref.ref(gradient), gradient._version
         return [slot for slot in shown if slot.hooks_after_reduction]
 
     def resume_unsynchronised(self, leaf: Tensor | None) -> None:
-        """Continue with the local gradients of ``show_unsynchronised``, as ``p.grad`` holds them now.
+        """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, with changes by the user.
 
-        Autograd has already added a gradient of this backward to the earlier gradient of ``leaf``.
+        Autograd has already added a gradient of this backward to ``leaf.grad``.
         """
         for index, (shown, version) in self._unsynchronised.items():
             parameter = self.bucket.parameter(index)
@@ -187,20 +188,20 @@ class BucketGradients:
         self._unsynchronised.clear()
 
     def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is a view of the flat buffer, as ``show_unsynchronised`` set it."""
+        """Whether a gradient is still the view of the flat buffer that ``show_unsynchronised`` set."""
         if self.flat is None or not self._filled[index] or isinstance(gradient, WrapperTensor):
             return False
         return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
 
     def _take_local(self) -> None:
-        """Accumulate ordinary tensors in ``p.grad``: they are local to this rank, and DDP would reduce them too."""
+        """Accumulate each ``p.grad`` that is an ordinary tensor: it is local to this rank, and DDP would reduce it."""
         for slot in slots_of(self.bucket):
             gradient = slot.parameter.grad
             if gradient is not None and not isinstance(gradient, WrapperTensor):
                 self.accumulate(slot.index, gradient)
 
     def drop(self) -> None:
-        """Drop gradients that were accumulated and not reduced."""
+        """Drop gradients that were accumulated but not reduced."""
         if self.flat is not None:
             self.bucket.ledger.add("reduction", -self.flat.untyped_storage().nbytes())
         self._take_apart()
@@ -225,7 +226,7 @@ class BucketGradients:
     def start_reduction(self) -> Pending:
         """Start to sum the gradients over ranks, with zeros for parameters without a gradient.
 
-        Where each machine has all parameters, the sum is only over the machine's ranks; ``start_crossing`` follows.
+        If each machine has all parameters, this sums only over the machine's ranks; then call ``start_crossing``.
         """
         self._turn_to_current_stream()
         self._take_local()
@@ -262,7 +263,7 @@ class BucketGradients:
         return f"the gradient reduction of unit {self.bucket.unit_name!r}"
 
     def start_crossing(self, pending: Pending) -> Pending | None:
-        """Once the sum within the machine has arrived, start to sum it over machines, with earlier accumulated sums.
+        """Wait for the sum within the machine, add accumulated earlier sums, and start to sum the total over machines.
 
         Returns None if this backward sums nothing over machines.
         """
@@ -293,7 +294,7 @@ class BucketGradients:
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
-        """Wait for the first reduction of gradients, and take the mean; a later reduction sums parts of the mean."""
+        """Wait for the first reduction, and divide by the number of ranks: a later sum over machines gives the mean."""
         total = self._sum_of(pending)
         if isinstance(total, Tensor) and not self._can_take_mean_first:
             total.mul_(self._mean)
@@ -322,7 +323,7 @@ class BucketGradients:
         return Pending(what, Started([], [], reduction.finish))
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
-        """Complete a sum that was taken only within a machine. Collective."""
+        """Return the sum over machines of sums within machines. Collective."""
         self.bucket.rendezvous.meet(
             f"the gradients of unit {self.bucket.unit_name!r}, which are summed within machines"
         )
@@ -332,14 +333,14 @@ class BucketGradients:
         return total
 
     def _take_apart(self) -> dict[int, Tensor]:
-        """Hand over the gradients that were kept separately; the bucket forgets them."""
+        """Remove and return the separately kept gradients."""
         apart, self._apart = self._apart, {}
         if self._is_counted_apart:
             self.bucket.ledger.add(self._category, -sum(gradient.nbytes for gradient in apart.values()))
         return apart
 
     def _start_in_chunks(self, chunk_numel: int) -> Pending:
-        """``start_reduction`` for the gradient of a bucket's only parameter, in chunks."""
+        """Start to reduce the gradient of a bucket's only parameter in chunks."""
         gradient, factor = next((each.view(-1) for each in self._apart.values()), None), self._mean
         if (flat := self.flat) is not None:  # gradients accumulated without synchronisation
             self.flat, factor = None, 1.0
@@ -376,7 +377,7 @@ class BucketGradients:
         return Pending(self._what, Started([], [], finish))
 
     def _complete_flat(self) -> Tensor:
-        """Take the flat buffer, including separately kept gradients, and zeros for missing gradients."""
+        """Remove and return the flat buffer, with separately kept gradients copied in and zeros for missing ones."""
         flat = self._make_flat() if self.flat is None else self.flat
         apart, filled = self._take_apart(), self._filled
         self._filled = [False] * len(filled)
@@ -434,7 +435,7 @@ class BucketGradients:
         return shards
 
     def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
-        """Add a sum within this machine to the gradient shard, which is incomplete from then on."""
+        """Add a sum within this machine to the gradient shard, which then lacks the other machines' gradients."""
         layout, shard = self.bucket.layout, self._accumulating_shard(slots)
         (begin, _), (low, high) = layout.own_part, layout.own_range
         own = slice(low - begin, high - begin)
@@ -445,7 +446,7 @@ class BucketGradients:
         return shard
 
     def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
-        """The shard that all non-None ``.grad`` show, zeroed where ``.grad`` is None; None without such a shard."""
+        """The shard that all ``.grad`` except None show, zeroed where ``.grad`` is None. None if there is none."""
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard, dropped = shard_of_all(held), set(slots).difference(held)
         if shard is not None:
@@ -459,7 +460,7 @@ class BucketGradients:
         return shard
 
     def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:
-        """Set ``p.grad`` to the reduced gradient, for those parameters that had a gradient on any rank."""
+        """Set ``p.grad`` to the reduced gradient, for the parameters that had a gradient on any rank."""
         parts: dict[GradientShard, dict[int, Tensor]] = {}
         for slot, is_used in zip(slots_of(self.bucket), used):
             shard = shards.get(slot.index)  # with one rank, None if the gradient comes late

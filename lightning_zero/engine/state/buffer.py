@@ -17,7 +17,7 @@ from lightning_zero.engine.state.ledger import Ledger
 
 
 def without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A 1-D tensor whose storage has zero bytes."""
+    """Make a 1-D tensor whose storage has zero bytes."""
     tensor = torch.empty(numel, dtype=dtype, device=device)
     tensor.untyped_storage().resize_(0)
     return tensor
@@ -26,18 +26,18 @@ def without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
 class GatheredBuffer:
     """The full parameters of a bucket, one after another.
 
-    Device memory is allocated and freed on one stream, which first waits for all streams that used the memory.
-    ``masters`` are the master weight tensors over the buffer.
+    Device memory is allocated and freed on one stream. Before freeing, this stream waits for all streams that used the
+    memory. ``masters`` are the master weight tensors that are views of the buffer.
     """
 
     def __init__(self, tensor: Tensor, layout: BucketLayout, ledger: Ledger, stays: bool) -> None:
         self.tensor, self._layout, self._ledger = tensor, layout, ledger
         self._nbytes = tensor.numel() * tensor.element_size()
-        self.segments: list[Tensor] = []  # made later: a tensor that never had memory cannot be viewed
+        self.segments: list[Tensor] = []  # made at the first allocation, before which views fail
         self.masters: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._own_holders: int | None = None  # the engine's tensors over the buffer, without masters; None: not counted
+        self._own_holders: int | None = None  # number of the engine's tensors, except masters; None: not counted
         self._allocated_on: torch.Stream | None = None  # None on the CPU
-        self._arrived: torch.Event | None = None  # recorded once the first stream has waited for the gather
+        self._arrived: torch.Event | None = None  # recorded after the first stream's wait for the gather
         self._used_on: list[torch.Stream] = []
         if stays:
             ledger.add("parameters", self._nbytes)
@@ -82,18 +82,18 @@ class GatheredBuffer:
     # -- tensors over the buffer ------------------------------------------------------------------------------------
 
     def count_holders(self, others: int) -> None:
-        """Count the engine's own tensors over the buffer, unless already counted; user code must not have any yet.
+        """Count the engine's own tensors over the buffer, unless already counted, before user code can have any.
 
         Args:
-            others: the number of tensors over the buffer in addition to ``tensor`` and ``segments``. There may briefly
-                be more: a Gloo thread drops the tensor of a broadcast only after the wait for the broadcast has ended.
+            others: the number of tensors over the buffer in addition to ``tensor`` and ``segments``, as a limit: more
+                may exist briefly, since a Gloo thread drops a broadcast's tensor only after the wait has ended.
         """
         if self._own_holders is None:
             of_this_call = 1
             self._own_holders = min(self._holders_but_masters(), 1 + len(self.segments) + others + of_this_call)
 
     def forget_holders(self) -> None:
-        """Count the engine's own tensors again next time, since some were created or deleted."""
+        """Make ``count_holders`` count again, since the engine has created or deleted tensors over the buffer."""
         self._own_holders = None
 
     @property
@@ -106,11 +106,12 @@ class GatheredBuffer:
 
 
 def let_freed_memory_stay() -> None:
-    """Keep freed memory in the process, so that new buffers reuse it and the system need not clear it again.
+    """Keep freed memory in the process, so that new buffers reuse it and the system need not zero new memory.
 
-    glibc returns blocks larger than the largest one freed so far (up to 32 MiB) to the system at once, and free memory
-    at the end of its heap beyond twice that size: see ``mallopt(3)``, M_MMAP_THRESHOLD. Freeing one large block that
-    is never touched raises both limits; ``mallopt`` itself would override what the user has set in the environment.
+    By default, glibc returns a freed block to the system at once if it is larger than all blocks freed before (up to
+    32 MiB), and returns free memory at the end of its heap beyond twice that size: see ``mallopt(3)``,
+    M_MMAP_THRESHOLD. Freeing one large block, which is never touched, raises both limits. A call of ``mallopt`` would
+    override what the user has set in the environment.
     """
     if sys.platform == "linux":
         system = ctypes.CDLL(None)

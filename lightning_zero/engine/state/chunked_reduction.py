@@ -1,7 +1,7 @@
 """Reduction of one very large gradient in chunks, with buffers that do not grow with the gradient.
 
-(Constant-size buffers, C_B in Rajbhandari et al., "ZeRO", SC20, section 6.2.) A chunk consists of a piece of each
-rank's range, so that each rank receives a piece of its own shard.
+(Constant-size buffers, C_B in Rajbhandari et al., "ZeRO", SC20, section 6.2.) Each chunk contains a piece of every
+rank's range, so that each chunk's reduction gives every rank a piece of its own shard.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from lightning_zero.engine.plan.layout import ALIGNMENT
 from lightning_zero.engine.state.ledger import Ledger
 
 _IN_FLIGHT = 2
-"""Chunks in flight at once: one travels while another is copied."""
+"""Number of chunks in flight: one is sent while another is copied."""
 
 
 class ChunkedReduction:
@@ -30,9 +30,10 @@ class ChunkedReduction:
         own_numel: number of elements in this rank's range.
         collectives: the collectives between these ranks.
         codec: encodes the chunks that are sent.
-        factor: the number to multiply the gradient by first.
+        factor: the gradient is multiplied by this number before the sum.
         chunk_numel: approximate number of elements in a chunk.
-        like: an empty tensor of the result's dtype, on its device.
+        like: an empty tensor with the dtype and device of the result.
+        ledger: counts the buffers.
         what: describes the sum, for error messages.
     """
 
@@ -52,7 +53,7 @@ class ChunkedReduction:
     ) -> None:
         self._gradient, self._ranges, self._collectives, self._codec = gradient, ranges, collectives, codec
         self._factor, self._like, self._ledger, self._what = factor, like, ledger, what
-        self._length = max(stop - start for start, stop in ranges)  # of each range that is not empty
+        self._length = max(stop - start for start, stop in ranges)  # of each nonempty range
         chunks = max(-(-max(stop for _, stop in ranges) // chunk_numel), 1)
         self._step = max(-(-self._length // chunks // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self._starts = deque(range(0, self._length, self._step))
@@ -84,7 +85,7 @@ class ChunkedReduction:
         self._running.append((start, self._collectives.reduce_scatter(flat, ranges, self._codec, self._what), nbytes))
 
     def _copy_into(self, chunk: Tensor, start: int) -> None:
-        """Copy each range's elements from ``start`` into a row of ``chunk``, cast, then multiplied; padding is zero."""
+        """Fill each row of ``chunk`` with a range's elements from ``start``, cast and multiplied; zero the padding."""
         filled, width, length = 0, chunk.shape[1], self._length
         if self._gradient is not None:
             whole = len(self._gradient) // length

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 class ShownGradient(Deferred):
-    """The values of one ``p.grad``; the tensor and all its aliases hold this object.
+    """The values of one ``p.grad``. The ``p.grad`` tensor and all its aliases refer to this object.
 
-    ``local`` is this rank's range of the values, 1-D, in the memory of ``shard``. It stays the same tensor object when
-    another reduction moves the values to a new shard, so that aliases follow.
+    ``local`` is this rank's range of the values, 1-D, a view of ``shard``. It remains the same tensor object when
+    another reduction moves the values to a new shard, so that aliases show the new values.
     """
 
     def __init__(self, slot: BucketSlot, local: Tensor, shard: GradientShard) -> None:
@@ -36,7 +36,7 @@ class ShownGradient(Deferred):
 
 
 class _Count:
-    """Bytes that a ledger counts."""
+    """A number of bytes in a ledger, which ``set`` changes."""
 
     def __init__(self, ledger: Ledger, category: str) -> None:
         self._ledger, self._category, self._nbytes = ledger, category, 0
@@ -47,7 +47,7 @@ class _Count:
 
 
 class Accumulated(NamedTuple):
-    """This rank's part of a bucket, summed within a machine, and the function that completes the sum."""
+    """Gradients of this rank's part of a bucket, summed within a machine, and the function that completes the sum."""
 
     part: Tensor
     sum_over_machines: Callable[[Tensor], Tensor]
@@ -56,20 +56,22 @@ class Accumulated(NamedTuple):
 class GradientShard:
     """This rank's shard of a bucket's reduced gradient. It lives as long as some ``p.grad`` shows a range of it.
 
-    With one rank each parameter has a shard of its own, so that no gradient is copied to a layout for a reduction.
-    Only ``p.grad`` says which values are live: ranges that no ``.grad`` shows are never read.
+    With one rank, each parameter has a shard of its own, since without a reduction no common buffer is needed.
+    Ranges that no ``p.grad`` shows are never read, so their values do not matter.
 
-    Where each machine has all parameters, micro-batches that are not synchronised are summed only within a machine, in
-    ``accumulated``. Reading the gradient before the next synchronised backward completes the sum over machines.
+    If each machine has all parameters, gradients of micro-batches that are not synchronised are summed only within a
+    machine, in ``accumulated``. If a gradient is read before the next synchronised backward, the read completes the sum
+    over machines.
 
     Args:
         spans: layout of ``flat``, see ``BucketLayout.spans_of``.
         start: the position of ``flat`` within this rank's shard of the bucket.
-        arrival: background copy of the values; None if they have arrived.
+        arrival: background copy that fills ``flat``; None if ``flat`` is already filled.
+        ledger: counts the bytes of the values.
 
     Attributes:
-        accumulated: sums within this machine, of which ``flat`` is a range; None without such sums.
-        is_taken: whether ``take`` was called: the values are in a reduction.
+        accumulated: sums within this machine, of which ``flat`` is a range; None if there are none.
+        is_taken: whether ``take`` was called, so that a reduction includes the values.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class GradientShard:
         return self._arrived()
 
     def _arrived(self) -> Tensor:
-        arrival = self._arrival  # another thread may set it to None
+        arrival = self._arrival  # another thread may set the attribute to None
         if arrival is not None:
             arrival.wait()
             self._arrival = None
@@ -108,11 +110,11 @@ class GradientShard:
         return defaultdict(lambda: flat[:0], here)
 
     def range_of(self, part: slice) -> Tensor:
-        """The gradients of adjacent parameters, 1-D, by their range within this rank's shard of the bucket."""
+        """Return the gradients in a range of this rank's shard of the bucket, 1-D."""
         return self.flat[part.start - self._start : part.stop - self._start]
 
     def add(self, total: Tensor, arrival: BackgroundWork | None) -> None:
-        """Add another reduction; only valid if a ``.grad`` shows each range of this shard."""
+        """Add the result of another reduction. Valid only if every range of this shard is shown by a ``.grad``."""
         if arrival is not None:
             arrival.wait()
         self.flat.add_(total)
@@ -125,14 +127,14 @@ class GradientShard:
         Args:
             part: the sum for this rank's part of the bucket.
             own: the range of ``part`` that is this rank's shard.
-            sum_over_machines: completes the sum; returns this rank's shard.
+            sum_over_machines: a function that completes the sum and returns this rank's shard of it.
         """
         if self.accumulated is not None:
             self.accumulated.part.add_(part)
             return
         self._count.set(part.nbytes)
         before, mine = self.flat, part[own]
-        if before.data_ptr() != mine.data_ptr():  # ``before`` is a complete sum, which only this rank adds
+        if before.data_ptr() != mine.data_ptr():  # ``before`` is a complete sum, which no other rank adds
             mine.add_(before.to(mine.device))
         self._move(mine)
         self.accumulated = Accumulated(part, sum_over_machines)
@@ -142,7 +144,7 @@ class GradientShard:
         return any(shown.slot is slot for shown in self._shown)
 
     def clear(self, index: int, in_part: slice) -> None:
-        """Set one parameter's gradient to zero, since nothing shows it any more.
+        """Set one parameter's gradient to zero. Valid only if nothing shows this gradient any more.
 
         Args:
             in_part: the parameter's range within this rank's part of the bucket.
@@ -152,17 +154,17 @@ class GradientShard:
             self.accumulated.part[in_part].zero_()
 
     def take(self) -> Tensor | None:
-        """Hand over the sums within this machine, to be completed; another shard then replaces this one."""
+        """Return the sums within this machine, for a reduction whose result replaces this shard; None without sums."""
         if self.accumulated is None:
             return None
         self.is_taken = True
         return self.accumulated.part
 
     def complete(self) -> None:
-        """Sum the accumulated sums over machines. Collective."""
+        """Complete accumulated sums: sum them over machines. Collective if there are any."""
         if self.accumulated is not None and not self.is_taken:
             total = self.accumulated.sum_over_machines(self.accumulated.part)
-            self.accumulated = None  # only now, since other ranks may have refused
+            self.accumulated = None  # only after the sum, which may raise
             self._move(total)
             self._count.set(total.nbytes)
 
@@ -174,8 +176,8 @@ class GradientShard:
             shown.local.data = parts[shown.slot.index]
 
     def take_over(self, slots: list[BucketSlot]) -> None:
-        """Add the sharded gradients in the parameters' ``.grad``; gradients of an earlier shard now show this one."""
-        # An ordinary tensor in ``.grad`` is this rank's own and has been reduced with the gradients.
+        """Add the sharded gradients in ``.grad`` to this shard; those that show an earlier shard now show this one."""
+        # An ordinary tensor in ``.grad`` was local to this rank, and has already been reduced with the gradients.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
         parts = self.parts() if held else {}
         for slot, gradient in held:
@@ -199,7 +201,7 @@ class GradientShard:
 
 
 def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
-    """The ``ShownGradient`` of a parameter's ``.grad``; None if the user has set it to another tensor."""
+    """The ``ShownGradient`` of a parameter's ``.grad``; None if ``.grad`` is None or set by the user."""
     shown = gradient.keep if isinstance(gradient, ShardedTensor) else None
     return shown if isinstance(shown, ShownGradient) and shown.slot is slot else None
 

@@ -1,4 +1,4 @@
-"""Account of the bytes that an engine holds, by category."""
+"""Memory accounting: the bytes that an engine holds, by category."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 
 
 class Ledger:
-    """Bytes that the engine holds, by category, now and at the moment of the highest total."""
+    """Bytes that the engine holds, by category: those held now, and those held when their total was highest."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""This rank's part of a bucket's parameters, where each machine has all parameters at rest (``shard_within``)."""
+"""This rank's part of a bucket, if the ranks of each machine together hold all parameters (``shard_within``)."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from lightning_zero.engine.tensor.sharded_tensor import flat_range
 
 
 class NodePart:
-    """The parameters of this rank's shard, and of the shards of the ranks in the same place on the other machines.
+    """Parameter values of this rank's shard and of the shards of the ranks with its local index on other machines.
 
-    Gathers of the bucket start from this part and run between the ranks of a machine. Shards are exchanged between
-    machines once after each change; then all ranks in the same place have the same values.
+    The bucket is gathered from the parts of one machine's ranks. After each change of the parameters, machines exchange
+    shards once; then all ranks with the same local index hold the same values.
 
     Args:
-        values: a 1-D tensor in the dtype of the gathered buffer.
+        values: the part's values, a 1-D tensor in the dtype of the gathered buffer.
         number: the bucket's number among all buckets, the same on every rank.
-        what: the purpose of the exchanges, for error messages.
+        what: what is exchanged, in words, for error messages.
 
     Attributes:
-        own: this rank's shard, a view of the values.
+        own: this rank's shard, a view of ``values``.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class NodePart:
         self.own = values[low - self._begin : high - self._begin]
         self._pending: list[Pending] = []
         end_with(self, self._pending)
-        self._arrived: torch.Event | None = None  # recorded after a stream has waited for the last exchange
+        self._arrived: torch.Event | None = None  # recorded on the stream that waited for the last exchange
         ledger.add("parameters", values.nbytes)
 
     def refresh(self, new: Tensor | None, by_changes: bool) -> None:
-        """Start to fetch the other shards, after every rank has changed its own.
+        """Start to fetch the other shards of this part. Every rank has changed its own shard before.
 
         Args:
             new: the new values of this rank's shard; None if they are in ``own`` already.
-            by_changes: send only changes, which requires that all parts had the same values before.
+            by_changes: send only the changes, which requires that all machines had the same values before.
         """
         values, collectives = self.values(), self._collectives
         if by_changes and new is not None:
@@ -60,17 +60,17 @@ class NodePart:
         self._pending.append(pending)
 
     def values(self) -> Tensor:
-        """All values. Waits for the shards that are being fetched."""
+        """The values of this part. Waits for shards that are being fetched."""
         stream = current_stream(self._values.device)
         if self._pending:
             self._pending.pop().wait()
             self._arrived = stream.record_event() if stream is not None else None
         elif self._arrived is not None and stream is not None:
-            stream.wait_event(self._arrived)  # another stream may have waited before
+            stream.wait_event(self._arrived)  # that wait may have been on another stream
         return self._values
 
     def exchange(self, segment: Segment) -> None:
-        """Fetch a parameter from the ranks whose shards contain it, after all have changed ``own``. Collective."""
+        """Fetch a parameter's values in this part from their owners, which have changed their ``own``. Collective."""
         start, stop = self._range_of(segment)
         ranges = [
             (min(max(low, start), stop) - start, min(max(high, start), stop) - start) for low, high in self._ranges
@@ -78,21 +78,21 @@ class NodePart:
         self._collectives.all_gather(self.values()[start:stop], ranges, self._number, self._what).wait()
 
     def write(self, segment: Segment, value: Tensor) -> None:
-        """Copy a parameter's value, the same on every rank, to this part; its shape expands to the parameter's."""
+        """Write ``value``, the same on every rank, to a parameter in this part; expand it to the parameter's shape."""
         start, stop = self._range_of(segment)
         begin = self._begin - segment.start
         self.values()[start:stop].copy_(flat_range(value.expand(segment.shape), start + begin, stop + begin))
 
     def _range_of(self, segment: Segment) -> tuple[int, int]:
-        """A parameter's range within this part; it may be empty."""
+        """A parameter's range within this part, possibly empty."""
         start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
         return start, stop
 
     def cut_anew(self, flat: Tensor, layout: BucketLayout) -> NodePart:
-        """Return a new part, for another layout, that replaces this one.
+        """Return the part for a new layout, which replaces this part.
 
         Args:
-            flat: a 1-D tensor with the values of all parameters.
+            flat: the values of all parameters in the new layout, 1-D.
         """
         self._count_out()
         return NodePart(
@@ -105,7 +105,7 @@ class NodePart:
         )
 
     def abandon(self) -> None:
-        """Drop this part after a failure, without waiting for a running exchange: other ranks may never take part."""
+        """Drop this part after a failure. A running exchange is not awaited: other ranks may never join it."""
         self._pending.clear()
         self._count_out()
 

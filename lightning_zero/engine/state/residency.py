@@ -1,7 +1,7 @@
-"""Where this rank's master weights are at rest: in the gathered buffer or its part, on the device, the host or a disk.
+"""Where this rank's master weights are at rest: gathered buffer, part of the parameters, device, host memory or disk.
 
-Where a gather cannot start from the master weights, there is also a copy of them in the compute dtype. A
-``ResidencyPlan`` says where both are, without values; a ``Residency`` holds the values.
+If gathers do not start from the master weights, a copy in the compute dtype may be at rest, too. A ``ResidencyPlan``
+says where the master weights and the copy are; a ``Residency`` holds their values.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ class Medium(Enum):
     """Where a rank's values are at rest."""
 
     BUFFER = "this rank's slice of the gathered buffer"
-    PART = "this rank's slice of its part of the parameters, where each machine has all of them"
-    DEVICE = "separate memory on the device that computes"
+    PART = "this rank's shard within its part of the parameters (``shard_within``)"
+    DEVICE = "separate memory on the computing device"
     HOST = "the host's memory"
     DISK = "a file"
 
 
 SHOWN = (Medium.BUFFER, Medium.PART)
-"""Media that are slices of memory that gathers fill too."""
+"""Media in which this rank's values are a slice of memory that also holds other ranks' values."""
 
 _MEDIA = {None: None, "cpu": Medium.HOST, "nvme": Medium.DISK}
 
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """Where one rank's master weights of a bucket are at rest. Arithmetic only.
+    """Where one rank's master weights of a bucket are at rest; the plan itself holds no values.
 
-    ``copy`` is where the copy in the compute dtype is; None where gathers start from the master weights.
+    ``copy`` is where the master weights' copy in the compute dtype is at rest; None if there is no copy.
     """
 
     layout: BucketLayout
-    device: torch.device  # the device that computes
+    device: torch.device  # the computing device
     master_dtype: torch.dtype
     compute_dtype: torch.dtype  # of the gathered buffer
-    is_replicated: bool  # the gathered buffer keeps all values at rest
+    is_replicated: bool  # whether the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
-    sends_changes: bool  # updates send changes of the former values, and so must not overwrite them
+    sends_changes: bool  # whether updates are sent as changes, for which the former values must be kept
 
     @classmethod
     def of(
@@ -68,17 +68,17 @@ class ResidencyPlan:
         trains: bool,
         compresses: bool = False,
     ) -> ResidencyPlan:
-        """Plan from the stage, the offload options (None if this bucket stays on the device) and the dtypes.
+        """Plan where the master weights and their copy are at rest.
 
-        ``compresses``: changes of 16-bit parameters are sent where other machines have the former values.
-        Frozen parameters have no separate master weights.
+        ``offload`` is None if the bucket stays on the device. With ``compresses``, changes of 16-bit parameters are
+        sent to machines that have the former values. Master weights of frozen parameters keep the parameters' dtype.
         """
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
         offloaded_to = _MEDIA[offload.optimizer] if offload is not None and trains else parameters_on
         master_dtype = torch.float32 if trains and dtype in LOW_PRECISION else dtype
         is_cast = master_dtype != compute_dtype
         is_replicated = not placements.parameters.is_sharded
-        # With one rank the shard is the full bucket: a separate gathered buffer would be a second copy.
+        # With one rank, the shard is the full bucket: a separate gathered buffer would be a second copy.
         if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
             is_replicated = True
         at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
@@ -96,20 +96,20 @@ class ResidencyPlan:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of this rank's shard."""
+        """The number of elements in this rank's shard."""
         return self.layout.shard_numel(self.layout.rank)
 
     @property
     def is_offloaded(self) -> bool:
-        """Whether the master weights are updated away from the device, in the background."""
+        """Whether the master weights are in host memory or on a disk, and are updated in the background."""
         return self.masters in (Medium.HOST, Medium.DISK)
 
     @property
     def updates_write_to_buffer(self) -> bool:
-        """Whether a background update may write its result to the gathered buffer as well.
+        """Whether a background update may write its result to the gathered buffer as well as to the master weights.
 
-        False where gathers can start from master weights in the compute dtype, or from a copy of them, and where
-        gathers send changes of the buffer's values.
+        True only if the buffer keeps all values at rest. Even then, False if gathers start from a copy or from master
+        weights in memory in the compute dtype, or if they send changes of the buffer's values.
         """
         if self.sends_changes:
             return False
@@ -117,7 +117,7 @@ class ResidencyPlan:
         return self.is_replicated and self.copy is None and (is_cast or self.masters is Medium.DISK)
 
     def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
-        """The tensors that a rank keeps at rest: the name, medium and bytes of each."""
+        """Iterate over the tensors that this rank keeps at rest, as (name, medium, bytes)."""
         shard = self.shard_numel
         if self.is_replicated:
             yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.compute_dtype.itemsize
@@ -130,20 +130,20 @@ class ResidencyPlan:
             yield "parameters", self.copy, shard * self.compute_dtype.itemsize
 
     def reserve(self, swap: Swap, name: str, fields: Mapping[str, torch.dtype]) -> DiskStates:
-        """Reserve disk space for the master weights and the given optimizer states; OSError if there is too little."""
+        """Reserve disk space for master weights and the given optimizer states. Raises OSError if space is short."""
         if self.copy is Medium.DISK:
             fields = {PARAMETERS: self.compute_dtype, **fields}
         return DiskStates(swap, name, self.shard_numel, self.master_dtype, fields)
 
 
 class Residency:
-    """This rank's master weights of one bucket, and their copy in the compute dtype if that copy is in memory.
+    """This rank's master weights of one bucket, and their copy in the compute dtype, if the plan has one.
 
     Args:
-        own: this rank's values in the dtype of the parameters; a slice of the gathered buffer, or of this rank's part
-            of the parameters, if the plan keeps the master weights there, so that updates change that memory directly.
-        states: the file for master weights and optimizer states; None if the master weights are in memory.
-        in_part: this rank's slice of its part of the parameters, in the compute dtype; None if there is no part.
+        own: this rank's values. If the plan keeps the master weights in the gathered buffer or in this rank's part of
+            the parameters, ``own`` is a slice of that memory, and updates change it directly.
+        states: the file of master weights and optimizer states; None if the master weights are in memory.
+        in_part: this rank's shard within its part of the parameters, in the compute dtype; None if there is no part.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class Residency:
     ) -> None:
         self.plan, self.states, self._ledger = plan, states, ledger
         self._fetched: Future[Tensor] | None = None
-        self._values = own  # empty if the master weights are on a disk
+        self._values = own  # replaced below unless the plan keeps the master weights in this memory
         if plan.masters is Medium.DISK:
             self._write(0, own.to("cpu", plan.master_dtype))
             self._values = torch.empty(0, dtype=plan.master_dtype, device="cpu")
@@ -180,7 +180,7 @@ class Residency:
 
     @property
     def device(self) -> torch.device:
-        """The device that updates the master weights."""
+        """The device on which the master weights are updated."""
         return self._values.device
 
     def part(self, part: slice) -> Tensor:
@@ -188,31 +188,31 @@ class Residency:
         return self._values[part] if self.states is None else self.states.read(MASTERS, part.start, part.stop)
 
     def at_rest(self, part: slice) -> Tensor:
-        """Like ``part``; if on a disk, a lazy tensor that is read when its values are needed."""
+        """Like ``part``, but for master weights on a disk a lazy tensor, which is read when its values are used."""
         return self._values[part] if self.states is None else self.states.tensor(MASTERS, part.start, part.stop)
 
     def leaf(self, part: slice) -> Tensor:
-        """Like ``part``; if on a disk, a meta tensor of the same shape."""
+        """Like ``part``, but for master weights on a disk a meta tensor of the same shape."""
         if self.states is None:
             return self._values[part]
         return torch.empty(part.stop - part.start, dtype=self.plan.master_dtype, device="meta")
 
     def written(self, part: slice, values: Tensor) -> None:
-        """After a write to the tensor from ``part``, update the file and the copy."""
+        """After ``values`` were written to the tensor that ``part`` returned, update the file and the copy."""
         if self.states is not None:
             self.forget_fetched()
             self._write(part.start, values)
         if self.copy is not None:
-            self.copy[part].copy_(values)  # synchronously, since the next update may change host memory
+            self.copy[part].copy_(values)  # synchronous, since the next update may change ``values``
 
     def _write(self, start: int, values: Tensor) -> None:
-        """Write master weights to the file, and their copy if it is in the file too."""
+        """Write values to the master weights in the file, and to their copy if the file contains one."""
         assert self.states is not None
         for field in (MASTERS, PARAMETERS) if PARAMETERS in self.states.fields else (MASTERS,):
             self.states.write(field, start, values)
 
     def follow(self, part: slice, written: Tensor) -> None:
-        """Copy values written to parameters to the master weights, except where the masters already round to them."""
+        """Copy new values of parameters to master weights. A master weight that rounds to its new value is kept."""
         master = self.part(part)
         written = written.to(master.device)
         if written.dtype == master.dtype:
@@ -222,7 +222,7 @@ class Residency:
         self.written(part, master)
 
     def own_values(self) -> Tensor | None:
-        """The values that a gather starts from; None if they are already in the memory that is gathered."""
+        """This rank's values, from which a gather starts; None if the memory to be gathered already contains them."""
         if Medium.PART in (self.plan.masters, self.plan.copy):
             return None
         if self.copy is not None or self.plan.masters is Medium.BUFFER:
@@ -232,7 +232,7 @@ class Residency:
         return self._values if fetched is None else fetched.result()
 
     def fetch(self, update: BackgroundWork | None) -> None:
-        """After the given update, start to read the values that a gather starts from, if they are on a disk."""
+        """If gathers start from values on a disk, start to read them in the background, once ``update`` has ended."""
         states, is_pinned = self.states, self.plan.device.type != "cpu"
         if states is None or self.copy is not None or self._fetched is not None:
             return
@@ -247,11 +247,11 @@ class Residency:
         self._fetched = states.swap.reader.submit(read)
 
     def forget_fetched(self) -> None:
-        """Drop the values that ``fetch`` has read, since the master weights change."""
+        """Drop values read by ``fetch``, which a change of the master weights makes stale."""
         self._fetched = None
 
     def promote(self) -> None:
-        """Keep the master weights in fp32 from now on."""
+        """Convert the master weights to fp32."""
         plan, former = replace(self.plan, master_dtype=torch.float32), self._values
         if self.states is not None:
             on_disk, self.plan = self.states, replace(plan, copy=plan.copy or Medium.DISK)
@@ -265,14 +265,14 @@ class Residency:
         self._count(self._values, self._values.nbytes - (0 if is_shown else former.nbytes))
 
     def cut_anew(self, layout: BucketLayout, own: Tensor, in_part: Tensor | None) -> Residency:
-        """A residency that replaces this one, for a new sharding of the same bucket, with this rank's new values."""
+        """Return the residency that replaces this one when the bucket is resharded. Arguments: see ``Residency``."""
         for kept, medium in ((self._values, self.plan.masters), (self.copy, self.plan.copy)):
             if kept is not None and medium not in SHOWN:
                 self._count(kept, -kept.nbytes)
         return Residency(replace(self.plan, layout=layout), own, None, self._ledger, in_part)
 
     def leave_part(self, layout: BucketLayout) -> None:
-        """Keep only this rank's own values, with a layout without parts. The values stay in the same memory."""
+        """Replace the layout by one without parts. This rank's own values stay in the same memory."""
         masters, copy = (Medium.DEVICE if m is Medium.PART else m for m in (self.plan.masters, self.plan.copy))
         assert masters is not None
         self.plan = replace(self.plan, layout=layout, masters=masters, copy=copy)
@@ -280,8 +280,8 @@ class Residency:
     def leave_disk(self, gathered: Tensor | None, may_read: bool) -> None:
         """Move the master weights to memory, before their file is removed.
 
-        The copy, or this rank's gathered values, replace master weights that cannot be read or that host memory has no
-        space for (``may_read`` is False); without either the result is NaN.
+        If the file cannot be read, or ``may_read`` is False because host memory is short, the master weights are
+        replaced by the copy or by this rank's gathered values; if there is neither, by NaN.
         """
         assert self.states is not None
         dtype, at_hand, values = self.plan.master_dtype, gathered if self.copy is None else self.copy, None

@@ -1,4 +1,4 @@
-"""A parameter's slot in a bucket; conversion of parameters to sharded tensors and back to ordinary ones."""
+"""A parameter's slot in a bucket; conversion of parameters to sharded tensors and back to ordinary tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_zero.engine.tensor.unsharded_param import may_be_written
 
 
 class BucketSlot:
-    """A parameter's range of a bucket, for the parameter's sharded tensors (see ``tensor.slot.Slot``)."""
+    """A parameter's range of a bucket. Implements ``tensor.slot.Slot`` for the parameter's sharded tensors."""
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
@@ -56,7 +56,7 @@ class BucketSlot:
         kind = "alias" if tensor.is_parameter else str(tensor.dtype)
         key = kind, self._remembered[kind]
         self._remembered[kind] += 1
-        own = weakref.ref(self)  # weak, as a cycle would delay the freeing of memory
+        own = weakref.ref(self)  # weak: a reference cycle would delay the freeing of memory
 
         def forget(_: Any) -> None:
             slot = own()
@@ -76,7 +76,7 @@ class BucketSlot:
         alive = ((key, reference()) for key, reference in list(self._derived.items()))
         return {
             key: tensor
-            for key, tensor in alive  # some may have become another tensor since
+            for key, tensor in alive  # a tensor may since have received other contents (see ``become``)
             if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
         }
 
@@ -89,8 +89,8 @@ class BucketSlot:
         return self.bucket.residency.at_rest(self.local_range)
 
     def _synchronize(self) -> None:
-        synchronize(self.background)  # readers may write to the shard
-        self.bucket.wait()  # the shard may be a slice of the buffer, which a gather may be filling
+        synchronize(self.background)  # background work may be using the shard, to which callers may write
+        self.bucket.wait()  # a gather may be filling the buffer, of which the shard may be a slice
         if may_be_written(self.bucket.views[self.index]):
             self.bucket.take_over_writes()
 
@@ -108,7 +108,7 @@ class BucketSlot:
             return None
         absence = bucket.rendezvous.absence
         if absence.ranks or (absence.is_turn and bucket.part is not None):
-            bucket.gather()  # a gather, unlike other collectives, works while some ranks have no batch
+            bucket.gather()  # unlike other collectives, a gather works while some ranks have no batch left
         if bucket.is_ready:
             bucket.wait()
             return bucket.views[self.index].detach()
@@ -147,7 +147,7 @@ class BucketSlot:
         return self.bucket.communicator.tensor.whole(self.collect_share(local), self.share)
 
     def collect_share(self, local: Tensor) -> Tensor:
-        """Like ``collect``, for this tensor-parallel rank's share. Collective where the share is sharded."""
+        """Like ``collect``, but only for this rank's tensor-parallel share. Collective if the share is sharded."""
         bucket, local = self.bucket, local.to(self.device)
         if bucket.layout.world_size == 1:
             return local.view(self.share.own_shape)
@@ -183,11 +183,11 @@ class BucketSlot:
 
 
 class OwnedSlot(BucketSlot):
-    """The slot of an optimizer state of a parameter that one rank owns as a whole: the owner has the whole state.
+    """Slot of an optimizer state of a parameter with one owner: the owner holds the full state, other ranks nothing.
 
     Args:
-        slot: the parameter's slot, in a bucket of whole parameters.
-        name: the tensor's name, for messages.
+        slot: the parameter's slot, in a bucket whose parameters each have one owner.
+        name: the optimizer state's name, for messages.
     """
 
     def __init__(self, slot: BucketSlot, name: str, shape: torch.Size, dtype: torch.dtype) -> None:
@@ -205,7 +205,8 @@ class OwnedSlot(BucketSlot):
 
 def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
     """Turn the parameters of a bucket, given in the order of its layout, into sharded tensors."""
-    # A parameter refers to its slot, and the slot to the bucket; the reference back is weak, so that both are freed.
+    # A parameter refers to its slot, and the slot to the bucket. The bucket's reference to the parameter is weak, so
+    # that no cycle keeps them alive.
     for index, parameter in enumerate(parameters):
         slot = BucketSlot(bucket, index)
         slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
@@ -217,7 +218,7 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
-    """Reshard a bucket so that each parameter is whole on one rank. Collective. Every ``p.grad`` must be None."""
+    """Reshard a bucket: each parameter is then held in full by its owner. Collective. Every ``p.grad`` must be None."""
     slots = slots_of(bucket)
     values = [slot.collect_share(slot.local_parameter()) for slot in slots]
     derived = [(each, each.whole()) for slot in slots for each in slot.derived.values() if not each.is_parameter]
@@ -229,7 +230,7 @@ def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
 
 
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:
-    """Turn the parameters of a bucket into ordinary full tensors on a device, or into the DTensors that they were."""
+    """Turn the parameters of a bucket into ordinary full tensors on a device; former DTensors are restored."""
     bucket.wait()
     is_exact, slots = bucket.dtype == bucket.full.dtype, slots_of(bucket)
     if is_exact:
@@ -254,7 +255,7 @@ def make_ordinary(bucket: Bucket, device: torch.device) -> None:
 def slots_of(bucket: Bucket, first: int = 0, last: int | None = None) -> list[BucketSlot]:
     """The slots of a bucket's parameters, from the first to the last (inclusive), in the order of the layout."""
     references = bucket.parameters[first : None if last is None else last + 1]
-    try:  # called several times per bucket and step
+    try:  # cheaper than a check of each parameter; called several times per bucket and step
         return [reference().slot for reference in references]  # type: ignore[union-attr]
     except AttributeError:
         raise AssertionError(f"a parameter of unit {bucket.unit_name!r} was deleted") from None

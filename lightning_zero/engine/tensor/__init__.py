@@ -1,3 +1,3 @@
-"""Tensor subclasses that user code sees in place of sharded parameters and gradients, and of stored values."""
+"""Tensor subclasses for sharded parameters and gradients, and for values that stay in a file until they are read."""
 
-from lightning_zero.engine.tensor import dispatch as dispatch  # installs the operators' handlers
+from lightning_zero.engine.tensor import dispatch as dispatch  # imported to install the operators' handlers

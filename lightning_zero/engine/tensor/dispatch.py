@@ -3,7 +3,7 @@
 - Pointwise operators, with scalars or with tensors of the same sharding, run on the local range.
 - Sums, norms and similar reductions run on the local range, followed by one reduction over ranks.
 - Views are recorded, and replayed when they are used.
-- All other operators gather the full value and compute; in-place operators then write the local range back.
+- All other operators run on gathered full values; in-place operators then write the local range back.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
     """How an operator is handled.
 
     Returns:
-        The handler to try before the operator runs on full values; and whether the handler can be skipped where full
-        values need no communication, because the result is the same and nothing is written.
+        The handler to try before the operator runs on full values, or None; and whether full values that need no
+        communication can be used without trying the handler, since the operator writes nothing.
     """
     if func in _HANDLERS:
         return _HANDLERS[func], False
@@ -88,7 +88,7 @@ def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
 
 
 def _at_hand(args: Any) -> list[Any] | None:
-    """An operator's arguments with full values for sharded tensors; None if some value needs communication."""
+    """An operator's arguments, with full values in place of sharded tensors; None if a value needs communication."""
     found = []
     for arg in args:
         if isinstance(arg, WrapperTensor):
@@ -104,10 +104,10 @@ def _at_hand(args: Any) -> list[Any] | None:
 
 
 def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run an operator on full values, and write back those that it may have changed."""
+    """Run an operator on full values, and write back the values that it may have changed."""
     written: list[tuple[WrapperTensor, Tensor]] = []
     targets = _targets(func)
-    is_collective = func.namespace == "c10d"  # the schema of a collective names no outputs
+    is_collective = func.namespace == "c10d"  # the schema of a collective does not mark the arguments that it writes to
 
     def to_whole(value: Any, is_written: bool) -> Any:
         if not isinstance(value, WrapperTensor):
@@ -134,7 +134,7 @@ def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run a pointwise operator on local ranges; NotImplemented where full values have to be used."""
+    """Run a pointwise operator on local ranges; return NotImplemented if full values have to be used."""
     leaves, spec = tree_flatten((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     sharded = [tensor for tensor in tensors if isinstance(tensor, ShardedTensor)]
@@ -145,18 +145,19 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     if bool(targets) is not in_place or any(tensor.slot is not slot for tensor in sharded):
         return NotImplemented
     plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
-    # A plain tensor may differ between ranks (a loss, an incoming gradient). Then the result differs, too, and
-    # cannot be one sharded value. A write is assumed to be the same on all ranks, as under DDP.
+    # A plain tensor, such as a loss or an incoming gradient, may differ between ranks. The result then differs, too,
+    # and cannot be a sharded tensor. Operators are assumed to write the same values on all ranks, as under DDP.
     if plain and not in_place or slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
-    # Full values without communication are cheaper, and bit-equal to DDP's; but writes must reach wider master weights.
+    # Full values that need no communication are cheaper, and give the same bits as under DDP. But writes must reach
+    # master weights of a wider dtype.
     is_wider = in_place and sharded[0].local.dtype != sharded[0].dtype
     if not is_wider and all(tensor.whole_at_hand() is not None for tensor in sharded):
         return NotImplemented
 
     def to_local(value: Any) -> Any:
         if isinstance(value, ShardedTensor):
-            # in place, a wider master weight is written in its own precision
+            # an in-place operator writes a wider master weight at full precision
             return value.local if in_place and value is args[0] else value.local.to(value.dtype)
         if isinstance(value, Tensor):
             return _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
@@ -180,12 +181,12 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """``_foreach_*`` operators, on local ranges: one call for each pair of a group of ranks and a device."""
+    """Run ``_foreach_*`` operators on local ranges, with one call per group of ranks and device."""
     first, in_place = args[0], bool(_targets(func))
-    members: dict[Any, list[int]] = {}  # positions in the first list; key None for full values
+    members: dict[Any, list[int]] = {}  # positions in the first list; those under None use full values
     for position, tensor in enumerate(first):
         sharded = _communicating(tensor)
-        # ranges may be offloaded to the host
+        # devices differ if some ranges are offloaded to the host
         key = (sharded.slot.group, sharded.local.device) if sharded is not None else None
         members.setdefault(key, []).append(position)
     if len(members) > 1:
@@ -219,7 +220,7 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _local_arguments(value: Any, local: Tensor) -> Any:
-    """An argument of a ``_foreach_*`` operator with sharded tensors replaced by local ranges, also in lists.
+    """An argument of a ``_foreach_*`` operator, with sharded tensors (also in lists) replaced by local ranges.
 
     Not a closure: a recursive closure is a reference cycle, which would delay the freeing of gradients.
     """
@@ -231,11 +232,11 @@ def _local_arguments(value: Any, local: Tensor) -> Any:
 
 
 def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
-    """Norms of many sharded tensors with one reduction, as needed for clipping by norm."""
+    """Compute norms of many sharded tensors with one reduction, as needed for clipping by norm."""
     slot = tensors[0].slot
     parts = [_partial_norm(tensor, order).to(slot.device) for tensor in tensors]
     names = [tensor.slot.name for tensor in tensors]
-    # Identifies the operation in the rendezvous: norms of the same parameters in the same order.
+    # Identifies the operation in the rendezvous: ranks must compute norms of the same parameters in the same order.
     what = (
         f"the norms of {len(names)} tensors, '{names[0]}' to '{names[-1]}' ({zlib.crc32(' '.join(names).encode()):x})"
     )
@@ -243,12 +244,12 @@ def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
 
 
 def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
-    """This rank's part of a sum over ranks: of tensor-parallel ranks with the same elements, one counts them."""
+    """This rank's part of a sum over ranks; zero if another tensor-parallel rank counts the same elements."""
     return part if tensor.slot.share.is_counted_here else torch.zeros_like(part)
 
 
 def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
-    """This rank's part of a vector norm, to be summed over ranks (for infinite orders, compared)."""
+    """This rank's part of a vector norm. Parts are summed over ranks or, for an infinite order, compared."""
     local = tensor.local
     if local.dtype in LOW_PRECISION:
         local = local.float()  # powers in a norm would overflow in fp16
@@ -269,7 +270,7 @@ def _finish_norm(parts: Tensor, order: float, slot: Slot, what: str | None = Non
 
 
 def _extreme_over_ranks(parts: Tensor, slot: Slot, sign: int, what: str | None = None) -> Tensor:
-    """Maximum over ranks, or minimum for sign -1. NaN is reduced separately: backends differ in a maximum with NaN."""
+    """Maximum over ranks, or minimum if ``sign`` is -1. NaN is reduced separately: backends treat it differently."""
     nan = parts.isnan()
     flagged = torch.stack([(sign * parts).masked_fill(nan, -float("inf")), nan.to(parts.dtype)])
     found, nan = slot.reduce(flagged, ReduceOp.MAX, what).unbind()
@@ -290,7 +291,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    """Sum and mean; also all and any, by counting the zero or the nonzero elements."""
+    """Compute ``sum`` and ``mean``; also ``all`` and ``any``, by counting the zero or nonzero elements."""
     tensor = _communicating(args[0])
     if tensor is None or len(args) > 1 or kwargs:
         return NotImplemented
@@ -317,17 +318,17 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
-    """``add_``; on a parameter's ``.grad`` during a backward pass, this is autograd accumulating a local gradient."""
+    """Run ``add_``. In backward, ``add_`` on a parameter's ``.grad`` is autograd accumulating a local gradient."""
     target = args[0]
     if isinstance(target, ShardedTensor) and current_graph_task() != -1:
-        leaf = getattr(current_autograd_node(), "variable", None)  # ``.grad`` may be another parameter's tensor
+        leaf = getattr(current_autograd_node(), "variable", None)  # ``.grad`` may have another parameter's slot
         if isinstance(leaf, ShardedTensor) and leaf.grad is target and leaf.slot.accumulate(args[1]):
             return target
     return _act_locally(func, args, kwargs)
 
 
 def _copy(func: Any, args: Any, kwargs: Any) -> Any:
-    """``copy_``; a parameter copied to itself (as after ``dcp.load``) is updated from its local range."""
+    """Run ``copy_``. A parameter copied to itself, as after ``dcp.load``, is updated from its local range."""
     target, source = args[:2]
     if isinstance(target, ShardedTensor) and isinstance(source, ShardedTensor) and target.is_parameter:
         if source.is_parameter and source.slot is target.slot:
@@ -337,7 +338,7 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _cast(func: Any, args: Any, kwargs: Any) -> Any:
-    """``to(dtype)``: values gathered in that dtype, as under autocast, are used without another gather."""
+    """Run ``to(dtype)``. Values already gathered in that dtype, as under autocast, are used without another gather."""
     dtype = kwargs.get("dtype")
     if isinstance(args[0], LazyTensor) and not kwargs.keys() - {"dtype", "non_blocking", "memory_format"}:
         return args[0].cast(dtype)
@@ -346,7 +347,7 @@ def _cast(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
-    """Unscaling by ``GradScaler``, on local ranges; ``found_inf`` is then reduced, so that ranks agree."""
+    """Unscale gradients for ``GradScaler``, on local ranges; then reduce ``found_inf``, so that ranks agree."""
     gradients, found_inf, inverse_scale = args
     sharded = [gradient for gradient in gradients if isinstance(gradient, ShardedTensor)]
     if any(isinstance(gradient, RecordedView) for gradient in gradients):
@@ -359,13 +360,13 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
         found = _beside(found_inf, parts[0])  # gradients may be offloaded to the host
         func(parts, found, _beside(inverse_scale, parts[0]))
         if found is not found_inf:
-            found_inf.copy_(found)  # ``found`` started with the value of ``found_inf``
+            found_inf.copy_(found)  # keeps an earlier inf: ``found`` is a changed copy of ``found_inf``
     sharded[0].slot.reduce(found_inf, ReduceOp.MAX)
     return None
 
 
 def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
-    """Operators that need a tensor's shape and dtype, but not its values."""
+    """Run an operator that needs a tensor's shape and dtype, but not its values."""
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and func in _LOCAL:
         return _act_locally(func, args, kwargs)

@@ -10,16 +10,16 @@ from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gra
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
-    """Give a tensor the contents of another; the object keeps its identity, hooks and attributes set by users.
+    """Give ``tensor`` the contents of ``other``. ``tensor`` keeps its identity, hooks and attributes set by users.
 
-    Like ``torch.utils.swap_tensors``, but accepts tensors with weak references (from weight averaging, ``nn.LSTM``):
-    since the object stays the same, the references stay valid.
+    Unlike ``torch.utils.swap_tensors``, this accepts tensors that have weak references (from weight averaging or
+    ``nn.LSTM``): the references stay valid, since the object stays the same.
     """
     own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
     hooks = gradient_hooks(tensor)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
-    for name in slot_names(type(tensor)):  # the slots of a DTensor
+    for name in slot_names(type(tensor)):  # a DTensor has attributes in ``__slots__``
         of_tensor, of_other = (_taken(each, name) for each in (tensor, other))
         for each, values in ((tensor, of_other), (other, of_tensor)):
             for value in values:
@@ -31,7 +31,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
 
 
 def _taken(tensor: Tensor, name: str) -> list[Any]:
-    """Remove an attribute from a tensor, and return its value in a list; an empty list if the tensor lacks it."""
+    """Remove an attribute from a tensor and return its value in a list, which is empty if there is no attribute."""
     values = [getattr(tensor, name)] if hasattr(tensor, name) else []
     if values:
         delattr(tensor, name)

@@ -1,4 +1,4 @@
-"""Lazy tensors: values that stay where they are stored, usually in a file, until they are read."""
+"""Lazy tensors, whose values stay where they are stored, usually in a file, until they are read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 @dataclass
 class _Source:
-    """Source of the values of a lazy tensor and its aliases; a write replaces the source by values in memory."""
+    """Where a lazy tensor and its aliases read their values; ``use`` replaces stored values with values in memory."""
 
     name: str
     dtype: torch.dtype
@@ -33,24 +33,25 @@ def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
 
 
 class LazyTensor(WrapperTensor):
-    """A tensor whose values are read from their source at each use: an entry of a checkpoint, a deferred parameter.
+    """A tensor whose values are read from their source at each use: an entry of a checkpoint or a deferred parameter.
 
-    Operators read the full tensor. Aliases (``detach()``), conversions to another dtype and deep copies read nothing.
-    After a write the tensor holds its own values in memory; if ``write`` is given, they go to the source instead. Code
-    that needs the tensor's memory (``data_ptr()``, ``set_()``) makes it an ordinary tensor. A pickle contains the
-    values.
+    Operators read the full tensor. Aliases (``detach()``) read nothing; nor do dtype conversions and deep copies,
+    unless ``write`` is given. Written values go to ``write`` if it is given; otherwise the tensor holds them in memory.
+    Methods that need the tensor's memory (``data_ptr()``, ``set_()``) make it an ordinary tensor, or raise an error if
+    ``write`` is given. A pickle contains the values.
 
     Args:
         name: the stored tensor's name, for errors.
         shape, dtype: the tensor's shape and dtype.
-        read: returns the elements ``[start, stop)`` of the flattened tensor, 1-D and in its dtype. The result may be
-            shared memory and is never written to.
-        origin: any picklable object by which ranks compare the stored values; None if other ranks cannot read them.
-        write: replaces the stored values by a tensor of the same shape; None if these are read-only.
+        read: returns the elements ``[start, stop)`` of the flattened tensor, 1-D and in its dtype. The result is never
+            written to, so it may share memory.
+        origin: a picklable object that is equal on all ranks that read the same stored values; None if only this rank
+            can read them.
+        write: replaces the stored values by those of a tensor of the same shape; None if they are read-only.
     """
 
     _source: _Source
-    is_meta = False  # if True, ``load_state_dict`` would not load values into a parameter without values
+    is_meta = False  # if True, ``load_state_dict`` would skip parameters on the meta device
 
     @staticmethod
     def __new__(
@@ -66,7 +67,7 @@ class LazyTensor(WrapperTensor):
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
-        """A lazy tensor with given values, in a given dtype; values on the meta device are missing."""
+        """A lazy tensor of the given dtype over ``values``; over a meta tensor, a lazy tensor without values."""
         if isinstance(values, LazyTensor):
             return values.cast(dtype)
         values = values.detach()
@@ -90,11 +91,11 @@ class LazyTensor(WrapperTensor):
 
     @property
     def origin(self) -> Any:
-        """Equal on all ranks that would read the same stored values; the tensor itself for values in memory."""
+        """Equal on all ranks that read the same stored values. For values in memory, the tensor that holds them."""
         return self._source.origin
 
     def stored(self, start: int, stop: int) -> Tensor:
-        """Like ``shown``, but in the source's dtype, from which one rounding gives the tensor's dtype."""
+        """Like ``shown``, but in the source's dtype, before any rounding to the tensor's dtype."""
         return self._source.read(start, stop)
 
     def shown(self, start: int, stop: int) -> Tensor:
@@ -113,11 +114,11 @@ class LazyTensor(WrapperTensor):
         return LazyTensor._over(self._source, self.shape, self.dtype, self.device)
 
     def cast(self, dtype: torch.dtype) -> Tensor:
-        """A copy of the values in a given dtype, read when the copy is used, or now if a write could change them."""
+        """A copy in the given dtype. Its values are read when they are used, or now if the source is writable."""
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
         source, before = replace(self._source), self.dtype
-        if torch.promote_types(source.dtype, before) != before:  # keep this rounding, even if the next dtype is finer
+        if torch.promote_types(source.dtype, before) != before:  # the copy must round its values as this tensor does
             read = source.read
             source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before
         return LazyTensor._over(source, self.shape, dtype, self.device)
@@ -143,12 +144,12 @@ class LazyTensor(WrapperTensor):
         if self._source.write is not None:  # later writes to memory would not reach the source
             raise RuntimeError(
                 f"'{self.stored_name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
-                "tensor.clone() reads the values into an ordinary tensor."
+                "Call tensor.clone() to read the values into an ordinary tensor."
             )
         if self.device.type == "meta":
             return self.whole()
         grad, values = self.grad, self.detach().clone()
-        self._source.use(values)  # also for aliases
+        self._source.use(values)  # aliases have the same source
         self._become(values.detach())
         self.grad = grad
         return self
@@ -176,5 +177,5 @@ class LazyTensor(WrapperTensor):
 
 
 def in_memory(tensor: Tensor) -> Tensor:
-    """The tensor itself, or for a lazy tensor an ordinary copy in memory."""
+    """The tensor itself or, for a lazy tensor, an ordinary tensor with its values."""
     return tensor.clone() if isinstance(tensor, LazyTensor) else tensor

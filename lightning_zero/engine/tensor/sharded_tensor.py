@@ -24,7 +24,7 @@ if TYPE_CHECKING:  # importing these takes a while, and only checkpoints need th
 
 
 class ShardedTensor(WrapperTensor):
-    """A tensor of which this rank holds the 1-D range ``local``, as its slot in a bucket determines.
+    """A tensor of which this rank holds one range, ``local`` (1-D), as determined by the tensor's slot in a bucket.
 
     Args:
         slot: the tensor's slot, which provides shape, range and communication.
@@ -32,7 +32,7 @@ class ShardedTensor(WrapperTensor):
             wider than the tensor's (an fp32 master weight of a bf16 parameter), and the range may be in host memory
             although the tensor is on another device.
         dtype: the dtype that user code sees.
-        keep: any object that must live as long as this tensor; a ``Deferred`` completes the values when they are read.
+        keep: any object that must live as long as this tensor; if it is a ``Deferred``, reads first call ``complete``.
     """
 
     slot: Slot
@@ -69,16 +69,16 @@ class ShardedTensor(WrapperTensor):
         return self._local
 
     def show(self, local: Tensor, keep: Any) -> None:
-        """Replace the local range."""
+        """Replace the local range and ``keep``."""
         self._local, self.keep = local, keep
 
     def at_rest(self) -> Tensor:
-        """Like ``local``, but read-only; a range on a disk is a lazy tensor."""
+        """Like ``local``, but for reading only; a lazy tensor if the range is on a disk."""
         return self.slot.parameter_at_rest() if self._local is None else self.local
 
     @property
     def is_parameter(self) -> bool:
-        """Whether this is the engine's own parameter or its detached alias, not a value derived from a parameter."""
+        """Whether this is a parameter or its alias (``detach()``), not a copy or another tensor derived from it."""
         return self._local is None
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
@@ -100,12 +100,12 @@ class ShardedTensor(WrapperTensor):
             self.written(local)
 
     def written(self, local: Tensor) -> None:
-        """Propagate values that were written to ``local``, the tensor that the property returned."""
+        """After values were written to ``local``, which the property returned, update all copies of the range."""
         if self.is_parameter:
             self.slot.written_locally(local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Like ``Tensor``'s method, but call the hook at the end of backward, when ``grad`` is the reduced gradient."""
+        """Like ``Tensor``'s method, but the hook runs at the end of backward, when ``grad`` is the reduced gradient."""
         if not self.is_parameter:
             return super().register_post_accumulate_grad_hook(hook)
         handle = RemovableHandle(self.slot.hooks_after_reduction)
@@ -121,7 +121,7 @@ class ShardedTensor(WrapperTensor):
             f"this rank holds [{start}, {stop}) of {self.numel()} elements{grad})"
         )
 
-    # The protocol of torch.distributed.checkpoint: the boxes that this rank has, each a view of the local range.
+    # Methods called by torch.distributed.checkpoint, which reads and writes boxes, each a view of the local range.
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
         from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
@@ -168,23 +168,24 @@ class ShardedTensor(WrapperTensor):
     def data(self, value: Tensor) -> None:
         if value.dtype != self.dtype:
             raise TypeError(
-                f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; it cannot be {value.dtype}. "
+                f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; .data cannot be {value.dtype}. "
                 "Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
             )
         if value.shape != self.shape:
             raise ValueError(
                 f"{self.slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
-                f"{tuple(value.shape)} while the module is sharded; change shapes before the strategy sets it up."
+                f"{tuple(value.shape)} while the module is sharded. Change shapes before the strategy sets up "
+                "the module."
             )
         WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
 class ShardedDTensor(ShardedTensor, SlotsOfDTensor):
-    """A sharded tensor whose object was a DTensor before and will be a DTensor again (see ``become``)."""
+    """A sharded parameter that was a DTensor, and becomes a DTensor again when the engine closes (see ``become``)."""
 
 
 def local_range_of(value: Tensor, slot: Slot) -> Tensor:
-    """Return this rank's range, 1-D, of a tensor that has the slot's shape or expands to it.
+    """Return this rank's range (1-D) of a tensor that has the slot's shape or can be expanded to it.
 
     A sharded tensor of another slot is gathered.
     """
@@ -203,5 +204,5 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading; read no others."""
+    """Return the elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading only."""
     return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]

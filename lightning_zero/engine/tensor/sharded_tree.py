@@ -14,17 +14,17 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 Leaf = Callable[[Tensor], Any]
-"""Converts a tensor. One that gathers is collective: all ranks must walk over the same tensors in the same order."""
+"""A function that converts a tensor. If it gathers, all ranks must convert the same tensors in the same order."""
 
 
 def walk(
     tree: Any, act: Callable[[Any], Any], wanted: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
 ) -> Any:
-    """The tree with converted leaves. Containers in which nothing changes are kept; others become shallow copies.
+    """The tree with converted leaves. Containers with a change are replaced by shallow copies; others are kept.
 
     Args:
         tree: nested dicts, lists and tuples of any class.
-        act: returns the new leaf. It is called once for all aliases of a sharded parameter, which stay one tensor.
+        act: returns a leaf's replacement; called once for all aliases of a sharded parameter, which share the result.
         wanted: whether to convert a leaf; by default, all tensors are converted.
     """
     known: dict[Any, Any] = {}
@@ -45,7 +45,7 @@ def walk(
             return tree
         if isinstance(tree, tuple):
             return type(tree)(*changed) if hasattr(tree, "_fields") else type(tree)(changed)
-        copied = copy.copy(tree)  # keeps its class, and the attributes of a state dict
+        copied = copy.copy(tree)  # keeps the container's class, and a state dict's attributes
         for key, item in zip(tree if isinstance(tree, dict) else range(len(changed)), changed):
             copied[key] = item
         return copied
@@ -55,7 +55,7 @@ def walk(
 
 
 def identity(tensor: ShardedTensor) -> Any:
-    """A key that all aliases of a parameter share, on all ranks alike; any other tensor has a key of its own."""
+    """A key that is equal for all aliases of a parameter, on every rank; any other tensor has a unique key."""
     return (id(tensor.slot), tensor.dtype) if tensor.is_parameter else id(tensor)
 
 
@@ -65,17 +65,17 @@ def is_in_parts(value: Any) -> bool:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The full value, possibly in memory that other tensors share. Collective."""
+    """The full value, possibly in memory that other tensors use, too. Collective."""
     return (tensor.whole() if is_in_parts(tensor) else tensor).detach()  # type: ignore[attr-defined]
 
 
 def in_parts(tensor: Tensor) -> Tensor:
-    """The tensor itself: sharded tensors stay sharded, and are written by all ranks or gathered later."""
+    """Return the tensor unchanged: sharded tensors are later written by all ranks, or gathered."""
     return tensor
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The full value, in memory of its own, on the device of the tensor. Collective."""
+    """The full value, in new memory on the tensor's device. Collective."""
     return gathered(tensor).clone()
 
 
@@ -85,5 +85,5 @@ def on_cpu(tensor: Tensor) -> Tensor:
 
 
 def on_meta(tensor: Tensor) -> Tensor:
-    """The shape and dtype alone, for ranks that take part in the gather but do not keep the value. Collective."""
+    """A meta tensor of the full shape, for ranks that join the gather but do not keep the value. Collective."""
     return torch.empty_like(gathered(tensor), device="meta")

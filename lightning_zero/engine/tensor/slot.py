@@ -13,7 +13,7 @@ from lightning_zero.engine.plan.share import Share
 
 
 class Deferred(ABC):
-    """Holder of tensor values that are complete only after an exchange between ranks."""
+    """Provider of tensor values that are complete only after an exchange between ranks."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -21,17 +21,17 @@ class Deferred(ABC):
 
 
 class Slot(Protocol):
-    """A parameter's range of a bucket. Tensors with the same sharding have the same slot object.
+    """A parameter's range of a bucket. All tensors that are sharded with the parameter refer to the same slot object.
 
     Attributes:
         name, shape, dtype, device: those of the parameter.
-        share: this rank's share of the parameter under tensor parallelism.
-        offset, local_numel: this rank's range of the flattened parameter, or of the share of a divided parameter.
+        share: this rank's share of the parameter; the full parameter unless tensor parallelism divides it.
+        offset, local_numel: start and length of this rank's range of the flattened share.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
-        group: identifies the ranks; it is equal for all tensors that are sharded over the same ranks.
-        background: owner of background work on the parameter and its optimizer state.
+        group: identifies the ranks that the parameter is sharded over; equal for parameters with the same ranks.
+        background: the owner of background work on the parameter and its optimizer state (see ``BackgroundWork``).
         view: the ordinary tensor that modules compute with instead of the parameter.
-        is_written_by_modules: whether ``local_parameter`` is memory that modules compute with, and may write to.
+        is_written_by_modules: whether ``local_parameter`` returns memory that modules compute with and may write to.
     """
 
     name: str
@@ -56,31 +56,31 @@ class Slot(Protocol):
     def is_written_by_modules(self) -> bool: ...
 
     def remember(self, tensor: Any) -> None:
-        """Register a tensor derived from the parameter, which will become an ordinary tensor when the engine closes."""
+        """Register a tensor derived from the parameter, so that closing the engine makes the tensor an ordinary one."""
 
     def local_parameter(self) -> Tensor:
         """This rank's range of the parameter, 1-D, in the dtype of the master weights."""
 
     def parameter_at_rest(self) -> Tensor:
-        """Like ``local_parameter``, but read-only; a range on a disk is a lazy tensor."""
+        """Like ``local_parameter``, but for reading only; a lazy tensor if the range is on a disk."""
 
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
-        """The full parameter in a dtype, for immediate use; None where that needs communication."""
+        """The full parameter in the given dtype, for immediate use; None if communication would be necessary."""
 
     def write_parameter(self, value: Tensor) -> None:
-        """Set the parameter to a full value."""
+        """Write a full (unsharded) value to the parameter."""
 
     def written_locally(self, values: Tensor) -> None:
-        """Propagate a write to this rank's range of the parameter to all copies of it."""
+        """After ``values`` were written to this rank's range of the parameter, update all copies of the range."""
 
     def collect(self, local: Tensor) -> Tensor:
-        """The full value of a tensor with this sharding. Collective."""
+        """Gather a tensor with this sharding from the ranks' local ranges. Collective."""
 
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened share that each rank holds, in the order of ranks."""
 
     def accumulate(self, gradient: Tensor) -> bool:
-        """Accumulate a local gradient that autograd adds to ``.grad``; False if the slot does not reduce gradients."""
+        """Take over a local gradient that autograd adds to ``.grad``; return False if the slot reduces no gradients."""
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
-        """Reduce a small tensor over all ranks, in place. Collective; ``what`` describes it in errors."""
+        """Reduce a small tensor over all ranks, in place. Collective. ``what`` describes the reduction in errors."""

@@ -16,8 +16,8 @@ _data: Any = nn.Parameter.data
 class View(nn.Parameter):
     """A parameter that is a view of a bucket's gathered buffer.
 
-    A module may write to its own parameters in its forward: in place, which changes the tensor's version, or through
-    ``data``, which does not change the version, so this class records each access to ``data``.
+    A module may write to its parameters in forward. A write in place changes the tensor's version; a write through
+    ``data`` does not, so this class records each access to ``data``.
     """
 
     _asked = False
@@ -25,7 +25,7 @@ class View(nn.Parameter):
     _hooks_before_reduction: OrderedDict[int, Callable[[Tensor], Any]] | None = None
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook in a forward, to be called when ``grad`` is this rank's gradient, before the reduction."""
+        """Register a hook in forward. It is called before the reduction, when ``grad`` is this rank's gradient."""
         if self._hooks_before_reduction is None:
             self._hooks_before_reduction = OrderedDict()
         handle = RemovableHandle(self._hooks_before_reduction)
@@ -43,7 +43,7 @@ class View(nn.Parameter):
             self.copy_(value)
 
 
-# Functions, not methods: a view of a fake tensor (``lightning_zero.planning``) is a FakeTensor, without this class.
+# Functions, not methods: a view of a fake tensor (``lightning_zero.planning``) is a FakeTensor, not a ``View``.
 
 
 def show(view: Tensor, tensor: Tensor) -> None:
@@ -52,12 +52,12 @@ def show(view: Tensor, tensor: Tensor) -> None:
 
 
 def mark_seen(view: Any) -> None:
-    """Reset ``may_be_written``: writes so far have been handled."""
+    """Mark all writes so far as handled; ``may_be_written`` then detects only later writes."""
     view._asked, view._version_seen = False, view._version
 
 
 def call_hooks_before_reduction(view: Any) -> None:
-    """Call the hooks that modules have registered on the view in their forwards."""
+    """Call the hooks that modules have registered on the view in forward."""
     for hook in list(view._hooks_before_reduction.values()):
         hook(view)
 

@@ -15,7 +15,7 @@ class WrapperTensor(torch.Tensor):
     """Base class of tensor subclasses without data of their own: operators that read data get the full value.
 
     Attributes:
-        act: runs an operator with wrapper tensors among its arguments; set by ``dispatch``.
+        act: a function that runs an operator whose arguments include wrapper tensors; set by ``dispatch``.
     """
 
     act: ClassVar[Callable[[Any, Any, Any], Any]]
@@ -27,11 +27,11 @@ class WrapperTensor(torch.Tensor):
         raise NotImplementedError
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
-        """The full value, in the tensor's or another dtype; None where that needs communication."""
+        """The full value, in ``dtype`` (by default the tensor's); None if communication would be necessary."""
         return None
 
     def write_whole(self, value: Tensor) -> None:
-        """Set the tensor to a full value."""
+        """Write a full value to the tensor."""
         raise NotImplementedError
 
     def alias(self) -> Tensor:
@@ -56,7 +56,7 @@ class WrapperTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.is_inference_mode_enabled():  # composite operators are not decomposed without autograd
+        if torch.is_inference_mode_enabled():  # in inference mode, torch does not decompose composite operators
             out = func.decompose(*args, **kwargs)
             if out is not NotImplemented:
                 return out
@@ -66,7 +66,7 @@ class WrapperTensor(torch.Tensor):
         if self.requires_grad and not force:
             raise RuntimeError("Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead.")
         array = self.whole().detach().clone().numpy(force=force)
-        array.flags.writeable = False  # a copy: a write to it would be lost silently
+        array.flags.writeable = False  # the array is a copy, so writes to it would be silently lost
         return array
 
     def __dlpack__(self, **options: Any) -> Any:
@@ -74,16 +74,16 @@ class WrapperTensor(torch.Tensor):
 
     def set_(self, *_: Any, **__: Any) -> Any:
         raise RuntimeError(
-            "set_() replaces a tensor's memory, and a sharded tensor has none of its own: write the new values with "
-            "parameter.data.copy_(values)."
+            "set_() replaces a tensor's memory, but a sharded tensor has no memory of its own: write the new values "
+            "with parameter.data.copy_(values)."
         )
 
     def storage(self) -> Any:
-        # safetensors calls this, and so does save_pretrained() of transformers and PEFT
+        # called by safetensors, and by save_pretrained() of transformers and PEFT
         raise RuntimeError(
             f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: run "
-            "the code that needs it within 'with lightning_zero.full_parameters(module):', on every rank, or after the "
-            "run."
+            "the reading or saving code within 'with lightning_zero.full_parameters(module):', on every rank, or "
+            "after the run."
         )
 
     def tolist(self) -> Any:
@@ -140,7 +140,7 @@ class RecordedView(WrapperTensor):
 
     def write_whole(self, value: Tensor) -> None:
         base = self._base_tensor
-        is_sharded = isinstance(base, WrapperTensor)  # False if the engine has been closed since
+        is_sharded = isinstance(base, WrapperTensor)  # False if the engine was closed after the view was taken
         whole = base.whole().clone() if is_sharded else base.detach()
         _replay(whole, self._steps).copy_(value)
         if is_sharded:
@@ -154,7 +154,7 @@ class RecordedView(WrapperTensor):
 
 
 def new_wrapper(cls: Any, shape: torch.Size, **options: Any) -> Any:
-    """Make a wrapper. Even under ``inference_mode`` it is no inference tensor, just like views of normal tensors."""
+    """Make a wrapper. Like views of normal tensors, it is not an inference tensor, even in inference mode."""
     if not torch.is_inference_mode_enabled():
         return make_wrapper(cls, shape, **options)
     with torch.inference_mode(False):
