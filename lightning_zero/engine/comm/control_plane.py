@@ -6,6 +6,7 @@ These exchanges synchronise no device: all tensors here are small, and in host m
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,7 +123,18 @@ class ControlPlane:
         if self._is_alone:
             return [value]
         with self._watch.waiting("an exchange of what each rank holds"):
-            return all_gather_objects(value, self._group)
+            values = None if self.small is None else self._gathered(self.small, value)
+            return all_gather_objects(value, self._group) if values is None else values
+
+    def _gathered(self, small: SmallMessages, value: Any) -> list[Any] | None:
+        """Every rank's value, or None if some rank's value is too long for a small message."""
+        message = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        message = message if len(message) <= SMALL else b""
+        messages = small.receive(small.send(self._small_tag, [message] * len(small.ranks)))
+        if not message or not all(messages):
+            return None
+        values = dict(zip(small.ranks, map(pickle.loads, messages))) | {self._rank: value}
+        return [values[rank] for rank in range(len(self._ranks))]
 
     def is_alike(self, text: str) -> bool:
         """Whether every rank has the same text, of any length. The ranks exchange only a small digest."""
