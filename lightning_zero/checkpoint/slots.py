@@ -35,6 +35,8 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 _HEADER = struct.Struct("<8sQQI")  # magic; the trailer's position, length and CRC-32
 _MAGIC = b"lzslot01"
+_PIECE = 2**22
+"""The number of bytes that are copied, and then summed, at a time."""
 
 
 class About(NamedTuple):
@@ -95,7 +97,7 @@ class SlotWriter:
         state = pickle.dumps((content.paths, content.rest, content.objects, own), pickle.HIGHEST_PROTOCOL)
         self._reserve(positions[-1])
         free = sum(not entry.is_guarded for entry in entries)
-        copied = [self._copied(_on_cpu(entries[:free], CopyBuffer()), positions)]
+        sums = self._copied(_on_cpu(entries[:free], CopyBuffer()), positions)
         guarded = entries[free:]
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
@@ -103,8 +105,7 @@ class SlotWriter:
 
         def complete() -> None:
             with work:
-                copied.append(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
-            sums = [(begin, end, _sum(self._mapped()[begin:end])) for begin, end in copied]
+                sums.extend(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
             trailer = pickle.dumps((about, self._described(entries, positions), sums, state), pickle.HIGHEST_PROTOCOL)
             self._reserve(positions[-1] + len(trailer))
             os.pwrite(self._file, trailer, positions[-1])
@@ -141,20 +142,37 @@ class SlotWriter:
             self._memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
         return self._memory
 
-    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> tuple[int, int]:
-        """Copy values to their positions, and return where the copied bytes begin and end."""
-        memory, begin, end = self._mapped(), positions[0], positions[len(entries)]
-        targets, sources = [], []
+    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> list[tuple[int, int, int]]:
+        """Copy values to their positions, and return where each copied piece begins and ends, and its sum.
+
+        Each piece is summed while it is in the processor's cache, which takes half as long as reading it again.
+        """
+        memory, sums = self._mapped(), []
+        begin = positions[0]
+        targets: list[Tensor] = []
+        sources: list[Tensor] = []
+
+        def copy_until(end: int) -> None:
+            nonlocal begin, targets, sources
+            if targets:
+                foreach_copy(targets, sources)
+            sums.append((begin, end, _sum(memory[begin:end])))
+            begin, targets, sources = end, [], []
+
         for entry, position in zip(entries, positions):
             target = memory[position : position + entry.nbytes].view(entry.dtype)
             if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: all together may exceed memory
-            else:
-                targets.append(target)
-                sources.append(entry.values.detach().reshape(-1)[: target.numel()])
-        if targets:
-            foreach_copy(targets, sources)
-        return begin, end
+                target.copy_(entry.values.shown(0, target.numel()))  # immediately: all together may exceed memory
+                continue
+            source = entry.values.detach().reshape(-1)[: target.numel()]
+            for start in range(0, target.numel(), _PIECE // entry.dtype.itemsize):
+                at, stop = position + start * entry.dtype.itemsize, start + _PIECE // entry.dtype.itemsize
+                if at - begin >= _PIECE:
+                    copy_until(at)
+                targets.append(target[start:stop])
+                sources.append(source[start:stop])
+        copy_until(positions[len(entries)])
+        return sums
 
     def _described(self, entries: list[Entry], positions: list[int]) -> bytes:
         """Return the pickled description of the values, as in ``Written.tensors``; cached until the layout changes."""

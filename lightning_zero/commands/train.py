@@ -8,6 +8,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import time
 import warnings
 from pathlib import Path
 from typing import TextIO, cast
@@ -26,6 +27,9 @@ from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.showing import OptionalStdout, print_json
 
 # torch and Lightning are imported within functions: help, --cfg and completion do not need them.
+
+_PATIENCE = 10.0
+"""Seconds by which rank 0 may come to an error later than the other ranks, and still report it."""
 
 
 def train(config: DictConfig) -> None:
@@ -105,6 +109,12 @@ def complain(text: str) -> None:
         print(f"lightning-zero train: {text}", file=sys.stderr, flush=True)
 
 
+def let_rank_0_complain() -> None:
+    """Wait on the other ranks of a launcher: torchrun ends all ranks as soon as one has failed."""
+    if this_rank() != 0:
+        time.sleep(_PATIENCE)
+
+
 def _quote_stage(argument: str) -> str:
     """stage=1,2 -> stage="1","2": Hydra parses bare numbers as integers, but option names must be strings."""
     key, equals, value = argument.partition("=")
@@ -164,10 +174,15 @@ def main(arguments: list[str]) -> int:
                     stdout.flush()
         except JobFailed as error:
             code = error.exit_code
+            let_rank_0_complain()
+        except SystemExit:
+            let_rank_0_complain()
+            raise
         except (HydraException, OmegaConfBaseException) as error:
             if wants_traceback:
                 raise
             complain(in_one_line(error))
+            let_rank_0_complain()
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT

@@ -137,6 +137,20 @@ def test_under_torchrun_the_command_starts_no_further_ranks(tmp_path: Path, alon
     assert results(tmp_path / "job")["loss_curve"] == results(alone[0])["loss_curve"]
 
 
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("argument", "said"), [("model.width=none", "model.width=none: expected"), ("stage=4", "stage=4: no such option")]
+)
+def test_under_torchrun_rank_0_reports_an_error_though_it_is_the_slowest(
+    tmp_path: Path, argument: str, said: str
+) -> None:
+    # torchrun ends all other ranks as soon as one rank has failed.
+    (tmp_path / "sitecustomize.py").write_text("import os, time\nif os.environ.get('RANK') == '0': time.sleep(3)")
+    process = start("train", argument, folder=tmp_path, launcher=(*REAL, *TORCHRUN), path=(tmp_path,))
+    code, _, errors = finish(process)
+    assert code != 0 and errors.count(f"lightning-zero train: {said}") == 1, errors
+
+
 def test_a_resumed_run_continues_where_the_first_run_stopped(tmp_path: Path, alone: tuple[Path, str]) -> None:
     checkpoint = alone[0] / "checkpoints" / "step_6.ckpt"
     arguments = [*TINY, "stage=2", "trainer.max_steps=9", f"resume={checkpoint}", "hydra.run.dir=job"]

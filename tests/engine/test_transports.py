@@ -51,6 +51,20 @@ def test_a_gather_fills_a_buffer_with_the_slices_of_all_ranks(run_on, transport,
     run_on(3, gather_slices, transport=transport, numel=numel)
 
 
+def gather_values(transport: str, lengths: list[int]) -> None:
+    values = [{"rank": each, "text": "x" * length} for each, length in enumerate(lengths)]
+    with communicator(transport) as group:
+        for _ in range(2):  # the second exchange must not receive messages of the first
+            assert group.control.gather_objects(values[rank()]) == values
+        assert group.control.any_rank([rank() == 1, False], "flags") == [True, False]
+
+
+@TRANSPORTS
+@pytest.mark.parametrize("lengths", [[1, 5, 100], [2**16 - 100, 2**16 + 100, 1], [2**17, 2**18, 2**17]])
+def test_values_of_any_length_are_gathered_in_the_order_of_ranks(run_on, transport, lengths):
+    run_on(3, gather_values, transport=transport, lengths=lengths)
+
+
 def add_up_what_is_encoded(transport: str, numel: int) -> None:
     from lightning_zero.engine.comm.codec import Cast
 

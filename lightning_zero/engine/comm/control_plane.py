@@ -6,6 +6,7 @@ Nothing here synchronises with a device: all tensors are in host memory.
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -122,7 +123,18 @@ class ControlPlane:
         if self._is_alone:
             return [value]
         with self._watch.waiting("an exchange of values between ranks"):
-            return all_gather_objects(value, self._group)
+            values = None if self.small is None else self._gathered(self.small, value)
+            return all_gather_objects(value, self._group) if values is None else values
+
+    def _gathered(self, small: SmallMessages, value: Any) -> list[Any] | None:
+        """Gather by small messages; return None on every rank if some rank's value is too long for them."""
+        message = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        message = message if len(message) <= SMALL else b""
+        messages = small.receive(small.send(self._small_tag, [message] * len(small.ranks)))
+        if not message or not all(messages):
+            return None
+        values = dict(zip(small.ranks, map(pickle.loads, messages))) | {self._rank: value}
+        return [values[rank] for rank in range(len(self._ranks))]
 
     def is_alike(self, text: str) -> bool:
         """Whether every rank passes the same text. Collective. Texts may be long: ranks exchange only a digest."""
