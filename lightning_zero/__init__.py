@@ -1,7 +1,7 @@
 """ZeRO as a Lightning strategy: import this package and pass ``Trainer(strategy="zero3")``.
 
 Importing this package does not import torch or Lightning. Public names are imported on first access. Strategy names are
-registered once Lightning is imported, before or after this package. ``lightning_zero.engine`` works without Lightning.
+registered once Lightning and this package are both imported. ``lightning_zero.engine`` works without Lightning.
 """
 
 from importlib import import_module
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 for _package, _ours in (
     ("lightning.fabric", "strategies.fabric"),
     ("lightning.pytorch", "strategies.trainer"),
-    # planning.automatic needs the complete strategies.trainer, whose own import may be what imports Lightning
+    # not after lightning.pytorch: strategies.trainer, which planning.automatic needs, may still be importing it
     ("lightning_zero.strategies.trainer", "planning.automatic"),
     ("lightning_fabric", "lightning_fabric"),
     ("pytorch_lightning", "pytorch_lightning"),

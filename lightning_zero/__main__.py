@@ -1,4 +1,4 @@
-"""`lightning-zero COMMAND ...`, the same as `python -m lightning_zero COMMAND ...`."""
+"""Entry point of `lightning-zero COMMAND ...`, which is the same as `python -m lightning_zero COMMAND ...`."""
 
 import contextlib
 import importlib
@@ -34,7 +34,7 @@ def main() -> int:
     menu.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
     try:
         try:
-            if sys.argv[1:2] == ["-sc"]:  # shells call this when Tab is pressed
+            if sys.argv[1:2] == ["-sc"]:  # the shell runs this when Tab is pressed
                 return menu.load("completion").answer(menu, sys.argv[1:])
             ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
             if ours[:1] == ["launch"]:

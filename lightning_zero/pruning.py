@@ -1,6 +1,6 @@
-"""Magnitude pruning of sharded parameters: the smallest elements over all ranks are set to zero and stay zero.
+"""Magnitude pruning of sharded parameters: elements with the least magnitude are set to zero and stay zero.
 
-No rank gathers a whole parameter. The threshold is found from histograms of the magnitudes' bits, which are summed over
+No rank gathers a full parameter. The threshold is found from histograms of the magnitudes' bits, which are summed over
 ranks. Each rank holds only the masks for its own shards.
 """
 
@@ -36,7 +36,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
     Args:
         parameters: sharded parameters, or ordinary parameters that are the same on every rank.
         amount: the fraction of all elements to prune, 0 to 1.
-        masks: earlier masks. Elements pruned by these stay pruned, and count towards ``amount``.
+        masks: earlier masks, whose pruned elements stay pruned and count towards ``amount``.
 
     Returns:
         For each parameter, a bool mask with the parameter's shape and sharding; False for pruned elements.
@@ -71,7 +71,7 @@ def _check(amount: float) -> None:
 
 
 def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -> None:
-    """Prune ``wanted`` more elements, by changing the masks in place."""
+    """Change the masks in place, so that they prune ``wanted`` more elements."""
     dtype = torch.float16
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
@@ -79,7 +79,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     is_sharded = _are_sharded(masks)
 
     threshold = 0
-    need = wanted  # elements still to prune among those with the threshold's leading bits
+    need = wanted  # number of elements to prune among those whose leading bits equal ``threshold``
     for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
         counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64, device="cpu") for sharded in (True, False)}
         for chunks_of, sharded in zip(chunks, is_sharded.tolist()):
@@ -92,7 +92,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
         need -= int(up_to[digit - 1]) if digit else 0
         threshold = threshold << _DIGIT | digit
 
-    # Of the elements equal to the threshold, only the first are pruned: count those before this rank's, per tensor.
+    # Only the first ``need`` elements equal to the threshold are pruned: count, per tensor, those before this rank's.
     ties = [sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks]
     own = torch.tensor(ties, device="cpu")
     in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
@@ -107,7 +107,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
 
 
 def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's magnitudes in chunks, as integers with the same order (NaN last), and the mask's chunks."""
+    """Yield chunks of this rank's magnitudes, as integers in the same order (NaN last), and of the mask."""
     for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
         magnitudes = values.to(parameter.dtype).abs().to(dtype)  # round wider masters to the parameter's dtype
         yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
@@ -118,18 +118,18 @@ def _are_sharded(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
-    """Return the slot of any sharded tensor, with which to reduce over ranks; None if no tensor is sharded."""
+    """Return the slot of any sharded tensor, for reductions over ranks; None if no tensor is sharded."""
     return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
 def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the counts over the ranks; unchanged counts if no tensor is sharded."""
+    """Return the counts summed over ranks, or the counts themselves if no tensor is sharded."""
     slot = _any_slot(tensors)
     return counts if slot is None else slot.reduce(counts.to(slot.device), ReduceOp.SUM, "pruning").cpu()
 
 
 def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return the sums of each tensor's count over the ranks with earlier shards, and over all ranks."""
+    """Return each tensor's count summed over the ranks with earlier shards, and summed over all ranks."""
     slot = _any_slot(tensors)
     if slot is None:
         return torch.zeros_like(counts), counts
@@ -194,7 +194,7 @@ class Pruning:
         self._chosen = {name: p for name, p in pl_module.named_parameters() if self._is_chosen(name, p)}
         if not self._chosen:
             raise ValueError(
-                "MagnitudePruning(parameters=...) chose none of the module's parameters: return True for some "
+                "MagnitudePruning: no parameter is chosen. Write parameters=..., a function that returns True for some "
                 f"names, such as {[name for name, _ in pl_module.named_parameters()][:3]}."
             )
         if any(isinstance(p, ShardedTensor) and p.slot.share.count > 1 for p in self._chosen.values()):

@@ -1,4 +1,4 @@
-"""Strategies and callbacks for ``pytorch_lightning``'s Trainer; imported and registered right after that package."""
+"""Strategies and callbacks for ``pytorch_lightning``'s Trainer. Importing this module registers the strategies."""
 
 from types import ModuleType
 from typing import ClassVar

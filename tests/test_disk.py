@@ -175,7 +175,7 @@ def test_space_is_reserved_where_there_is_enough(tmp_path, monkeypatch, in_memor
     nbytes = 2**20 + 1
     try:
         with closing(DirectFile(path, readable=True)) as file:
-            with pytest.raises(OSError, match=rf"{2**60} bytes are required, \d+ are free; free some space") as told:
+            with pytest.raises(OSError, match=rf"{2**60} bytes are required, \d+ are available: free some") as told:
                 file.reserve(2**60)
             assert told.value.errno == errno.ENOSPC and told.value.filename == path
             assert os.path.getsize(path) == 0 and os.stat(path).st_blocks == 0

@@ -28,7 +28,7 @@ class BrokenArchiveError(ValueError):
 
 
 class Record(NamedTuple):
-    """Position of an uncompressed record in its archive, and its checksum, which is None in archives without them."""
+    """Position and checksum of an uncompressed record; ``crc32`` is None if the archive has no checksums."""
 
     name: str
     start: int
@@ -54,11 +54,11 @@ def records_of(archive: IO[bytes]) -> list[Record]:
             is_stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
             is_there = header[:4] == b"PK\x03\x04" and header[_LOCAL_HEADER:] == name and start + info.file_size <= end
             if not is_stored or not is_there or info.external_attr & _FOLDER:
-                raise BrokenArchiveError(f"record {info.filename} is not where the zip directory places it")
+                raise BrokenArchiveError(f"record {info.filename} is misplaced or compressed")
             found.append(Record(info.filename, start, info.file_size, info.CRC))
     except (zipfile.BadZipFile, NotImplementedError, struct.error, OSError, UnicodeError) as error:
         raise BrokenArchiveError("it has no intact zip directory at its end") from error
-    has_checksums = any(record.crc32 for record in found)  # False after torch.serialization.set_crc32_options(False)
+    has_checksums = any(record.crc32 for record in found)  # False if saved with set_crc32_options(False)
     return found if has_checksums else [record._replace(crc32=None) for record in found]
 
 
@@ -77,7 +77,7 @@ class BufferFile(io.RawIOBase):
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._buffer)}[whence]
         if base + offset < 0:
-            raise OSError("negative")
+            raise OSError("negative position")
         self._position = base + offset
         return self._position
 
@@ -106,12 +106,12 @@ class Layout(NamedTuple):
 
 
 def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor:
-    """Load an archive's only tensor as a view of the buffer, which must not be modified and is rarely aligned.
+    """Load an archive's only tensor, usually as a view of ``buffer``: it must not be modified, and may be unaligned.
 
-    ``torch.load`` would copy the values and take fifty times as long as a layout from the cache.
+    ``torch.load`` would copy the values, and take fifty times as long as this function does with a cached layout.
 
     Args:
-        known: cache of layouts; the archive's layout is added.
+        known: cache of layouts, to which the archive's layout is added.
         kind: cache key, such as shape and dtype: tensors of the same kind usually have archives of the same layout.
     """
     layout = known.get((kind, len(buffer)))

@@ -12,7 +12,7 @@ from lightning_zero.engine.init.sources import listed
 
 ADVICE = "Load another checkpoint, or copy this one again from an intact source."
 NO_CHECKSUM = -1
-"""Not a possible CRC-32, so verification always fails; marks bytes that are already known to be damaged."""
+"""Marks bytes that are already known to be damaged: no CRC-32 has this value, so their verification fails."""
 
 _AT_ONCE = 2**23
 """Bytes per read; with smaller reads, a disk takes twice as long."""
@@ -27,7 +27,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class NoCheckpointError(ValueError):
-    """The path contains no checkpoint, or too little of one to recognise it."""
+    """The path contains no checkpoint, or too little of one for it to be recognised."""
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ _OF_A_CHECKPOINT = re.compile(
 """Matches the names of all files that may be in the folder of a sharded checkpoint."""
 
 _LONGEST = 120
-"""Checkpoint names of more bytes are shortened in temporary names, since file systems allow at most 255 bytes."""
+"""Checkpoint names of more bytes than this are shortened in temporary names, which file systems limit to 255 bytes."""
 
 
 class Destination:
@@ -38,7 +38,7 @@ class Destination:
 
     Attributes:
         path: the given path, as a string.
-        partial: hidden path, in the folder of ``path``, to which the checkpoint is written first.
+        partial: hidden path next to ``path``, to which the checkpoint is written first.
     """
 
     def __init__(self, path: Any, label: str, advance: Callable[[int], Any] = lambda _: None) -> None:
@@ -52,7 +52,7 @@ class Destination:
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     def check_replaceable(self) -> None:
-        """Refuse to replace a special file, or a folder with other contents than a checkpoint's: they would be lost."""
+        """Refuse to replace a special file, or a folder with contents other than a checkpoint, which would be lost."""
         if self._is_local and os.path.islink(self._place):
             return  # only the link would be replaced
         is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
@@ -64,7 +64,7 @@ class Destination:
             return
         try:
             found = self._fs.ls(self._place, detail=True)
-        except FileNotFoundError:  # another run is replacing the folder at this moment
+        except FileNotFoundError:  # another process has just moved or removed the folder
             return
         kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
         from lightning_zero.engine.init.sources import listed  # imported here, since this import loads torch
@@ -73,7 +73,7 @@ class Destination:
         if others or set(kinds) == {REST}:  # a folder with only meta.pt may belong to any program
             raise IsADirectoryError(
                 f"{self.path} is a folder with contents other than a checkpoint ({listed(sorted(others) or [REST])}), "
-                "so it is not replaced: write FOLDER/NAME.ckpt instead, or move the other contents elsewhere"
+                f"so it is not replaced: save to {self.path}/NAME.ckpt, or move the other contents elsewhere"
             )
 
     @contextmanager
@@ -94,7 +94,7 @@ class Destination:
             appender.finish()
 
     def size_of(self, name: str) -> int | None:
-        """Return the size in bytes that this rank sees for a written file; None if this rank does not see the file."""
+        """Return the size in bytes of a written file; None if the file is not visible to this rank."""
         target = os.path.join(self.partial, name)
         if self._is_local:
             return os.path.getsize(target) if os.path.exists(target) else None
@@ -150,7 +150,7 @@ class Destination:
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Delete partial files of dead processes next to the path, and restore checkpoints that they moved aside."""
+        """Delete dead processes' partial files next to the path, and restore checkpoints that they moved aside."""
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):
@@ -182,7 +182,7 @@ class Stream:
         self._advance = advance
 
     def begin(self) -> int:
-        """Start a piece, and return its offset: a multiple of 64, which keeps the piece's aligned records aligned."""
+        """Start a piece at the next multiple of 64, to keep its records aligned, and return this offset."""
         self.write(bytes(-self.position % 64))
         self.crc32 = 0
         return self.position
@@ -202,9 +202,9 @@ class Stream:
 
 
 def stand_in(path: str) -> str | None:
-    """Return the path to which the checkpoint at ``path`` was moved while being replaced; None if there is none.
+    """Return the path to which the checkpoint at ``path`` was moved while being replaced; None if it was not moved.
 
-    The checkpoint stays there if the process died while replacing it on a file system that cannot exchange two names.
+    It stays at that path if the process died while replacing it on a file system that cannot swap two names atomically.
     """
     fs, place = url_to_fs(path)
     parent, name = os.path.split(place.rstrip("/"))
@@ -238,6 +238,6 @@ def _short(name: str) -> str:
 
 
 def _put_aside(name: str, label: str) -> str:
-    """Return the temporary name of a checkpoint being replaced. Lightning's search for ``last`` also finds it."""
+    """Return a temporary name for a checkpoint being replaced. Lightning's search for ``last`` finds this name, too."""
     stem, suffix = os.path.splitext(_short(name))
     return f"{stem}.old-{label}{suffix}"

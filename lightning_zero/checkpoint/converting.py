@@ -55,7 +55,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     # Each tensor gets a storage of its own, since torch.save writes entire storages. Tied names share one tensor.
     mapped = {key: _at(mapping, places[key], tensor) for key, tensor in stored.items()}
     ready = as_made_of_tensors(tree_map_only(LazyTensor, lambda tensor: mapped[id(tensor)], checkpoint))
-    if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # unknown names are numbers
+    if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # numbers stand for unknown names
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
     save_whole(ready, Destination(out, new_label(), advance))
 
@@ -93,10 +93,10 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the dictionary to store in one file, and each optimizer's parameter names, keyed as in DCP's format.
+    """Return the contents of a full checkpoint, and each optimizer's parameter names by its key in the sharded form.
 
-    A checkpoint of any Lightning strategy becomes the dictionary of a Trainer's file. Other checkpoints, such as
-    Fabric's, keep the keys that their project chose.
+    A Trainer's checkpoint, whatever its strategy, becomes the dictionary of an ordinary Trainer file. Other
+    checkpoints, such as Fabric's, keep the keys that their project chose.
     """
     if _is_lightnings(opened):
         of_all = opened.names_of_optimizers or []
@@ -123,7 +123,7 @@ def _has_tensors(value: Any) -> bool:
 
 
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
-    """Prepend a prefix (``model.`` or ``model``) to all parameter and buffer names of a Trainer checkpoint."""
+    """Prepend a prefix, with or without its final dot, to all parameter and buffer names of a Trainer checkpoint."""
     prefix = f"{prefix.removesuffix('.')}." if prefix else ""
 
     def renamed(values: dict[str, Any]) -> dict[str, Any]:

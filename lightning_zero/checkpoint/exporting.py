@@ -48,7 +48,7 @@ DTYPES = {
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
 _PART = 2**20
-"""Number of elements that are read and converted at a time."""
+"""Number of elements to read and convert at a time."""
 
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
@@ -62,7 +62,7 @@ class Weight:
     dtype: torch.dtype
     master: Tensor | None = None
     overflows: bool = False
-    """Whether a finite value has become infinite by conversion to fp16."""
+    """Whether the conversion to fp16 has made a finite value infinite."""
 
     @property
     def bytes(self) -> int:
@@ -87,7 +87,7 @@ class Export:
     Attributes:
         weights: the tensors to write, each once.
         tied: maps each omitted alias to the name under which its values are written.
-        left_out: names that are not exported, since they lack the prefix or are not tensors' names.
+        left_out: names of entries that are not exported: the name lacks the prefix, or the value is not a tensor.
         config: contents of ``config.json``; None if the weights are not those of a transformers model.
     """
 
@@ -108,7 +108,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         opened: a checkpoint in any form.
         dtype: of the exported floating-point weights; None keeps the saved dtype. Conversions start from the fp32
             master weights if the checkpoint has them.
-        prefix: export only names with this prefix, and strip it. None means the name of the transformers model within
+        prefix: export only names with this prefix, and remove it. None means the name of the transformers model within
             the module if there is exactly one, otherwise no prefix.
     """
     ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
@@ -140,7 +140,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         found.weights.append(weight)
     if not found.weights:
         raise ValueError(
-            f"{opened.path} has no weights whose names begin with {start!r}; it has {listed(list(state))}"
+            f"{opened.path} has no weights whose names begin with {start!r}; its names are {listed(list(state))}"
             if state
             else f"{opened.path} has no weights in its state_dict."
         )
@@ -154,9 +154,9 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
 
 
 def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return weights and master weights by name. In a Fabric checkpoint, names begin with the project's keys."""
+    """Return weights and master weights by name. In a Fabric checkpoint, each name begins with its model's key."""
     if "state_dict" in checkpoint:
-        inner = masters.get("model")  # in Fabric checkpoints, masters have the key of their model
+        inner = masters.get("model")  # Fabric checkpoints nest master weights under their model's key
         return dict(checkpoint["state_dict"]), dict(inner if isinstance(inner, Mapping) else masters)
     found: list[dict[str, Any]] = [{}, {}]
     for target, source in zip(found, (checkpoint, masters)):
@@ -271,7 +271,7 @@ def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:
 
 
 def _aligned(weights: list[Weight]) -> list[Weight]:
-    """Sort by descending element size, so that every offset is a multiple of the element size, as mapping requires."""
+    """Sort by descending element size: memory mapping needs every offset to be a multiple of the element size."""
     return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 

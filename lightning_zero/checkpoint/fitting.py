@@ -15,7 +15,7 @@ from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Raise errors of ``load_state_dict`` before any tensor changes: it would first load the tensors that fit."""
+    """Raise errors of ``load_state_dict`` before any tensor changes; alone, it loads fitting tensors before raising."""
     own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
         return
@@ -25,7 +25,7 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
         except RuntimeError as error:
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise
-        except Exception:  # from a custom module; raised again on loading if it matters
+        except Exception:  # raised by a custom module; if loading really fails, it raises the error again
             pass
 
 
@@ -34,7 +34,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
 
     Args:
         optimizers: the optimizers, before any of them loads its state.
-        states: the optimizers' state dicts in torch's ordinary form.
+        states: the saved state dicts, in torch's ordinary form.
     """
     if not states:
         return  # a checkpoint assembled by hand: optimizers start without state, as under DDP
@@ -42,7 +42,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
         raise ValueError(
             f"The checkpoint has the state of {len(states)} optimizer(s), but configure_optimizers returns "
             f"{len(optimizers)}. Return the optimizers that were saved, in the same order. To load only the weights, "
-            "do not pass ckpt_path, but call lightning_zero.load_weights(self, path) in configure_model."
+            "call lightning_zero.load_weights(self, path) in configure_model instead of passing ckpt_path."
         )
     for number, (optimizer, state) in enumerate(zip(optimizers, states)):
         if "param_groups" not in state:
@@ -52,8 +52,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
         saved = [len(group["params"]) for group in state["param_groups"]]
         if sizes != saved:
             raise ValueError(
-                f"{which} it was saved with {len(saved)} param group(s) of {listed(map(str, saved))} parameters, "
-                f"but the optimizer now has {len(sizes)} of {listed(map(str, sizes))} parameters. Create the optimizer "
+                f"{which} the saved param groups have [{listed(map(str, saved))}] parameters, but the param groups of "
+                f"the optimizer have [{listed(map(str, sizes))}] parameters. Create the optimizer "
                 "as in the run that saved the checkpoint."
             )
         if not is_torchs_elementwise(type(optimizer)):
@@ -64,6 +64,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
             for key, value in state.get("state", {}).get(index, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{which} {key} of parameter number {index} has the shape {tuple(value.shape)}, but the "
-                        f"parameter has {tuple(parameter.shape)}. Pass the parameters in the order of the saving run."
+                        f"{which} {key} of parameter number {index} has the shape {tuple(value.shape)}, not the "
+                        f"parameter's {tuple(parameter.shape)}. Give the optimizer its parameters in the saved order."
                     )

@@ -138,7 +138,7 @@ class Folder:
         data = files.read(DCP_METADATA)
         manifest = _manifest_of(files, sizes, data)
         metadata = _metadata_in(files.path, data)
-        # Without a manifest, the files in a folder of ours may come from different saves.
+        # Without a manifest, the files in a folder that we wrote may come from different saves.
         if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
             raise DamagedCheckpointError.of(
                 files.path,
@@ -150,7 +150,7 @@ class Folder:
         self._take(metadata, manifest, sizes, (zlib.crc32(data), zlib.crc32(repr(checksums).encode())))
 
     def _take(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int], identity: Any) -> None:
-        """Locate all values. ``identity`` is different for any other contents of the same path."""
+        """Locate all values. ``identity`` distinguishes these contents from any others at the same path."""
         self._metadata: Metadata | None = metadata
         self._extents: dict[tuple[str, int], Extent] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
@@ -187,7 +187,7 @@ class Folder:
             elif size < offset + length:
                 wrong.setdefault(
                     file,
-                    f"{file} is truncated: it has {size} bytes, and {index.fqn} ends at {offset + length}",
+                    f"{file} is truncated: it has {size} bytes, but {index.fqn} ends at byte {offset + length}",
                 )
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
@@ -216,7 +216,7 @@ class Folder:
     def tree(self) -> dict[str, Any]:
         """Return the checkpoint as it was passed to the saving function. Call this only once: it frees DCP's metadata.
 
-        With many small tensors, the metadata is as large as the checkpoint.
+        With many small tensors, the metadata can be as large as the checkpoint.
         """
         tree = self._rest()
         if not isinstance(tree, dict):
@@ -326,7 +326,7 @@ class Folder:
         out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
 
     def extents(self) -> Iterator[Extent]:
-        """Iterate over extents with checksums: pieces if the manifest has their checksums, otherwise their records."""
+        """Iterate over extents with checksums: the pieces in the manifest, and the records of all other pieces."""
         for extent in self._extents.values():
             if extent.crc32 is not None:
                 yield extent
@@ -359,7 +359,7 @@ Path = tuple[str | int, ...]
 
 
 def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """Return all dictionary keys in a tree that are not strings, by the path in DCP's metadata to the key's value."""
+    """Return the dictionary keys in a tree that are not strings, keyed by the path of their value in DCP's metadata."""
     found: dict[Path, Any] = {}
     if isinstance(tree, (dict, list)):
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):

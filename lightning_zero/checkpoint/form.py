@@ -14,10 +14,10 @@ CHECKPOINT_KEY = "lightning_zero"
 """Key of our own entry in a Lightning checkpoint."""
 
 NAMES = "optimizer_names"
-"""Key within our entry in a full checkpoint. It maps each optimizer, as ``optimizer_0``, to its parameter names."""
+"""Key within our entry in a full checkpoint. Its value maps ``optimizer_0`` etc. to the optimizer's parameter names."""
 
 CONTAINERS = "containers"
-"""Key within our entry in a sharded checkpoint. Its value has the containers that DCP's dotted names cannot express:
+"""Key within our entry in a sharded checkpoint. Its value holds the containers that DCP's dotted names cannot express:
 empty containers, and dictionaries with keys that are not strings."""
 
 DCP_METADATA = ".metadata"
@@ -27,16 +27,16 @@ REST = "meta.pt"
 """Name of the file with everything but the tensors of models and optimizers, as in Lightning's sharded checkpoints."""
 
 MANIFEST = "lightning_zero.json"
-"""Name of the manifest, which is written last and has the sizes and checksums of all other files."""
+"""Name of the manifest, which is written last and contains the sizes and checksums of all other files."""
 
 SAVE_ID = "lightning_zero"
 """The ``save_id`` that we write to DCP's metadata; other programs write a random id or none."""
 
 
 def configs_of_models(module: Any) -> dict[str, str]:
-    """Return the contents of ``config.json``, which recreate a model, for each transformers model in a module, by name.
+    """Map the name of each transformers model in a module to its configuration: the contents of its ``config.json``.
 
-    If the module itself is such a model, its name is empty.
+    If the module itself is such a model, its name is the empty string.
     """
     found: dict[str, str] = {}
     for name, inner in module.named_modules():
@@ -77,8 +77,8 @@ def check_format(path: str, number: Any) -> None:
     """Refuse a format version that this package cannot read."""
     if not isinstance(number, int) or not 1 <= number <= FORMAT:
         raise ValueError(
-            f"{path} was written by a newer lightning_zero: its format is {number!r}, and this version reads formats "
-            f"up to {FORMAT}. Update with: pip install -U lightning_zero."
+            f"{path} has the format {number!r}, but this version of lightning_zero reads formats up to {FORMAT}. If a "
+            "newer version wrote the checkpoint, update with: pip install -U lightning_zero."
         )
 
 

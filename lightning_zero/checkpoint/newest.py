@@ -28,7 +28,7 @@ def is_last(trainer: Trainer, path: Any) -> bool:
 
 
 def others_by_age(trainer: Trainer, path: Any) -> list[str]:
-    """Return all checkpoints except ``path`` in its folder and in those of the Trainer's callbacks, newest first."""
+    """Return the other checkpoints in the folders of ``path`` and of the Trainer's callbacks, newest first."""
     found: dict[str, Any] = {}
     for folder in {os.path.dirname(str(each)) for each in (path, *_last_ones(trainer))}:
         fs, place = url_to_fs(folder)

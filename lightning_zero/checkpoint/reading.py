@@ -71,7 +71,7 @@ class OpenedCheckpoint:
             share: ``(number, of)``: verify share ``number``, counted from 0, when ``of`` processes divide the work.
 
         Raises:
-            DamagedCheckpointError: naming what is damaged.
+            DamagedCheckpointError: naming the damaged contents.
         """
         verify(self._files, self._extents(), progress, share)
 
@@ -96,13 +96,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         path: a Lightning file, or a ``torch.distributed.checkpoint`` folder written by this package, FSDP2 or another
             program; a local path or an fsspec URL.
         weights_only: ``False`` unpickles objects of any class, for example from the project's hooks. Unpickling can run
-            code, so use ``False`` only for trusted checkpoints. Otherwise, such classes must be allowed by
+            code, so use ``False`` only for trusted checkpoints. Without it, such classes must be allowed by
             ``torch.serialization.add_safe_globals``.
 
     Raises:
         FileNotFoundError: if the path does not exist, or is an empty folder.
         NoCheckpointError: if the path contains no checkpoint.
-        ValueError: if the checkpoint was written by a later version, or names classes that are not allowed.
+        ValueError: if the checkpoint was written by a later version, or contains objects of forbidden classes.
         DamagedCheckpointError: if damage is apparent without reading the whole checkpoint.
     """
     files = Files(path)
@@ -222,7 +222,7 @@ def _names_by_offset(files: Files) -> dict[int, list[str]]:
 
 
 def opened_folder(folder: Folder) -> OpenedCheckpoint:
-    """Open the contents of a folder in the form of Lightning's dictionary."""
+    """Open a folder's contents in the form of Lightning's dictionary."""
     tree = folder.tree()
     checkpoint, names = _number_parameters(folder.files.path, tree)
     return OpenedCheckpoint(
@@ -279,7 +279,7 @@ def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_lightnings(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the dictionary with the weights, if there are any, under Lightning's key ``state_dict``."""
+    """Return a dictionary whose weights, if there are any, are under Lightning's key ``state_dict``."""
     if "state_dict" in tree:
         return tree
     if isinstance(tree.get("model"), dict):  # the key used by FSDP and, by convention, Fabric projects

@@ -50,7 +50,7 @@ class ForbiddenClassError(ValueError):
 
 
 class CodeToRunError(ForbiddenClassError):
-    """A pickle names code that has no place in a checkpoint; the message must not suggest a way to load the file."""
+    """Loading a file may run code that no checkpoint needs; the message must not suggest a way to load the file."""
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -62,7 +62,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member  # Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr
         if module.split(".")[0] == "pathlib" and name in _PATHS:
-            # for display only: a WindowsPath cannot be created on other systems
+            # pure paths, which are only displayed: a WindowsPath cannot be created on other systems
             return pathlib.PureWindowsPath if "Windows" in name else pathlib.PurePosixPath
         raise ForbiddenClassError(f"{module}.{name}")
 
@@ -93,10 +93,10 @@ def load_torch(
         file: a path, or a stream.
         weights_only: ``False`` unpickles objects of any class; only for trusted files.
         mmap: see ``torch.load``; requires a path.
-        may_have_configuration: whether to allow OmegaConf's containers; False saves the import, which takes 4 MB.
+        may_have_configuration: whether to allow OmegaConf's containers, whose import takes 4 MB.
 
     Raises:
-        ForbiddenClassError: naming forbidden classes and their locations; ``CodeToRunError`` if loading would run code.
+        ForbiddenClassError: if the file names forbidden classes; a ``CodeToRunError`` if loading would run code.
         Exception: of various classes, if the file is damaged.
     """
     if weights_only is False:
@@ -147,7 +147,7 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
 
 
 def _not_allowed(uses: list[Use]) -> list[Use]:
-    """Return the uses that torch refuses. torch only checks files, so an archive with these names is created."""
+    """Return the uses that torch refuses. Since torch only checks files, their names are put into a file in memory."""
     named = b"".join(f"c{use.module}\n{use.name}\n".encode() for use in uses if "\n" not in use.kind)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:
@@ -220,7 +220,7 @@ _RUN_CODE = set(
     smtplib socket subprocess sys tempfile timeit trace types urllib webbrowser
     """.split()
 )
-"""Packages that can run code. A checkpoint has no reason to name anything in them except plain values."""
+"""Packages that can run code. A checkpoint needs nothing from these packages except the callables in ``_VALUES``."""
 
 _NAMES_THAT_RUN_CODE = set(
     """
@@ -300,7 +300,7 @@ class _Kind(type):
 
 
 class _Anything(metaclass=_Kind):
-    """Stand-in for every object in an inspected file; only collects the values that pickle would give the object."""
+    """Stand-in for any object in an inspected file; only stores the values that unpickling would pass to the object."""
 
     use = Use("", "")
     items: list[Any]
@@ -314,7 +314,7 @@ class _Anything(metaclass=_Kind):
         pass
 
     def __call__(self, *args: Any) -> _Anything:
-        raise NotImplementedError  # the result of a call is unknown, so calling this result could have any effect
+        raise NotImplementedError  # this object stands for the unknown result of a call; calling it could do anything
 
     def append(self, value: Any) -> None:
         self.items.append(value)
@@ -359,7 +359,7 @@ def uses_in(file: Any) -> tuple[list[Use], bool]:
     try:
         pickled = _pickled(file)
         try:
-            # Files of torch before 1.6 contain a magic number, a version and system information before the checkpoint.
+            # Files from torch before 1.6 begin with a magic number, a version and system information.
             while len(values) < 4:
                 values.append(_Finder(pickled, found).load())
         except EOFError:

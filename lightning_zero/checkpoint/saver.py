@@ -48,14 +48,14 @@ from lightning_zero.io.labels import new_label
 log = logging.getLogger(__name__)
 
 _PATIENCE = 10.0
-"""Seconds to wait for the other ranks' files once a rank is known to have failed."""
+"""Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
 
 
 class Saver:
-    """Saves checkpoints. Call ``finish`` on all ranks before each save: it raises errors from earlier saves.
+    """Saves checkpoints. Before each save, call ``finish`` on all ranks to raise errors from earlier saves.
 
     Args:
-        in_background: whether saves return after copying the values, which a background thread then writes.
+        in_background: whether a save returns once the values are copied, while a background thread writes the copies.
     """
 
     def __init__(self, in_background: bool) -> None:
@@ -67,7 +67,7 @@ class Saver:
         self._made = WeakIdKeyDictionary()
 
     def __reduce__(self) -> Any:
-        # Users copy trainers and strategies; background work belongs only to the original.
+        # Users copy trainers and strategies. The copy gets a new saver, without the original's background work.
         return Saver, (self._in_background,)
 
     def save_in_parts(
@@ -88,7 +88,7 @@ class Saver:
             gather: all-gathers a value.
 
         Raises:
-            CheckpointNotSavedError: on every rank, if any rank fails to write; from ``finish`` for background saves.
+            CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
         # Connect before any collective: if the store's host is lost, connecting takes as long as the group's timeout.
         store = own_connection() if self._in_background and process_group.is_initialized() else None
@@ -165,7 +165,7 @@ class Saver:
 
         Args:
             checkpoint: a dictionary with the same sharded tensors on every rank; other values are taken from rank 0.
-            group: a process group that only these background threads use; None if there is one rank.
+            group: a process group that is used only by the ranks' background threads; None if there is one rank.
         """
         self.finish()
         sharded: list[ShardedTensor] = []
@@ -189,7 +189,7 @@ class Saver:
             except RuntimeError as error:
                 raise CheckpointNotSavedError(
                     f"The checkpoint {path} was not saved: rank 0 did not receive the shards of all ranks: "
-                    f"{failure() or error}. An earlier checkpoint at this path is unchanged."
+                    f"{failure() or error}. Any earlier checkpoint at this path is unchanged."
                 ) from error
             if rank == 0:
                 complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
@@ -231,7 +231,7 @@ class Saver:
         """End a run: call ``finish``, and end the background thread.
 
         Args:
-            abandon: whether other ranks may be gone: a save that waits for them longer than a few seconds is discarded.
+            abandon: whether other ranks may be gone; a save that waits for such a rank is discarded after some seconds.
         """
         if abandon:
             self._abandoned.set()
@@ -249,7 +249,7 @@ class _Later(int):
 
 
 def _stays_on_disk(entry: Entry) -> bool:
-    """Whether an entry is optimizer state on a disk, which is too large to be copied to memory."""
+    """Whether an entry is optimizer state on a disk, which may be too large to be copied to memory."""
     return entry.is_guarded and isinstance(entry.values, LazyTensor)
 
 
@@ -321,7 +321,7 @@ class StoreExchange:
             missing = self._wait(f"{number}")
         if missing:
             raise RuntimeError(
-                f"rank(s) {missing} did not write their shards: {failure() or 'the run or their processes have ended'}"
+                f"rank(s) {missing} did not finish a checkpoint: {failure() or 'the run or their processes have ended'}"
             )
         return [
             value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
@@ -332,14 +332,14 @@ class StoreExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Announce that this rank is done. Rank 0, whose process may host the store, waits for all others."""
+        """Announce that this rank is done. Rank 0, whose process may host the store, then waits for the other ranks."""
         with suppress(RuntimeError):  # raised if the store is gone: then no rank can wait for this key
             self._store.set(f"left/{self._rank}", "")
             if self._rank == 0:
                 self._wait("left")
 
     def _wait(self, what: str) -> list[int]:
-        """Wait for the keys of all other ranks; return the ranks whose keys are missing when the wait is given up."""
+        """Wait until all other ranks have set a key, or one has ended or failed; return the ranks without the key."""
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:

@@ -1,4 +1,4 @@
-"""Write a checkpoint: sharded, by all ranks in parallel, or full, by one rank."""
+"""Write a checkpoint: a sharded one by all ranks in parallel, or a full one by one rank."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _PIECE_BYTES = 2**26
 
 
 class CheckpointNotSavedError(OSError):
-    """A checkpoint could not be written; an earlier checkpoint at its path is unchanged."""
+    """A checkpoint could not be written; any earlier checkpoint at its path is unchanged."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Entry:
         share: how tensor parallelism divides the full tensor.
         dtype: the dtype to write.
         values: this rank's values, of any shape and dtype; a ``LazyTensor`` is read piece by piece.
-        start, stop: this rank's range in the flattened tensor, or in this rank's flattened share of a divided tensor.
+        start, stop: this rank's range in the flattened tensor or, under tensor parallelism, in this rank's flat share.
         is_guarded: whether writes to the values wait for background reads; see ``background_work``.
     """
 
@@ -153,7 +153,7 @@ def content_of(
 
 
 def is_view_of_parameter(value: Any) -> bool:
-    """Whether a value, which user code may save, is a view of a sharded parameter; such views have no shards."""
+    """Whether a value is a view of a sharded parameter. User code may save such views, which have no shards."""
     return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
 
 
@@ -176,13 +176,13 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
 
 
 def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
-    """Return an optimizer's parameter names in group order. ``names`` is keyed by ``id``; other names are numbers."""
+    """Return an optimizer's parameter names in group order: ``names[id(parameter)]``, or a number if there is none."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
 
 
 def _split(value: Any) -> tuple[Any, Any]:
-    """Split nested dicts and lists into a tree without sharded tensors, and a tree of only these tensors, or None."""
+    """Split nested dicts and lists into two trees: one without sharded tensors, one with only these (None if none)."""
     if isinstance(value, WrapperTensor):
         return None, value
     if isinstance(value, (dict, list, tuple)):
@@ -197,7 +197,7 @@ def _split(value: Any) -> tuple[Any, Any]:
 def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return a tree that DCP can flatten, and the containers that DCP cannot restore, with None in place of leaves.
 
-    Such containers occur in extra state of modules (``get_extra_state``) and in optimizers' groups.
+    These containers are empty or have keys that are not strings, as in ``get_extra_state`` or optimizers' groups.
     """
 
     def walk(value: Any) -> tuple[Any, Any, bool]:
@@ -273,7 +273,7 @@ class CopyBuffer:
             position += _aligned(entry.nbytes)
             copied.append(replace(entry, values=target))
             if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: all together may exceed memory
+                target.copy_(entry.values.shown(0, target.numel()))  # one at a time, since all may exceed memory
                 continue
             targets.append(target)
             sources.append(entry.values.detach().reshape(-1)[: target.numel()])
@@ -322,7 +322,7 @@ def save_in_parts(
     """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
     Args:
-        content: this rank's part.
+        content: the part of the checkpoint that this rank writes.
         destination: has the same path and label on every rank.
         written_by: versions, stage and world size, for the manifest.
 
@@ -359,7 +359,7 @@ def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
     """Create the error that every rank raises if one rank could not write."""
     return CheckpointNotSavedError(
         f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
-        "removed; an earlier checkpoint at this path is unchanged."
+        "removed; any earlier checkpoint at this path is unchanged."
     )
 
 
@@ -385,7 +385,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
         if not isinstance(error, (OSError, RuntimeError)):
             raise  # for example a pickling error, caused by an object of the project
         raise CheckpointNotSavedError(
-            f"The checkpoint {destination.path} was not saved: {_reason(error)}. Its partial file was removed; an "
+            f"The checkpoint {destination.path} was not saved: {_reason(error)}. Its partial file was removed; any "
             "earlier checkpoint at this path is unchanged."
         ) from error
 
@@ -435,7 +435,7 @@ def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
 
 
 def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written]) -> None:
-    """On rank 0, write the metadata and the manifest, and move the checkpoint of all ranks' files into place."""
+    """On rank 0, write the metadata and the manifest, and move the complete checkpoint into place."""
     invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if invisible:
         raise OSError(

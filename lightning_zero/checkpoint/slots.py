@@ -36,7 +36,7 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 _HEADER = struct.Struct("<8sQQI")  # magic; the trailer's position, length and CRC-32
 _MAGIC = b"lzslot01"
 _PIECE = 2**22
-"""The number of bytes that are copied, and then summed, at a time."""
+"""Values are copied and summed in pieces of about this many bytes."""
 
 
 class About(NamedTuple):
@@ -66,7 +66,7 @@ class SlotWriter:
     """
 
     VALUES = 4096
-    """Position of the first value in the file, on a page boundary. Writing the header before it completes the slot."""
+    """Position of the first value in the file, on a page boundary. The header, at position 0, is written last."""
 
     def __init__(self, path: str, staging: CopyBuffer | None = None) -> None:
         self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -162,7 +162,7 @@ class SlotWriter:
         for entry, position in zip(entries, positions):
             target = memory[position : position + entry.nbytes].view(entry.dtype)
             if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # immediately: all together may exceed memory
+                target.copy_(entry.values.shown(0, target.numel()))  # one at a time, since all may exceed memory
                 continue
             source = entry.values.detach().reshape(-1)[: target.numel()]
             for start in range(0, target.numel(), _PIECE // entry.dtype.itemsize):
@@ -215,7 +215,7 @@ def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None
 
 
 def _sum(memory: Tensor) -> int:
-    """Return a sum that a change of any single 8-byte word alters; the length must be a multiple of 8 bytes."""
+    """Return a sum that differs if any single 8-byte word has changed; the length must be a multiple of 8 bytes."""
     return int(memory.view(torch.int64).sum())
 
 

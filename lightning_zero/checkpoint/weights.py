@@ -1,4 +1,4 @@
-"""Load weights from a file: read names and shapes now, and each rank's shard of values once the module is sharded."""
+"""Load weights from a file: names and shapes at once, each rank's shard of the values when the module is sharded."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ _IN_A_FOLDER = (
 
 
 def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
-    """Load a file's weights into a module. Call it on every rank; it does not communicate.
+    """Load a file's weights into a module. Call this function on every rank; it does not communicate.
 
     Within ``configure_model`` under ZeRO, the values stay in the file until the module is sharded; then each rank reads
     its shard. For a module that is already sharded, each rank reads its shard at once. Otherwise, parameters on the
-    meta device use the file's mapped memory, and values are copied into all other parameters. Dtypes are kept.
+    meta device use the file's mapped memory, and values are copied to all others. Parameters keep their dtypes.
 
     Args:
         module: an ordinary module, one on the meta device, or one that is fully or partly sharded.
         path: a ``.safetensors`` file; a ``torch.save`` file with a state dict or a Lightning checkpoint; or a folder
             written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. For tied
             parameters, the file needs only one of their names.
-        strict: refuse tensors that the file or the module lacks. If False, at least one name must match.
+        strict: raise an error if a name is only in the file or only in the module. If False, one common name suffices.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
@@ -46,11 +46,11 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     Raises:
         FileNotFoundError: if there are no weights at the path.
         ModuleNotFoundError: for safetensors files, if the package safetensors is not installed.
-        ValueError: if the file cannot be read, or does not fit (naming the tensors at fault). Nothing is loaded.
+        ValueError: if the file cannot be read or does not fit the module. In this case, nothing is loaded.
 
     Example:
         >>> torch.save({"weight": torch.ones(2, 3), "bias": torch.zeros(2)}, "weights.pt")
-        >>> with torch.device("meta"):  # in configure_model; no memory yet
+        >>> with torch.device("meta"):  # in configure_model; takes no memory yet
         ...     model = torch.nn.Linear(3, 2)
         >>> lightning_zero.load_weights(model, "weights.pt")
         <All keys matched successfully>

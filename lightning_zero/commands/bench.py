@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _load(name: str) -> Any:
-    """Import a benchmark's script. It does not import torch, so it takes no CPU core from the measured processes."""
+    """Import a benchmark's script, which does not import torch: torch would take CPU time from measured processes."""
     if name == "compare":
         return importlib.import_module("lightning_zero.commands.bench_compare")  # works without the repository
     if not (SCRIPTS / f"{name}.py").exists():
@@ -45,8 +45,6 @@ def _load(name: str) -> Any:
             f"`python -m lightning_zero bench {name}` in it."
         )
     if importlib.util.find_spec("psutil") is None:
-        parser().error(
-            "the package psutil, which describes the machine, is missing: pip install 'lightning_zero[bench]'"
-        )
+        parser().error("the package psutil, which benchmarks require, is missing: pip install 'lightning_zero[bench]'")
     sys.path.insert(0, str(SCRIPTS))  # the scripts import each other
     return importlib.import_module(name)

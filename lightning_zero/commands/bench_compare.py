@@ -1,4 +1,4 @@
-"""`lightning-zero bench compare`: show whether benchmarks or runs with ZeroMonitor became slower or larger."""
+"""`lightning-zero bench compare`: show whether benchmarks or runs with ZeroMonitor take more time or memory."""
 
 from __future__ import annotations
 
@@ -72,13 +72,13 @@ def parser() -> Parser:
     )
     made.add_argument("old", type=Path, metavar="OLD", help="file or folder")
     made.add_argument("new", type=Path, metavar="NEW", help="file or folder")
-    made.add_argument("--threshold", type=float, default=1.05, help="changes must exceed this ratio (default: 1.05)")
+    made.add_argument("--threshold", type=float, default=1.05, help="ignore changes up to this ratio (default: 1.05)")
     made.add_argument("--alpha", type=float, default=0.05, help="significance level of the test (default: 0.05)")
     made.add_argument(
         "--relative-to",
         metavar="SYSTEM",
-        help="compare times divided by those of a system in the same file, such as ddp; for machines whose speeds "
-        "differ or drift",
+        help="divide times by those of a system in the same file, such as ddp; for machines whose speeds "
+        "differ or vary",
     )
     made.add_argument("--json", action="store_true", help="print the changes as JSON")
     return made
@@ -89,7 +89,7 @@ def main(arguments: list[str]) -> int:
     notes: list[str] = []
     try:
         if given.threshold < 1 or not 0 < given.alpha < 1:
-            raise ValueError("--threshold must be 1 or more, and --alpha between 0 and 1")
+            raise ValueError(f"--threshold {given.threshold} must be >= 1, and --alpha {given.alpha} between 0 and 1")
         changes = compare(given.old, given.new, given.threshold, given.alpha, given.relative_to, notes)
     except (ImportError, OSError, ValueError) as error:
         notes.append(f"lightning-zero bench compare: {error}")
@@ -110,7 +110,7 @@ def compare(
     """Compare all readings that two files or folders have in common.
 
     Args:
-        notes: list that receives a line about everything that cannot be compared, or only with caution.
+        notes: list to which a line is added about everything that cannot be compared, or only with caution.
 
     Raises:
         ImportError: if scipy is not installed.
@@ -134,13 +134,13 @@ def compare(
             if path in others and any((*series.values, *others[path].values))
         ]
     if alone := sorted(before.keys() ^ after.keys()):
-        notes.append(f"in only one of {old} and {new}: {_listed(alone)}")
+        notes.append(f"found in only one of {old} and {new}: {_listed(alone)}")
     if not changes:
         beside = f" that can be compared with those of {relative_to}" if relative_to else ""
         raise ValueError(f"{old} and {new} have no readings in common{beside}")
     if few := [each for each in changes if each.unit != "bytes" and _least_p(*each.samples) > alpha]:
         names = _listed([f"{each.name} ({each.samples[0]} and {each.samples[1]})" for each in few])
-        notes.append(f"too few samples to be significant at --alpha {alpha:g}: {names}")
+        notes.append(f"too few samples for a significant change at --alpha {alpha:g}: {names}")
     return changes
 
 
@@ -191,7 +191,7 @@ class _Result(NamedTuple):
 
 
 def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
-    """Read the result in a file, or all results or runs in a folder, by file name or run label."""
+    """Read a file's result, or all results or runs in a folder; return them by file name or by the run's label."""
     if not place.exists():
         raise ValueError(f"{place}: there is no such file or folder")
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
@@ -237,7 +237,7 @@ def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[
     """Yield each number, its path, and whether a list contains it. List items share a path: they repeat one reading.
 
     Dictionaries in a list are repeats only in the outermost list under ``rounds``. In any other list, each is a
-    separate reading, for example by size.
+    separate reading, for example of one size.
     """
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and (is_listed or "rounds" not in path):
         value = {str(place): each for place, each in enumerate(value)}

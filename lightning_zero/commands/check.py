@@ -82,7 +82,7 @@ def check(config: DictConfig) -> DictConfig:
     """Check ``config`` and return it with interpolations resolved.
 
     Raises:
-        ConfigError: A package is missing, a key is misspelt, or a value is invalid.
+        ConfigError: if a package is missing, a key is misspelt, or a value is invalid.
     """
     try:
         resolved = OmegaConf.create(OmegaConf.to_container(config, resolve=True, throw_on_missing=True))
@@ -117,7 +117,7 @@ def _choose_devices(trainer: DictConfig) -> None:
         return
     trainer.accelerator = "gpu" if device_count() else "cpu"
     if trainer.accelerator == "cpu" and trainer.devices == "auto":
-        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # set by torchrun
+        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # torchrun sets this variable
 
 
 _KINDS: dict[Any, Rule] = {
@@ -262,7 +262,7 @@ def in_one_line(error: BaseException) -> str:
             return _unknown(cause.full_key or str(cause.key), cause.parent_node)
         return in_one_line(cause)
     if isinstance(error, ConfigCompositionException) and cause is None:
-        return " ".join(str(error).split())  # the later lines say what to write instead
+        return " ".join(str(error).split())  # the error's later lines contain a remedy
     if isinstance(error, OmegaConfBaseException) and error.full_key:
         return f"{error.full_key}: {_first_line(error)}"
     return _first_line(error)

@@ -24,7 +24,7 @@ EPILOG = "PATH is a Lightning checkpoint file or a torch.distributed.checkpoint 
 
 def main(arguments: list[str]) -> int:
     if not arguments:
-        parser().error("give a command: inspect, verify, export, convert or import")
+        parser().error("specify a command: inspect, verify, export, convert or import")
     options = parser().parse_args(arguments)
     try:
         options.run(options)
@@ -71,7 +71,7 @@ def parser() -> Parser:
 
     command("verify", _verify, "read all of a checkpoint; exit code 1 if it is damaged")
 
-    export = command("export", _export, "write the weights to OUT.safetensors, for any framework")
+    export = command("export", _export, "write the weights to a safetensors file, for any framework")
     export.add_argument(
         "--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of floating-point weights (default: as saved)"
     )
@@ -86,7 +86,7 @@ def parser() -> Parser:
         "--strip-prefix",
         metavar="PREFIX",
         help="export only weights whose names begin with PREFIX, and remove it from the names. Default: the prefix of "
-        "the module's transformers model, if there is exactly one; '' exports everything under its own name",
+        "the module's transformers model, if there is exactly one; '' exports all weights under their own names",
     )
 
     convert = command("convert", _convert, "write a checkpoint as one file or as a sharded folder")
@@ -97,7 +97,7 @@ def parser() -> Parser:
     foreign.add_argument(
         "--prefix",
         default="",
-        help="prefix to add to parameter names: model. if the LightningModule holds the network as self.model",
+        help="prefix to add to parameter names: 'model.' if the LightningModule holds the network as self.model",
     )
     foreign.add_argument("--model", metavar="ENTRY", help="fsdp only: the entry that contains the weights")
     return made
@@ -134,7 +134,7 @@ def _export(options: Any) -> None:
     content = export(opened, dtype, options.strip_prefix)
     models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
     if options.strip_prefix is None and len(models) > 1:
-        _say(f"there are several transformers models ({', '.join(models)}): choose one with --strip-prefix PREFIX")
+        _say(f"exporting several transformers models ({', '.join(models)}): --strip-prefix PREFIX exports only one")
     if content.config is not None:
         _refuse_existing([paths.beside("config.json")], options)
     with progress("exporting", content.bytes) as advance:
@@ -227,7 +227,7 @@ def _write(opened: Any, options: Any) -> None:
     from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
 
     total = bytes_of(opened.checkpoint)
-    # if so, values are first written to a temporary file, then to OUT
+    # if so, each value is written twice: first to a temporary file, then to OUT
     is_assembled = options.to == "full" and opened.form == "sharded"
     with progress("converting", 2 * total if is_assembled else total) as advance:
         (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)

@@ -36,7 +36,7 @@ def compare(folder: Path) -> Path:
     done = {label: results for label, results in jobs.items() if results is not None}
     written = folder / "comparison.json"
     written.write_text(json.dumps(jobs, indent=1))
-    print(f"{len(done)} of {len(jobs)} jobs")
+    print(f"{len(done)} of {len(jobs)} jobs succeeded")
     rows = _rows(jobs, done)
     show(rows, right=range(1, len(rows[0])))
     print("comparison", written)

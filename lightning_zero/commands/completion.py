@@ -13,10 +13,10 @@ from lightning_zero.commands import train
 from lightning_zero.commands.parsing import Parser, chosen, visible
 
 EPILOG = """\
-bash: write  eval "$(lightning-zero completion bash)"  into ~/.bashrc
-zsh:  write  autoload -Uz compinit bashcompinit && compinit && bashcompinit
-      and    eval "$(lightning-zero completion zsh)"  into ~/.zshrc
-fish: write  lightning-zero completion fish | source  into ~/.config/fish/config.fish
+bash: add  eval "$(lightning-zero completion bash)"  to ~/.bashrc
+zsh:  add  autoload -Uz compinit bashcompinit && compinit && bashcompinit
+      and    eval "$(lightning-zero completion zsh)"  to ~/.zshrc
+fish: add  lightning-zero completion fish | source  to ~/.config/fish/config.fish
 """
 
 

@@ -46,8 +46,8 @@ def main(arguments: list[str]) -> int:
         resources = replace(resources, disk_bandwidth=disk_bandwidth(about["disk"]) / parsed.ranks)
     except OSError as error:
         findings.append(
-            f"The disk for offload='nvme' could not be measured ({error}): give --disk FOLDER. Without a "
-            f"measurement, plans assume {in_bytes(resources.disk_bandwidth)}/s."
+            f"The disk for offload='nvme' could not be measured ({error}): choose another with --disk FOLDER. "
+            f"Without a measurement, plans assume {in_bytes(resources.disk_bandwidth)}/s."
         )
     found = {"versions": _versions(), "machine": {**_machine(), **about}, "resources": asdict(resources)}
     findings += _findings(found)

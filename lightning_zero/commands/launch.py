@@ -35,8 +35,8 @@ _PRELOADED = [
     "lightning_zero.strategies.trainer",
 ]
 _PATIENCE = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
-"""Rendezvous settings, times in seconds. With torchrun's defaults, it takes 15 s to notice a lost machine, and another
-30 s to wait for a replacement."""
+"""Rendezvous settings, times in seconds. With torchrun's defaults, a lost machine is noticed after 15 s, and a
+replacement is awaited for another 30 s."""
 _GRACE = 2.0  # seconds for a hanging process to write its stack
 
 
@@ -136,7 +136,7 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        sys.last_value = error  # as the interpreter would; read by functions that run at exit
+        sys.last_value = error  # as the interpreter does, for functions that run at exit
         sys.excepthook(type(error), error, error.__traceback__)
         # Torch would write the error to a file that the launcher reads. If this process exits because another one has
         # died, the file may be incomplete when the launcher reads it, and the launcher would fail (torch 2.13).
@@ -146,7 +146,7 @@ def run_script(script: str, is_module: bool, *arguments: str) -> None:
 
 
 def _end_hangs(folder: str, timeout: float, is_alone: bool) -> None:
-    """Once no process has begun a step for ``timeout``, kill the processes that are not waiting for others.
+    """When no process has begun a step for ``timeout`` seconds, kill the processes that are not waiting for others.
 
     If all processes on this machine are waiting, the hanging process is on another machine, whose launcher kills it. If
     there is no other machine, or no step has begun after twice the timeout, the processes are waiting for each other,

@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         if action.choices is not None and value not in action.choices:
             known = [str(choice) for choice in action.choices]
             near = suggestion(str(value), known)
-            listed = "" if near.startswith("there are") else f" There are {', '.join(known)}"
+            listed = "" if near.startswith("there are") else f" The choices are {', '.join(known)}"
             raise argparse.ArgumentError(action, f"invalid choice: {value!r}; {near}{listed}")
 
 
@@ -53,7 +53,7 @@ class Menu(Parser):
             self.commands.add_parser(name, help=line)
 
     def run(self, arguments: Sequence[str]) -> int:
-        """Run the subcommand that ``arguments`` name, and return its exit code."""
+        """Run the subcommand that the first argument names, and return its exit code."""
         name, *rest = arguments or ["--help"]
         if name not in self.commands.choices:
             self.parse_args([name])
@@ -62,7 +62,7 @@ class Menu(Parser):
 
 
 def visible(parser: argparse.ArgumentParser) -> list[argparse.Action]:
-    """The arguments that a parser's help lists."""
+    """The arguments shown in a parser's help."""
     return [action for action in parser._actions if action.help is not argparse.SUPPRESS]
 
 

@@ -114,7 +114,7 @@ def parser() -> Parser:
         "--compression",
         nargs="+",
         default=["none"],
-        help="compression of traffic between machines, over gloo or shared memory: none, exact, int8 or int4",
+        help="compression of traffic between machines (not with nccl): none, exact, int8 or int4",
     )
     made.add_argument(
         "--tensor-parallel",
@@ -123,7 +123,7 @@ def parser() -> Parser:
         type=_size_or_none,
         help="number of ranks among which the module's configure_model divides tensors (tensor parallelism), or none",
     )
-    made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank and micro-batch")
+    made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank in each micro-batch")
     made.add_argument(
         "--checkpointing",
         nargs="+",
@@ -142,7 +142,7 @@ def parser() -> Parser:
     made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", help="memory of the device, such as 80GB, to show which choices fit")
-    made.add_argument("--resources", type=Path, help="file that lightning-zero doctor --json has written")
+    made.add_argument("--resources", type=Path, help="file with the output of lightning-zero doctor --json")
     made.add_argument("--flops", type=float, help="floating-point operations per second in matrix products")
     made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
     made.add_argument("--link-bandwidth", type=float, help="bytes per second that a rank sends in a collective")
@@ -200,7 +200,7 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
     if not given:
         return None
     if "flops" not in given:
-        raise ValueError("--flops is required with the machine's other speeds: add it, or give --resources FILE")
+        raise ValueError("--flops is required if other speeds are given: add it, or pass --resources FILE")
     return Resources(**{"memory_bandwidth": given["flops"] / 100, **given})
 
 

@@ -101,7 +101,7 @@ def _batches(given: list[str]) -> Iterator[Any]:
     """Batches from the project's function, or random batches of declared shapes: one tensor, or a tuple of several.
 
     Raises:
-        ValueError: if ``given`` is neither a function nor declared tensors.
+        ValueError: if ``given`` names no function and declares no tensors.
     """
     import torch
 

@@ -1,7 +1,7 @@
 """Launch the ranks of one job on this machine.
 
 Every job, even within a sweep, has its own processes and passes its config to them. Lightning's own launcher would
-instead run the command line again, which would repeat a whole sweep, and would leave MASTER_PORT, WORLD_SIZE and a
+instead run the command line again, which would repeat the entire sweep, and would leave MASTER_PORT, WORLD_SIZE and a
 process group behind in the process that starts the next job.
 """
 
@@ -27,7 +27,7 @@ from lightning_zero.strategies.resilience_config import resilience_config
 
 Job = Callable[[DictConfig], None]
 RESTARTS = 3  # maximum number of restarts of a job with ``resilience``
-GRACE = 5.0  # seconds for ranks to end before they are terminated, and another such time before they are killed
+GRACE = 5.0  # seconds to wait for ranks to end before SIGTERM is sent, and again before SIGKILL is sent
 
 
 def ranks_exist() -> bool:
@@ -62,8 +62,8 @@ def launch(job: Job, config: DictConfig) -> None:
 
 def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
     world_size = _world_size(config)
-    # As with torchrun, this process hosts the store. The port is open before the ranks learn its number, so no other
-    # program can take the port.
+    # As with torchrun, this process hosts the store. The port is opened before its number is passed to the
+    # ranks, so no other program can take the port.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def interrupt(*_: object) -> NoReturn:
@@ -106,7 +106,7 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
         job(config)
     except Exception as error:
         traceback.print_exc()  # printed here, because the launching process reports only one rank's error
-        sys.last_value = error  # as the interpreter would; read by functions that run at exit
+        sys.last_value = error  # as the interpreter does, for functions that run at exit
         sys.exit(1)
     if process_group.is_initialized():
         process_group.destroy()
@@ -116,7 +116,7 @@ def _world_size(config: DictConfig) -> int:
     if config.trainer.devices != "auto":
         return config.trainer.devices
     if config.trainer.accelerator == "cpu":
-        raise ConfigError("trainer.devices=auto: on a CPU, give the number of processes")
+        raise ConfigError("trainer.devices=auto: on a CPU, set it to the number of processes")
     if device_count() == 0:
         raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
     return device_count()

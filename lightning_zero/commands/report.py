@@ -45,16 +45,16 @@ def parser() -> Parser:
     made.add_argument("folder", type=Path, metavar="RUN_FOLDER", help="folder of a run, or of a sweep with its jobs")
     made.add_argument("--output", type=Path, help="folder to write to (default: RUN_FOLDER)")
     made.add_argument(
-        "--price-per-hour", type=_above_0, metavar="PRICE", help="hourly price of one rank's device, for the cost"
+        "--price-per-hour", type=_above_0, metavar="PRICE", help="hourly price of a rank's device, to compute the cost"
     )
     made.add_argument(
-        "--power-watts", type=_above_0, metavar="WATTS", help="power of one rank's device, for the energy"
+        "--power-watts", type=_above_0, metavar="WATTS", help="power of a rank's device, to compute the energy"
     )
     made.add_argument(
-        "--carbon-intensity", type=_above_0, metavar="GRAMS", help="grams of CO2 per kWh, for the emissions"
+        "--carbon-intensity", type=_above_0, metavar="GRAMS", help="grams of CO2 per kWh, to compute the emissions"
     )
     made.add_argument("--no-prediction", dest="prediction", action="store_false", help="omit predicted memory")
-    made.add_argument("--json", action="store_true", help="print the data of the page as JSON, and write nothing")
+    made.add_argument("--json", action="store_true", help="print the data of the page as JSON, and write no files")
     return made
 
 

@@ -1,4 +1,4 @@
-"""Output of commands: JSON, progress of long operations, sizes in bytes as text, and closed pipes."""
+"""Input and output of commands: JSON, progress of long operations, sizes such as 5GB, and closed pipes."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def size_of(text: str) -> int:
     if found is not None:
         size = int(float(found[1]) * (1024 if found[3] else 1000) ** " KMGT".index(found[2].upper() or " "))
     if size < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size: write 500MB, 5GB or 4GiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB, 5GB or 4GiB")
     return size
 
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-"""Exit code if the reader of stdout has closed the pipe, as for a program that SIGPIPE has ended."""
+"""Exit code if the reader of stdout has closed the pipe, as a shell reports for a program that SIGPIPE has ended."""
 
 
 _stdout_for_json: TextIO | None = None

@@ -29,7 +29,7 @@ from lightning_zero.commands.showing import OptionalStdout, print_json
 # torch and Lightning are imported within functions: help, --cfg and completion do not need them.
 
 _PATIENCE = 10.0
-"""Seconds by which rank 0 may come to an error later than the other ranks, and still report it."""
+"""Seconds that ranks other than 0 wait after an error before they exit, so that rank 0 can report the error."""
 
 
 def train(config: DictConfig) -> None:
@@ -69,7 +69,7 @@ def job(config: DictConfig) -> float | None:
     """Run one Hydra job: check the config, then train in this process if it is a rank, otherwise launch ranks.
 
     Returns:
-        The validation metric named by ``objective``, for a sweeper to minimize; None without a report or this metric.
+        The validation metric named by ``objective``, for a sweeper to minimize; None if there is no such metric.
     """
     from lightning_zero.commands.ranks import launch, ranks_exist
 
@@ -110,7 +110,7 @@ def complain(text: str) -> None:
 
 
 def let_rank_0_complain() -> None:
-    """Wait on the other ranks of a launcher: torchrun ends all ranks as soon as one has failed."""
+    """Delay the exit of ranks other than 0, since torchrun ends all ranks as soon as one has failed."""
     if this_rank() != 0:
         time.sleep(_PATIENCE)
 

@@ -37,8 +37,8 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
-# Entries of a model file that DeepSpeed writes itself. The others come from `client_state`, in which Lightning passes
-# its checkpoint.
+# Entries that DeepSpeed itself writes to a model file. All others come from the argument `client_state`, in which
+# Lightning passes its checkpoint.
 _OWN_ENTRIES = set(
     """
     module buffer_names optimizer param_shapes frozen_param_shapes shared_params frozen_param_fragments lr_scheduler
@@ -54,7 +54,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
 
     Weights are the fp32 masters; other low-precision tensors are converted to fp32. If the parameters were in low
     precision, the masters are also stored in the entry that a ``bf16-true`` run reads. The optimizer's state is in
-    torch's format, by parameter number; frozen parameters are not numbered, since DeepSpeed's param groups omit them.
+    torch's format, by parameter number; frozen parameters have no number, since DeepSpeed's param groups omit them.
 
     Args:
         path: a local folder with a ``latest`` file, as passed to ``engine.save_checkpoint`` or written by Lightning's
@@ -63,7 +63,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     Raises:
         FileNotFoundError: if there is no checkpoint, or files of some ranks are missing.
         ValueError: if the checkpoint was not written by ZeRO stages 1 to 3, or the model was also split by another
-            kind of parallelism; if the files stem from different saves; or if they contain objects of classes that are
+            kind of parallelism; if the files come from different saves; or if they contain objects of classes that are
             not allowed (such objects are never created).
         DamagedCheckpointError: if a file cannot be read.
     """
@@ -118,10 +118,10 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
 
 
 def _folder_of_tag(path: Path) -> Path:
-    """Return the folder with the ranks' files: the path itself, or the folder of the tag that ``latest`` names."""
+    """Return the folder with the ranks' files: the path itself, or the folder of the tag stored in ``latest``."""
     if not path.is_dir():
         what = "is a file" if path.is_file() else "does not exist"
-        raise FileNotFoundError(f"{path} {what}: a DeepSpeed checkpoint is a local folder that contains 'latest'.")
+        raise FileNotFoundError(f"{path} {what}: a DeepSpeed checkpoint is a local folder with a 'latest' file.")
     names = sorted(os.listdir(path))
     if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
         return path
@@ -132,15 +132,15 @@ def _folder_of_tag(path: Path) -> Path:
         return folder
     for tag in (path / name for name in reversed(names)):
         if tag.is_dir() and any(map(_OPTIMIZER_FILE.fullmatch, os.listdir(tag))):
-            raise FileNotFoundError(f"{path} has no file 'latest': give one of its folders, for example {tag}.")
+            raise FileNotFoundError(f"{path} has no 'latest' file: pass the folder of a tag, such as {tag}.")
     raise FileNotFoundError(
-        f"{path} is not a DeepSpeed checkpoint: it has neither a file 'latest' nor a file '..._optim_states.pt'. "
+        f"{path} is not a DeepSpeed checkpoint: it has neither a 'latest' file nor an '..._optim_states.pt' file. "
         f"It contains: {listed(names) or 'nothing'}."
     )
 
 
 def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
-    """Return optimizer and model files by rank, in ascending order; stages 1 and 2 have a single model file."""
+    """Return the optimizer files and the model files by rank; stages 1 and 2 have a single model file."""
     names = sorted(os.listdir(folder))
     optimizer = [match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))]
     model = [match for name in names if (match := _MODEL_FILE.fullmatch(name))]
@@ -150,9 +150,9 @@ def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
         raise ValueError(_other_parallelism(folder, sorted(others)))
     if not optimizer:
         raise FileNotFoundError(
-            f"{folder} has no file '..._optim_states.pt' of ZeRO's stages 1 to 3. It contains: "
-            f"{listed(names) or 'nothing'}. If ZeRO was not used, the weights are 'module' in "
-            "mp_rank_00_model_states.pt."
+            f"{folder} has no '..._optim_states.pt' file, which ZeRO stages 1 to 3 write. It contains: "
+            f"{listed(names) or 'nothing'}. If ZeRO was not used, the weights are the entry "
+            "'module' of mp_rank_00_model_states.pt."
         )
     if not model:
         raise FileNotFoundError(f"{folder} is incomplete: it has no file '..._model_states.pt'.")
@@ -165,7 +165,7 @@ def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
 def _other_parallelism(folder: Path, evidence: list[str]) -> str:
     return (
         f"{folder} contains a model that was split by tensor, pipeline or expert parallelism as well as by ZeRO "
-        f"({listed(evidence)}), which is not supported: use DeepSpeed's own ds_to_universal.py."
+        f"({listed(evidence)}). This is not supported: use DeepSpeed's own ds_to_universal.py."
     )
 
 
@@ -173,7 +173,7 @@ def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: int) ->
     wrong = sorted(set(ranks) ^ set(range(world_size)))
     if wrong:
         raise FileNotFoundError(
-            f"{folder} does not contain the files of {world_size} rank(s): it has '{files}' of rank(s) "
+            f"{folder} does not contain the files of exactly {world_size} rank(s): it has '{files}' of rank(s) "
             f"{listed(map(str, ranks))}. The files of rank(s) {listed(map(str, wrong))} are missing, or left over from "
             "another save. Copy the folders from all machines into one folder without other files."
         )
@@ -216,7 +216,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
-    """Return a function that iterates over the records with checksums in all files."""
+    """Return a function that iterates over all records, in these files, that have a checksum."""
 
     def extents() -> Iterator[Extent]:
         for path in files:
@@ -240,8 +240,8 @@ def _stage_of(folder: Path, state: dict[str, Any]) -> int:
     stage = state.get("zero_stage", 1 if "single_partition_of_fp32_groups" in state else None)
     if stage not in (1, 2, 3):
         raise ValueError(
-            f"{folder} was written by ZeRO stage {stage!r}, and only stages 1, 2 and 3 are supported. Use the "
-            "zero_to_fp32.py in the folder to get the weights."
+            f"{folder} has zero_stage={stage!r}, but only ZeRO stages 1, 2 and 3 are supported. To get the "
+            "weights, run the zero_to_fp32.py that DeepSpeed saved with the checkpoint."
         )
     return int(stage)
 
@@ -262,19 +262,19 @@ class _Fragments(NamedTuple):
     """Locations of one parameter's elements in the ranks' flat vectors.
 
     Attributes:
-        ranges: (rank, start, stop), in the order of the elements. The last range may extend into padding.
+        ranges: (rank, start, stop) by fragment, in the order of the elements. The last ones may include padding.
     """
 
     shape: tuple[int, ...]
     ranges: list[tuple[int, int, int]]
 
     def of(self, name: str, flats: list[Tensor]) -> Tensor:
-        """Return the parameter, or an optimizer state of its shape, given the ranks' flat vectors."""
+        """Return the parameter, or an optimizer state of the same shape, from the ranks' flat vectors."""
         return _stored(name, self.shape, [flats[rank][start:stop] for rank, start, stop in self.ranges])
 
 
 _FlatLayout = dict[str, _Fragments]
-"""The fragments of one sharded flat vector by parameter name, in the order of the vector."""
+"""Fragments by parameter name, in the order in which one sharded flat vector contains the parameters."""
 
 
 def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]]) -> list[_FlatLayout]:
@@ -301,7 +301,7 @@ def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[
 
 
 def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_FlatLayout]:
-    """Layouts at stage 3: each parameter is split into equal shards, one per rank; the last shard is padded."""
+    """Layouts at stage 3: each parameter is padded, and split into equal shards, one per rank."""
     layouts = []
     for shapes in model["param_shapes"]:
         layout, offset = {}, 0
@@ -314,7 +314,7 @@ def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_F
 
 
 def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatLayout], stage: int) -> None:
-    """Check that the ranks' vectors have the sizes that the model file specifies."""
+    """Check that the ranks' vectors have the sizes that follow from the shapes in the model file."""
     for number, layout in enumerate(layouts):
         held = [flats[number].numel() if number < len(flats) else 0 for flats in masters]
         elements = sum(prod(fragments.shape) for fragments in layout.values())
@@ -325,18 +325,18 @@ def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatL
             located = sum(stop - start for fragments in layout.values() for _, start, stop in fragments.ranges)
             fits = located == elements <= sum(held)
         if not fits:
-            advice = "Its files come from different models or different saves."
+            advice = "The files come from different models or different saves."
             if (folder / "offloaded_tensors").is_dir():
                 advice = "The optimizer's state was on NVMe, in files that only DeepSpeed can read."
             raise ValueError(
-                f"{folder} is inconsistent: according to '..._model_states.pt', param group {number} with "
-                f"{listed(list(layout), 3)} has {elements} elements, but the ranks have "
+                f"{folder} is inconsistent: in '..._model_states.pt', param group {number} "
+                f"({listed(list(layout), 3)}) has {elements} elements, but the element counts by rank are "
                 f"{listed(map(str, held))}. {advice}"
             )
 
 
 def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
-    """Join memory-mapped parts into one tensor, read when it is used; low-precision values are converted to fp32."""
+    """Join memory-mapped parts into one lazy tensor, and convert low-precision values to fp32."""
     parts = [part.detach() for part in parts]  # masters are saved with requires_grad=True
     numel, dtype = prod(shape), parts[0].dtype if parts else torch.float32
     dtype = torch.float32 if dtype in LOW_PRECISION else dtype
@@ -355,7 +355,7 @@ def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
 
 
 def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dict[str, Any]:
-    """Return the entries of the module's ``state_dict`` in their order, with parameters joined from all ranks."""
+    """Return the module's ``state_dict`` in its original order, with parameters joined from all ranks."""
     model = models[0]
     frozen = {}
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
@@ -379,16 +379,16 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
 def _optimizer_state(
     folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_FlatLayout], is_dealt: bool
 ) -> tuple[list[str], dict[str, Any]] | None:
-    """Return parameter names by number, and the optimizer's state in torch's format; None if it cannot be imported.
+    """Return parameter names by number, and the state in torch's format; None if the state cannot be imported.
 
     Args:
         states: each rank's optimizer state.
-        is_dealt: whether 'round_robin_gradients' has distributed the parameters over the ranks in turn.
+        is_dealt: whether parameters were assigned to the ranks in turn (DeepSpeed's 'round_robin_gradients').
     """
     if not all(isinstance(state, dict) for state in states):
         warnings.warn(
-            f"{folder} has no optimizer param groups, as with DeepSpeed's 'elastic_checkpoint': only the "
-            "weights are imported, without the optimizer's state.",
+            f"{folder} has no optimizer param groups, as if saved with DeepSpeed's 'elastic_checkpoint': only the "
+            "weights are imported, not the optimizer's state.",
             stacklevel=3,
         )
         return None
@@ -417,20 +417,20 @@ def _state_value(
     folder: Path, name: str, key: str, per_rank: list[dict[str, Any]], fragments: _Fragments, masters: list[Tensor]
 ) -> Any:
     value = per_rank[0][key]
-    if not isinstance(value, Tensor):  # the step count: a tensor in torch's Adam, a number in DeepSpeed's
+    if not isinstance(value, Tensor):  # such as the step count of DeepSpeed's Adam; in torch's, it is a tensor
         return torch.tensor(float(value), device="cpu") if key == "step" else value
     if value.dim() == 0:
         return value.clone()
     flats = [state[key] for state in per_rank]
     if any(flat.dim() != 1 or flat.numel() < master.numel() for flat, master in zip(flats, masters)):
         raise ValueError(
-            f"{folder}: the optimizer state '{key}' of {name} has the shape {tuple(value.shape)}, not one value for "
-            "each element: only the state of elementwise optimizers can be imported."
+            f"{folder}: the optimizer state '{key}' of {name} does not have one value for each element (its shape is "
+            f"{tuple(value.shape)}). Only states of elementwise optimizers can be imported."
         )
     return fragments.of(f"{name} ({key})", flats)
 
 
 def _in_users_order(names: list[str], hands: int) -> list[str]:
-    """Restore the order of the user's param group, from which names were dealt to ``hands`` ranks in turn."""
+    """Restore the order that the names had in the user's param group, before assignment to ``hands`` ranks in turn."""
     dealt = [number for hand in range(hands) for number in range(hand, len(names), hands)]
     return [name for _, name in sorted(zip(dealt, names))]

@@ -18,21 +18,21 @@ _USUAL = ("state_dict", "model", "module", "model_state_dict")
 
 
 def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> OpenedCheckpoint:
-    """Open an FSDP checkpoint like ``open_checkpoint``, with its entries under Lightning's keys.
+    """Open an FSDP checkpoint like ``open_checkpoint``, and move its entries to Lightning's keys.
 
     Supports ``torch.distributed.checkpoint`` folders and ``torch.save`` files with full tensors, written by Lightning's
     ``FSDPStrategy`` and ``ModelParallelStrategy`` or with torch's ``get_state_dict``, under any keys. The weights are
-    recognised as the only mapping from names to tensors. Of several such mappings, the mapping that contains the
-    optimizer's parameter names, or that has a usual key, is chosen. Optimizers are recognised by ``state`` and
-    ``param_groups``, nested or flattened.
+    recognised as the only mapping from names to tensors. If there are several, the mapping with all parameter names of
+    the optimizers is chosen, otherwise the mapping under a usual key such as ``model``. Optimizers are recognised by
+    ``state`` and ``param_groups``, nested or flattened.
 
     Args:
         path: a local path, or an fsspec URL.
         model: key of the weights if there are several candidates; dotted if nested.
 
     Raises:
-        FileNotFoundError, DamagedCheckpointError: as ``open_checkpoint``.
-        ValueError: as ``open_checkpoint``, and if the weights are not found; the message lists all keys.
+        FileNotFoundError, DamagedCheckpointError: as in ``open_checkpoint``.
+        ValueError: as in ``open_checkpoint``; also if the weights are not found, ambiguous, or FSDP's flat parameters.
     """
     opened = open_checkpoint(path)
     tree = dict(opened.as_saved)
@@ -43,7 +43,7 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     if any(key.rsplit(".", 1)[-1].startswith("_flat_param") for key in weights):
         raise ValueError(
             f"{opened.path}: '{name}' contains FSDP's flat parameters, which only an identical FSDP setup can "
-            "read: save again with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT."
+            "read. Load it in that setup, and save it with StateDictType.SHARDED_STATE_DICT or FULL_STATE_DICT."
         )
     _take(tree, name)
     tree = {"state_dict": weights, **tree}
@@ -75,17 +75,17 @@ def _weights_of(
         if len(likely) > 1:
             likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
     if len(likely) != 1:
-        there = [f"'{name}' with {len(found[name])} tensors" for name in found] or [f"'{key}'" for key in tree]
-        wanted = "no weights were found" if chosen is None else f"'{chosen}' is not a mapping of names to tensors"
+        there = [f"'{name}' (tensors: {len(found[name])})" for name in found] or [f"'{key}'" for key in tree]
+        wanted = "no weights were found" if chosen is None else f"'{chosen}' is not a mapping from names to tensors"
         if chosen is None and found:
             wanted = "several entries may be the weights"
-        advice = " Choose one: --model NAME, or open_fsdp(path, model=NAME)." if found else ""
-        raise ValueError(f"{path}: {wanted}. It has {listed(there, 20)}.{advice}")
+        advice = " Choose one with --model NAME, or with open_fsdp(path, model=NAME)." if found else ""
+        raise ValueError(f"{path}: {wanted}. The checkpoint contains {listed(there, 20)}.{advice}")
     return likely[0], found[likely[0]]
 
 
 def _weights_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Iterate over all mappings from names to tensors, with their dotted keys."""
+    """Yield the dotted key and the value of each mapping from names to tensors."""
     for key, value in tree.items():
         if isinstance(value, dict) and not _is_optimizer(value):
             if any(isinstance(item, (dict, list)) for item in value.values()):
@@ -95,7 +95,7 @@ def _weights_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, d
 
 
 def _optimizers_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Iterate over all optimizer state dicts, with their dotted keys."""
+    """Yield the dotted key and the value of each optimizer state dict."""
     for key, value in tree.items():
         if isinstance(value, dict) and _is_optimizer(value):
             yield f"{inside}{key}", value
@@ -108,7 +108,7 @@ def _is_optimizer(value: dict[str, Any]) -> bool:
 
 
 def _is_flattened(value: dict[str, Any]) -> bool:
-    """Whether keys are like ``state.NAME.exp_avg``, as with ``StateDictOptions(flatten_optimizer_state_dict=True)``."""
+    """Whether keys look like ``state.NAME.exp_avg``; see ``StateDictOptions.flatten_optimizer_state_dict``."""
     return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
 
 
@@ -122,25 +122,25 @@ def _names_in(optimizer: dict[str, Any], weights: dict[str, dict[str, Tensor]]) 
 
 
 def _split(key: str, names: Any) -> tuple[str, str]:
-    """Split ``state.NAME.exp_avg`` into ``NAME``, or "" if unknown, and ``exp_avg``."""
+    """Split ``state.NAME.exp_avg`` into ``NAME`` ("" if ``names`` lacks it) and ``exp_avg``."""
     name, _, what = key.partition(".")[2].rpartition(".")
     return (name, what) if name in names else ("", what)
 
 
 def _warn_of_modules_numbers(path: str, optimizer: dict[str, Any]) -> None:
-    """Warn if the order within param groups is lost: files with full tensors number parameters in module order."""
+    """Warn if parameters are numbered in the module's order, not in the order of the param groups."""
     numbers = [number for group in optimizer["param_groups"] for number in group["params"]]
     if numbers != list(range(len(numbers))):
         warnings.warn(
-            f"{path} numbers the optimizer's parameters in the module's order, as FSDP does in files with full "
-            "tensors, so their order within a param group is lost. If your optimizer's order differs from "
-            "module.parameters(), save a sharded checkpoint (a folder) instead, which contains parameter names.",
+            f"In {path}, optimizer parameters are numbered in the module's order, as in FSDP's full-tensor files, "
+            "so their order within a param group is lost. If your param groups have a different order than "
+            "module.parameters(), save a sharded checkpoint instead (a folder, which contains parameter names).",
             stacklevel=3,
         )
 
 
 def _nested(flattened: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any]:
-    """Nest a flattened state. Param groups are not recorded, so parameters with equal options form one group."""
+    """Nest a flattened state. It does not record param groups, so parameters with equal options form one group."""
     state: dict[str, dict[str, Any]] = {}
     options: dict[str, dict[str, Any]] = {}
     for key, value in flattened.items():
@@ -157,7 +157,7 @@ def _nested(flattened: dict[str, Any], weights: dict[str, Any]) -> dict[str, Any
 
 
 def _take(tree: dict[str, Any], dotted: str) -> None:
-    """Delete an entry and the containers that become empty. Nested dictionaries are copied before they change."""
+    """Delete a dotted key, and dictionaries that become empty. Nested dictionaries are copied before they change."""
     key, _, rest = dotted.partition(".")
     if rest:
         tree[key] = dict(tree[key])

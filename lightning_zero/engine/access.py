@@ -1,4 +1,4 @@
-"""Functions for user code: read full values of a sharded module, or run unequal numbers of forwards on the ranks."""
+"""Functions for user code: read full values of a sharded module; run different numbers of forwards on the ranks."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
     """Context in which the module's parameters are ordinary tensors of the full shape. Collective.
 
     Args:
-        module: a module that is fully, partly or not sharded. A forward within the context computes with the full
+        module: a sharded, partly sharded or unsharded module. A forward within the context computes with the full
             tensors, and its backward adds to the gradients of the sharded parameters.
-        writeback: whether to keep changes to the full tensors. The changes must be the same on every rank.
+        writeback: whether to keep changes to the full tensors, which must be the same on every rank.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -109,16 +109,16 @@ def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
 def shard_of(tensor: Tensor) -> Tensor:
     """This rank's shard of a parameter or gradient as a 1-D tensor; for an ordinary tensor, all elements, flattened.
 
-    Do not write to the shard. A parameter's shard is a view of its fp32 master weight, and modules see a write to it
-    only when values are next gathered or exchanged, which may never happen for frozen parameters. To change a parameter
-    on every rank, write to the parameter itself (``p.mul_(2)``).
+    Do not write to the shard. A parameter's shard is a view of its fp32 master weight, and a write would reach the
+    modules only when values are next gathered or exchanged, which may never happen for frozen parameters. To change a
+    parameter on every rank, write to the parameter itself (``p.mul_(2)``).
 
     Args:
         tensor: a parameter, a gradient, or an ordinary tensor.
 
     Returns:
         A 1-D tensor; it may be empty, since ranks own ranges of a unit, not of each parameter. The function
-        communicates only to complete a gradient that has been summed only within the groups of ``shard_within``.
+        communicates only if the gradient has not yet been summed across the groups of ``shard_within``.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -136,8 +136,8 @@ def uneven_forwards(module: nn.Module) -> Iterator[None]:
     """Context in which ranks may run different numbers of forwards (join of uneven inputs). Collective.
 
     At stage 3, a forward all-gathers parameters. A rank that has finished takes part in the other ranks' gathers, so
-    every rank must run the same units. Read parameters only before or after the context, since reading needs every
-    rank. Methods called ``generate`` are wrapped automatically. No effect at stages 1 and 2, or on unsharded modules.
+    every forward must run the same units. Read parameters only before or after the context, since a read is collective.
+    Methods named ``generate`` enter the context automatically. No effect at stages 1 and 2, or on unsharded modules.
 
     Args:
         module: the module whose forwards run: a sharded module, or a submodule of a sharded module.

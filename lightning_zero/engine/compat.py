@@ -7,7 +7,7 @@ only ``comm`` may import that package; private attributes of data loaders are in
 files may read ``tensor._version``, ``module._parameters`` and ``operator._schema``, since torch has had them for years,
 and wrapper functions would cost time in each step.
 """
-# ruff: noqa: F401  (imported from here)
+# ruff: noqa: F401  (other files import these names from here)
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
-# In which backward pass code runs, if any. Module hooks need to know this, since recomputation calls them in backward.
+# The id of the running backward pass; -1 if none is. Module hooks need it, since recomputation calls them in backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 
@@ -77,7 +77,7 @@ def hooks_on_top() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-# A gather restores the values of views that autograd has saved, so it must not increment their version.
+# A gather restores the values of views that autograd has saved, so it must not increment the views' version counters.
 keep_version = torch.autograd._unsafe_preserve_version_counter
 
 # Checkpointing that hooks can enter and leave; the public function would have to wrap the module's call.
@@ -85,16 +85,16 @@ checkpoint_generator = _checkpoint_without_reentrant_generator
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is running. This takes nanoseconds; a label takes microseconds even without a profiler."""
+    """Whether a profiler is running. This check takes nanoseconds; ``record_function`` always takes microseconds."""
     return profiler._is_profiler_enabled
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
 
-# Like ``torch.utils.swap_tensors``, which needlessly refuses objects with weak references: the references stay valid.
+# Like ``torch.utils.swap_tensors``, but also swaps tensors with weak references, which stay valid.
 swap_tensor = torch._C._swap_tensor_impl
 
-# Checks a value on the device, in the order of its queued work, so that the host need not wait for the value.
+# Asserts on the device that a value is true, after the work already queued there; the host need not wait for the value.
 assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
 
 slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
@@ -106,10 +106,10 @@ disabled_torch_function = torch._C._disabled_torch_function_impl
 foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
 
 
-# Identifies a storage object, even while its memory is freed (a released buffer). Called often: for each saved tensor.
+# Identifies a storage object, even one whose memory is released. Must be fast: it is called for each saved tensor.
 address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
-# An attribute that ``nn.Parameter`` sets on tensors of other classes.
+# The attribute that ``nn.Parameter(tensor)`` sets to True on an instance of a tensor subclass.
 PARAMETER_MARK = "_is_param"
 
 
@@ -137,7 +137,7 @@ def offset_in_file(tensor: torch.Tensor) -> int:
 
 
 def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
-    """Unpickle the ``data.pkl`` of a ``torch.save`` archive like ``torch.load(weights_only=True)``, into given memory.
+    """Unpickle the ``data.pkl`` of a ``torch.save`` archive like ``torch.load(weights_only=True)``, without copies.
 
     Args:
         storage: returns the bytes of a storage, given its key; tensors are views of these bytes.
@@ -156,7 +156,7 @@ def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
 
 
 def dcp_internals() -> tuple[Any, Any, str]:
-    """Internals of ``torch.distributed.checkpoint``: a function that flattens dicts, the storage info, the version."""
+    """Internals of ``torch.distributed.checkpoint``: (function that flattens dicts, storage info class, version)."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
@@ -178,7 +178,7 @@ def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
 
 
 def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
-    """Remove and return a tensor's post-accumulate-grad hooks, which the engine calls after its reduction."""
+    """Remove and return a tensor's post-accumulate-grad hooks; the engine calls them after it reduces the gradient."""
     hooks: Any = tensor._post_accumulate_grad_hooks
     if hooks:
         tensor._post_accumulate_grad_hooks = OrderedDict()
@@ -191,17 +191,17 @@ def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
 
 
 def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
-    """Move a hook before those registered earlier: not every torch method that registers hooks has ``prepend``."""
+    """Move a hook to the front; not every torch method that registers hooks has the argument ``prepend``."""
     hooks: Any = handle.hooks_dict_ref()
     hooks.move_to_end(handle.id, last=False)
 
 
-# Attributes with an optimizer's hooks, by id. The engine calls the hooks if the class overrides ``load_state_dict``.
+# The attributes with an optimizer's load hooks. The engine calls the hooks if the class overrides ``load_state_dict``.
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
 def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[Callable[..., Any]]:
-    """Hooks that run before an optimizer's step and may change gradients: its own, and those of all optimizers."""
+    """Hooks that run before an optimizer's step and may change gradients: its own, and those for all optimizers."""
     own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_pre_hooks
     return chain(own.values(), optimizers._global_optimizer_pre_hooks.values())
 
@@ -226,7 +226,7 @@ def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
 
 
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """Like ``refresh_flat_weights``, but also move the parameters to one block of memory for cuDNN."""
+    """Like ``refresh_flat_weights``, but also move the parameters into one block of memory for cuDNN."""
     module._init_flat_weights()
 
 
@@ -252,7 +252,7 @@ def optimized_module_class() -> type | None:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether a module's forward is the entry point of compiled code; torch has no public API for this."""
-    forward = vars(module).get("forward")  # as ``model.forward = torch.compile(model.forward)`` and Lightning set it
+    forward = vars(module).get("forward")  # set by Lightning, or by ``model.forward = torch.compile(...)``
     optimized = optimized_module_class()
     return (
         (optimized is not None and isinstance(module, optimized))
@@ -272,7 +272,7 @@ class Patch:
     """
 
     def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
-        self._install, self._undo = install, install  # a placeholder until the patch is installed
+        self._install, self._undo = install, install  # ``_undo``: a placeholder until the patch is installed
         self._count, self._lock = 0, threading.RLock()  # reentrant: a garbage collection may call ``_let_go``
 
     def hold(self, owner: object) -> None:
@@ -291,14 +291,14 @@ class Patch:
 
 
 def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """A patch that replaces an attribute of a module by ``make(original)``."""
+    """A patch that replaces an attribute of a module with ``make(original)``."""
 
     def install() -> Callable[[], None]:
         before = getattr(holder, name)
         ours = make(before)
 
         def undo() -> None:
-            if getattr(holder, name) is ours:  # otherwise another patch has wrapped ours, which may stay
+            if getattr(holder, name) is ours:  # otherwise another patch wraps ours: leave both
                 setattr(holder, name, before)
 
         setattr(holder, name, ours)
@@ -313,12 +313,12 @@ def run_backward(make: Callable[[Any], Any]) -> Patch:
 
 
 def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
-    """Patch the check in ``torch.func`` that refuses saved-tensor hooks, since the engine has such hooks."""
+    """Patch the check in ``torch.func`` that refuses saved-tensor hooks, since the engine uses such hooks."""
     return replaced(torch.autograd.graph, "disable_saved_tensors_hooks", make)
 
 
 def taken_by_foreach(cls: type) -> Patch:
-    """Let ``foreach`` functions accept a tensor class, so that clipping reduces once over ranks, not per parameter."""
+    """Let ``foreach`` functions accept a tensor class, so that clipping needs one reduction, not one per parameter."""
 
     def install() -> Callable[[], None]:
         _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]

@@ -20,8 +20,8 @@ Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.
 
 OffloadTarget = Literal["cpu", "nvme"]
 
-# The paper's names (P_os, P_os+g, P_os+g+p), and other texts' names, after the state that a stage shards in addition
-# to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
+# The paper's names (P_os, P_os+g, P_os+g+p), and names from other texts, after what each stage shards in addition to
+# the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -32,7 +32,7 @@ _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The options of an engine. An option that can be written in several forms is converted to one form.
+    """The options of an engine. Options that can be written in several forms are converted to one form.
 
     Arguments:
         stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too (SC20, section 5). The paper's
@@ -49,11 +49,11 @@ class EngineConfig:
             bits. A ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
-        unit_numel: number of elements up to which neighbouring blocks form one unit. With automatic units, ``None``
-            means ``2**20``, or less if that would leave fewer than four units; otherwise, each block is a unit.
+        unit_numel: neighbouring blocks are merged into units of at most this many elements. ``None``, with automatic
+            units, means ``2**20``, or less if that would leave fewer than four units; otherwise, each block is a unit.
         prefetch: number of units that are gathered ahead of need at stage 3.
         overlap: ``False`` waits for each collective right after starting it; for debugging.
-        reduction_buffers: number of gradient buffers that may be in reduction at the same time.
+        reduction_buffers: number of gradient buffers that may be reduced at the same time.
         reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
             ``None`` for the dtype in which gradients are accumulated: fp32 for low-precision parameters.
         bucket_numel: largest number of elements in a bucket. Larger units are split into several buckets, each with its
@@ -61,8 +61,8 @@ class EngineConfig:
             quarter of the model, unless the model is tiny.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
-        partition_activations: ``True`` lets each tensor-parallel rank keep only an equal part of a checkpointed
-            module's inputs, if these are the same on all ranks, on the device or where ``offload`` puts activations.
+        partition_activations: ``True``: if a checkpointed module's inputs are the same on all tensor-parallel ranks,
+            each rank keeps only an equal part, on the device or where ``offload`` puts activations.
         whole_parameters: whether optimizers of unknown classes need whole parameters. ``True``: yes, so each
             parameter is updated by one rank; ``False``: no, they are elementwise; or a predicate of (name, parameter).
             ``None`` accepts only known classes.
@@ -122,7 +122,7 @@ class EngineConfig:
         within = self.shard_within
         if within is not None:
             if within != "node" and (isinstance(within, bool) or not isinstance(within, int) or within < 2):
-                raise ValueError(f"shard_within={within!r} must be 'node', a number of ranks of at least 2, or None.")
+                raise ValueError(f"shard_within={within!r} must be 'node', None, or a number of ranks >= 2.")
             if self.stage != 3:
                 raise ValueError(
                     f"shard_within={within!r} requires stage 3: at stage {self.stage} every rank keeps all parameters "
@@ -130,8 +130,8 @@ class EngineConfig:
                 )
             if offload is not None and offload.parameters is not None:
                 raise ValueError(
-                    f"shard_within={within!r} keeps parameters on the device, but offload: "
-                    f"parameters={offload.parameters!r} would move them away. Leave one of the two out."
+                    f"shard_within={within!r} keeps parameters on the device, but the offload option "
+                    f"parameters={offload.parameters!r} would offload them. Leave one of the two out."
                 )
         compression = compression_config(self.compression)
         object.__setattr__(self, "compression", compression)
@@ -178,7 +178,7 @@ class EngineConfig:
 
     @property
     def keeps_whole(self) -> bool | Callable[[str, torch.Tensor], bool] | None:
-        """The value of ``whole_parameters``, which ``allow_any_optimizer`` may set instead."""
+        """``whole_parameters``; but False if that is None and ``allow_any_optimizer`` is True."""
         return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
@@ -186,14 +186,14 @@ class EngineConfig:
         if self.partition_activations and tensor_parallel_size in (None, 1):
             raise ValueError(
                 "partition_activations=True divides inputs that tensor-parallel ranks share, but there is only one "
-                "such rank: set tensor_parallel_size, or leave partition_activations out. To offload activations "
-                "instead, write offload={'optimizer': None, 'activations': 'cpu'}."
+                "such rank: set tensor_parallel_size above 1, or leave partition_activations out. To offload "
+                "activations instead, write offload={'optimizer': None, 'activations': 'cpu'}."
             )
         if self.shard_within is not None and tensor_parallel_size is not None:
             raise ValueError(
                 f"shard_within={self.shard_within!r} cannot be combined with "
-                f"tensor_parallel_size={tensor_parallel_size}: both keep traffic within a machine. Leave one of them "
-                "out."
+                f"tensor_parallel_size={tensor_parallel_size}: each of them alone reduces the traffic between "
+                "machines. Leave one of the two out."
             )
 
 
@@ -211,8 +211,8 @@ class OffloadConfig:
         optimizer: optimizer states and master weights: ``"cpu"`` keeps and updates them in host memory; ``"nvme"``
             keeps them in a file on a local disk and updates them in host memory in chunks; None keeps them on the
             device.
-        gradients: each rank's shard of the reduced gradients, if their optimizer states are offloaded: ``"cpu"``, or
-            None to leave it on the device until the update.
+        gradients: each rank's shard of the reduced gradients of parameters with offloaded optimizer states: ``"cpu"``,
+            or None to leave it on the device until the update.
         parameters: each rank's shard of the parameters while they are not gathered (stage 3): ``"cpu"``, ``"nvme"`` or
             None.
         activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"``, ``"nvme"`` or None.
@@ -220,7 +220,7 @@ class OffloadConfig:
         fraction: share of the optimizer states and master weights to offload, starting with the last modules.
         sub_group: number of master weights in one chunk of an update from disk. Three chunks are in host memory: one is
             updated while the next is read and the previous one is written.
-        overlap: False does all work synchronously, and nothing in the background; for debugging.
+        overlap: False does all work synchronously instead of in the background; for debugging.
 
     Raises:
         ValueError: if an argument is not one of the allowed values.
@@ -248,7 +248,7 @@ class OffloadConfig:
         if not 0 <= self.fraction <= 1:
             raise ValueError(f"offload: fraction={self.fraction!r} must be between 0 and 1.")
         if isinstance(self.sub_group, bool) or not isinstance(self.sub_group, int) or self.sub_group < 1:
-            raise ValueError(f"offload: sub_group={self.sub_group!r} must be a number of elements of at least 1.")
+            raise ValueError(f"offload: sub_group={self.sub_group!r} must be an integer of at least 1.")
         for name in ("gradients", "parameters"):
             if getattr(self, name) is not None and self.optimizer is None:
                 raise ValueError(
@@ -272,8 +272,8 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     """Convert the option ``offload`` to an ``OffloadConfig``.
 
     Args:
-        offload: None, ``"cpu"``, ``"nvme"``, an ``OffloadConfig``, or a mapping of its fields, as from Hydra. A missing
-            ``path`` becomes ``default_folder``, except in an ``OffloadConfig``.
+        offload: None, ``"cpu"``, ``"nvme"``, an ``OffloadConfig``, or a mapping of its fields, as from Hydra. If
+            ``path`` is needed but missing, ``default_folder()`` is used, except for an ``OffloadConfig``.
 
     Raises:
         ValueError, TypeError: for any other value.
@@ -287,7 +287,7 @@ def offload_config(offload: Any) -> OffloadConfig | None:
         if offload.get("path") is None and "nvme" in [offload.get(name) for name in _MOVED]:
             offload = {**offload, "path": default_folder()}
         return OffloadConfig(**offload) if offload else None
-    raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme' or an OffloadConfig.")
+    raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme', an OffloadConfig or a mapping of its fields.")
 
 
 class NothingToCompressError(ValueError):
@@ -336,18 +336,18 @@ class CompressionConfig:
         """Raise a ValueError if the engine's other options contradict this configuration."""
         if self.parameters is not None and config.stage == 3 and config.shard_within is None:
             raise ValueError(
-                f"compression: parameters={self.parameters!r} requires that other machines keep the former values, but "
-                "at stage 3 they do not. Write shard_within='node', stage=1 or stage=2; or compress only gradients: "
-                "compression=CompressionConfig(gradients='int8')."
+                f"compression: parameters={self.parameters!r} requires that other machines keep the parameters' former "
+                "values, but at stage 3 without shard_within they do not. Write shard_within='node', "
+                "stage=1 or stage=2; or compress only gradients, by compression=CompressionConfig(gradients='int8')."
             )
         if self.gradients is not None and config.reduce_dtype is not None:
             raise ValueError(
-                f"compression: gradients={self.gradients!r} and reduce_dtype={config.reduce_dtype} both say how "
+                f"compression: gradients={self.gradients!r} and reduce_dtype={config.reduce_dtype} both determine how "
                 "gradients are sent. Leave one of the two out."
             )
 
     def exempts(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient is sent as it is."""
+        """Whether a parameter's gradient is sent unchanged."""
         return parameter.dim() < 2 or parameter.numel() < self.exempt_numel
 
 
@@ -379,19 +379,19 @@ def compression_config(compression: Any) -> CompressionConfig | None:
 
 
 def name_of_compression(compression: CompressionConfig) -> str:
-    """A compression as a user writes it: its name if it has one."""
+    """A compression as a user would write it: its name if it has one, otherwise the ``CompressionConfig``."""
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
 
 
 def check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
-    """Raise a ValueError if a mapping given for an option has a key that is not a field of the option's class."""
+    """Raise a ValueError if the mapping ``given`` for an option has a key that is not a field of ``config``."""
     known = names_of_options(config)
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
 
 
 def default_folder() -> str:
-    """The default folder for offloaded files: a folder of this user in the one for temporary files (``$TMPDIR``).
+    """The default folder for offloaded files: one for this user, in the folder for temporary files (``$TMPDIR``).
 
     Raises:
         ValueError: if the folder is on a file system in memory.
@@ -406,24 +406,24 @@ def default_folder() -> str:
 
 
 def stage_number(stage: int | str) -> int:
-    """The number of a stage, given by number or by a name from the literature.
+    """Convert a stage's number, or its name in the literature, to the number.
 
     Raises:
-        ValueError: if ``stage`` is not a stage.
+        ValueError: if there is no such stage.
     """
     key = _STAGE_NAMES.get(stage.lower().strip(), stage) if isinstance(stage, str) else stage
     if isinstance(key, str) and key.isdigit():
         key = int(key)
     if isinstance(key, bool) or key not in (1, 2, 3):
         raise ValueError(
-            f"stage={stage!r} is not a ZeRO stage: write 1, 2 or 3, or the paper's 'os', 'os+g', 'os+g+p' "
-            "(for stage 0 use Lightning's strategy='ddp')."
+            f"stage={stage!r} is not a ZeRO stage: write 1, 2 or 3, or the paper's name 'os', 'os+g' or "
+            "'os+g+p'. For stage 0, use Lightning's strategy='ddp'."
         )
     return int(key)
 
 
 def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert ``reduce_dtype=``, the dtype of gradients in collectives; None for the dtype of accumulation.
+    """Convert the option ``reduce_dtype`` to a torch dtype; None stands for the dtype in which gradients accumulate.
 
     Raises:
         ValueError: if the dtype is not supported.
@@ -435,7 +435,7 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
             return dtype
     raise ValueError(
         f"reduce_dtype={reduce_dtype!r} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None for the "
-        "dtype in which gradients are accumulated (fp32, or fp64 for fp64)."
+        "dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."
     )
 
 
@@ -453,7 +453,7 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     """Check that all given options exist.
 
     Raises:
-        TypeError: if an option does not exist; the message has the nearest name, or all names.
+        TypeError: if an option does not exist; the message suggests the nearest name, or lists all names.
     """
     known = list(known)
     for name in given:

@@ -69,7 +69,7 @@ class Engine(Optimizers):
             meta device (each submodule initialises its own tensors), or mapped from files (``torch.load(mmap=True)``,
             safetensors; each rank reads only its shard). The module is sharded unit by unit, so values on the meta
             device or in files are never all in memory at once.
-        optimizers: the optimizers of the module's parameters; the user keeps the same objects.
+        optimizers: the optimizers of the module's parameters; keep using the same objects afterwards.
         config: the options; ``EngineConfig()`` by default.
         device: the device of parameters and buffers; None for their current device, which must be the same for all.
         group: the data-parallel process group; None for the default one.
@@ -130,7 +130,7 @@ class Engine(Optimizers):
         shared = SharedByBuckets(
             self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
-        # No more than a quarter of a small model should be in reduction at once.
+        # At most a quarter of a small model should be reduced at once.
         share = share_of(module) // self.communicator.tensor.size
         uncut = assign_to_buckets(config, self.placements, plans, share, optimizers, shared)
         check_compression(config, uncut, self.communicator)
@@ -142,7 +142,7 @@ class Engine(Optimizers):
         except BaseException:
             self._clear_disk()
             raise
-        del sources, uncut  # frees the original values too; the buckets now hold the values
+        del sources, uncut  # frees the original values, too; the buckets hold the values now
         self.units = [Unit(plan, of_unit) for plan, of_unit in zip(plans, buckets)]
         for buffer in module.buffers():
             if not is_dtensor(buffer):
@@ -226,7 +226,7 @@ class Engine(Optimizers):
 
     @contextmanager
     def window(self) -> Iterator[None]:
-        """Context of a step that is not just one call of the root module, such as Lightning's ``training_step``."""
+        """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
         self._is_forward_a_step = False
         self.schedule.check_in_place()
         windows = self.schedule.windows
@@ -243,7 +243,7 @@ class Engine(Optimizers):
                 self._close_window()
 
     def take_turn(self, position: int | None) -> None:
-        """Join of uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
+        """Join uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
 
         On a rank that has run out of batches in a dataloader, this call takes part in the other ranks' all-gathers. It
         returns once the other ranks have reached the dataloader of this rank's next batch, or the end. At stages 1 and
@@ -253,7 +253,7 @@ class Engine(Optimizers):
             position: the index of the next batch's dataloader; None at the end of the loop.
         """
         if self.gathers:
-            self._follow_buffers()  # now, since every rank takes part
+            self._follow_buffers()  # here, since every rank makes this call
             self.join.take(position)
 
     @property
@@ -309,7 +309,7 @@ class Engine(Optimizers):
     # -- looking inside ---------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Report the memory in use, and communication so far."""
+        """Report the memory in use and the communication so far."""
         for masters in self.masters:
             masters.states.measure()
         done = {"steps": self._steps, "backwards": self.reducer.backwards}
@@ -390,7 +390,7 @@ class Engine(Optimizers):
             alone: use no collectives, and ignore master weights that a failed update has left incomplete.
         """
         for masters in self.masters:
-            if not masters.is_closed:  # another engine may share the optimizer, and have closed them
+            if not masters.is_closed:  # an engine with the same optimizer may have closed them
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()

@@ -58,10 +58,10 @@ class Optimizers(StateDicts):
         self._give_owners()
 
     def _give_owners(self) -> None:
-        """Reshard buckets whose parameters were sharded before an optimizer that needs whole ones got them. Collective.
+        """Reshard evenly sharded buckets that contain parameters which an optimizer now needs as a whole. Collective.
 
         Raises:
-            RuntimeError: if a parameter of such a bucket has a gradient; no bucket has been changed then.
+            RuntimeError: if a parameter of such a bucket has a gradient; no bucket is changed in that case.
         """
         self._check_not_divided(self.optimizers)
         self._group_sizes = self._sizes_of_groups()
@@ -100,15 +100,15 @@ class Optimizers(StateDicts):
 
     @contextmanager
     def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context for the last backward before ``optimizer.step``, to start updates of offloaded states in backward.
+        """Context for the last backward before ``optimizer.step``, to start offloaded updates during backward.
 
         Each update starts as soon as its gradient is reduced, while backward continues. No code may read or change
         gradients between this backward and ``optimizer.step``. Parameters must be used only by their own modules:
         otherwise backward might read updated values.
 
         Raises:
-            RuntimeError: if ``optimizer.step`` has not been called since an earlier ``last_backward``. A forward raises
-                the same error.
+            RuntimeError: if ``optimizer.step`` has not been called since an earlier ``last_backward``. A forward then
+                raises the same error.
         """
         self._check_no_step_is_due()
         masters = self._masters_of(optimizer)
@@ -141,14 +141,14 @@ class Optimizers(StateDicts):
         self._is_updating = True
 
     def updated(self, buckets: list[Bucket]) -> None:
-        """Count an update, and gather its buckets again; the update may still be running in the background."""
+        """Count an update, which may still run in the background, and call ``show`` for its buckets."""
         self._steps += 1
         self._updates += 1
         self._is_updating = False
         self.show(buckets)
 
     def show(self, buckets: list[Bucket]) -> None:
-        """After a change of these buckets' masters, gather again the buckets that are gathered now."""
+        """After the masters of these buckets have changed, gather again those buckets that are gathered now."""
         changed, kept = set(buckets), []
         by_changes = self._agree_on_changes()
         for bucket in (bucket for bucket in self.buckets if bucket in changed):
@@ -160,7 +160,7 @@ class Optimizers(StateDicts):
             bucket.wait()
 
     def _agree_on_changes(self) -> set[Bucket]:
-        """The buckets that no rank wrote to since the last update, and whose changes alone can be sent. Collective."""
+        """The buckets whose changes alone can be sent, since only updates have written to them. Collective."""
         sending = [bucket for bucket in self.buckets if bucket.sends_changes]
         if not sending:
             return set()

@@ -1,4 +1,4 @@
-"""Report of an engine: its bytes in memory, with the paper's formula for them, and its communication."""
+"""Report on an engine: its bytes in memory, as measured and by the paper's formula, and its communication."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Report:
         formula: bytes of model states per rank by the paper's formula for this stage, with Adam's two moments.
         replicated: bytes of model states per rank under DDP, which keeps all of them on every rank.
         units: number of elements by unit name, in the order of the plan; the root unit's name is "".
-        device_memory: what torch's allocator used on this rank's device, for the whole process; None on a CPU.
+        device_memory: the memory used by torch's allocator on this rank's device, for the whole process; None on a CPU.
     """
 
     stage: int
@@ -137,7 +137,7 @@ def _memory_of(device: torch.device) -> DeviceMemory | None:
 
 
 def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:
-    """Bytes of model states per rank, by the paper's formula, if they were placed according to ``placements``."""
+    """Bytes of model states per rank, by the paper's formula, under ``placements``."""
     return sum(
         placements.model_state_bytes(
             bucket.layout.numel,

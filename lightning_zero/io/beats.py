@@ -11,7 +11,7 @@ from functools import cache
 from typing import NamedTuple
 
 FOLDER = "LIGHTNING_ZERO_BEATS"
-"""Environment variable with the path of the heartbeat folder; if it is not set, nothing is recorded."""
+"""Name of the environment variable with the heartbeat folder's path; if it is not set, nothing is recorded."""
 
 _STEPS, _WAITING = struct.Struct("<q"), struct.Struct("<dq")
 _FRESH = 10.0  # seconds for which ``note_waiting(True)`` remains valid
@@ -69,7 +69,7 @@ def note_waiting(is_waiting: bool) -> None:
 
 
 def note_end() -> None:
-    """Record that this process starts no further steps for now, so that it is not mistaken for a hanging process."""
+    """Record that this process starts no further steps for now, so that the launcher does not take it for hung."""
     if (writer := _writer(os.getpid())) is not None:
         writer.end()
 

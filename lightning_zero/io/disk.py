@@ -54,7 +54,7 @@ def aligned(number: int) -> int:
 
 
 def free_bytes(place: str | int) -> int:
-    """Return the free bytes, available to this user, on the disk of a path or an open file."""
+    """Return the free bytes that this user may use on the disk of a path or an open file."""
     status = os.statvfs(place)
     return status.f_bavail * status.f_frsize
 
@@ -104,13 +104,13 @@ class DirectFile:
     """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow it.
 
     ``read`` and ``write`` may be called by several threads at once, for different positions. Data bypasses the page
-    cache if its address and its position in the file are multiples of ``ALIGNMENT``. A last block of fewer than
-    ``ALIGNMENT`` bytes, like all other data, goes through the cache.
+    cache if its address and its position in the file are multiples of ``ALIGNMENT``. All other data,
+    such as a last block of fewer than ``ALIGNMENT`` bytes, goes through the cache.
 
     Args:
         path: the file's path, which must not exist yet, not even as a link.
         readable: whether this process reads the file as well; the file's mode is then 0600. Some network file systems
-            only accept write-only files.
+            accept only write-only files.
 
     Attributes:
         is_direct: whether all aligned data has bypassed the cache so far.
@@ -126,7 +126,7 @@ class DirectFile:
         with suppress(OSError, AttributeError):  # in-memory file systems and some operating systems lack direct I/O
             direct = os.open(path, access | os.O_DIRECT)
             self._open.append(direct)
-            if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # otherwise the path was replaced meanwhile
+            if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # otherwise the path has been replaced
                 self._direct = direct
         self.is_direct = self._direct is not None
 
@@ -146,8 +146,8 @@ class DirectFile:
             os.ftruncate(self._cached, 0)
             raise OSError(
                 error.errno,
-                f"{error.strerror}: {nbytes} bytes are required, {free} are free; free some space, or choose a folder "
-                "on a larger disk",
+                f"{error.strerror}: {nbytes} bytes are required, {free} are available: free some space, or choose a "
+                "folder on a larger disk",
                 self.path,
             ) from None
 
@@ -156,7 +156,7 @@ class DirectFile:
         while data:
             written = self._move(os.pwrite, data, position)
             if not self.is_direct and written >= BUFFER and hasattr(os, "posix_fadvise"):
-                # Start to write the cached data to the disk now, not at the sync.
+                # Start to write the cached data to the disk now, instead of in ``sync``.
                 os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
             data, position = data[written:], position + written
 
@@ -223,7 +223,7 @@ class Appender:
         self._writing: Future[None] | None = None
 
     def write(self, data: memoryview) -> int:
-        """Append bytes. This call, a later call or ``finish`` raises any error from writing them."""
+        """Append bytes. An error in writing them is raised by this call, a later call or ``finish``."""
         taken = len(data)
         while data:
             count = min(len(data), BUFFER - self._filled)

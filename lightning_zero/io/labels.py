@@ -1,4 +1,4 @@
-"""Labels in names of temporary files, which show other processes whether a file's creator is still alive."""
+"""Labels for names of temporary files: they show other processes whether a file's creator is still alive."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def label_of(process: int) -> str:
 
 
 def is_of_the_dead(label: str) -> bool | None:
-    """Whether the process that created a label has ended; None if this machine cannot tell."""
+    """Whether the process that created a label has ended; None for a label from another machine."""
     process, _, number = label.rpartition("-")
     machine, _, pid = process.rpartition("-")
     if machine != this_machine():
         return None
-    if int(pid) == os.getpid():  # may be an earlier process: a restarted container may reuse ids
+    if int(pid) == os.getpid():  # perhaps an earlier process: a restarted container may reuse ids
         return int(number, 16) < _FIRST
     try:
         os.kill(int(pid), 0)

@@ -26,22 +26,22 @@ from lightning_zero.io.disk import DirectFile, aligned, huge_memory, make_privat
 from lightning_zero.io.labels import new_label
 
 BUFFERS = 3
-"""Number of buffers of a ring: one is being filled, one changed, one written."""
+"""Number of buffers in a ring: at any time, one is filled, one is changed and one is written."""
 
 SLICE = 2**20
 """Smallest part of an extent, in bytes, that is worth a separate thread."""
 
 
 class SwapFile(DirectFile):
-    """An unnamed file. The system removes it once this process and processes forked from it have ended, for any reason.
+    """An unnamed file. The system removes it once this process and all processes forked from it have ended or crashed.
 
     The file initially contains ``nbytes`` zeros, for which disk space is reserved. Writes beyond its end enlarge it.
 
     Args:
-        folder: path of a folder on a local disk, named in errors. A missing folder is created for this user alone.
+        folder: path of a folder on a local disk; errors name it. A missing folder is created for this user alone.
 
     Raises:
-        OSError: if the disk lacks space or no file can be created in the folder; no disk space stays reserved then.
+        OSError: if the disk lacks space or no file can be created in the folder; no space is then reserved.
     """
 
     def __init__(self, folder: str, nbytes: int = 0) -> None:
@@ -53,8 +53,8 @@ class SwapFile(DirectFile):
         except OSError as error:
             raise type(error)(
                 error.errno,
-                f"no file for offload can be created in this folder ({error.strerror}): write the path of a folder on "
-                "a local disk in which this user may create files",
+                f"no file for offload can be created in this folder ({error.strerror}): choose a folder on a local "
+                "disk in which this user may create files",
                 folder,
             ) from error
         self.path = folder
@@ -110,7 +110,7 @@ class Ring:
         self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
 
     def close(self) -> None:
-        """End the threads and wait for them. Garbage collection of the ring ends them, too."""
+        """Stop the threads, and wait until they have ended. Garbage collection of the ring stops them, too."""
         for executor in (self._readers, self._writers):
             executor.shutdown()
 
@@ -119,7 +119,7 @@ class Ring:
         return self._buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, extent: Extent, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
-        """Start to read an extent into its buffer, once the writes ``after`` have ended."""
+        """Start to read an extent into its buffer. The read waits until the writes in ``after`` have ended."""
 
         def read(memory: memoryview, position: int) -> None:
             wait(after)
@@ -154,14 +154,14 @@ def stream(
 
     Args:
         extents: ranges that do not overlap; none may be larger than a buffer of the ring.
-        act: called in this thread with an extent's number and its bytes; it may use these bytes until it returns.
+        act: called in this thread with an extent's number and bytes; ``act`` may use these bytes until it returns.
         ring: a ring that no other ``stream`` is using.
         on_written: called with an extent's number after the extent was written, in other threads, one call at a time.
             The last call may come shortly after ``stream`` has returned.
     """
     notifying = Lock()
-    reads: deque[list[Future[None]]] = deque()  # of the next extents
-    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # of the latest extents; earlier writes have succeeded
+    reads: deque[list[Future[None]]] = deque()  # reads of the next extents
+    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # latest writes; all earlier ones succeeded
     try:
         for index, extent in enumerate(extents[:BUFFERS]):
             reads.append(ring.read(index, extent))

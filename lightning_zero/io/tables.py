@@ -1,4 +1,4 @@
-"""Plain-text tables, made without rich: if rich is installed, Lightning changes its progress bar in every run."""
+"""Plain-text tables, printed without rich: if rich is installed, Lightning changes every run's progress bar."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ def show(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
     """Print rows of cells in columns as wide as their longest cell.
 
     Args:
-        rows: rows with the same number of cells, including the heading, if any.
+        rows: rows with the same number of cells each; the first may be a heading.
         right: indices of the columns to align to the right.
     """
     widths = [max(map(len, column)) for column in zip(*rows)]

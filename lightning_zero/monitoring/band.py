@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 
 _FEWEST = 20  # minimum number of values for a meaningful range
-_LEAST = 0.1  # minimum half-width of a range, as a fraction of its median: less would not be worth a warning
+_LEAST = 0.1  # minimum half-width of a range, as a fraction of its median: less is not worth a warning
 _SIGMA = 1.4826  # the standard deviation of a normal distribution, in median absolute deviations
 
 
@@ -15,7 +15,7 @@ class Band:
     """The range in which a value is expected: the median of recent values, plus or minus a multiple of their spread.
 
     The spread is the median absolute deviation, scaled to the standard deviation of a normal distribution. A few
-    outliers affect neither median nor spread. Once values in a new range fill half the window, the new range becomes
+    outliers hardly affect median and spread. Once values in a new range fill half the window, the new range becomes
     the expected one.
 
     Args:
@@ -28,7 +28,7 @@ class Band:
         self._width, self._fewest, self._is_above = width, min(window, _FEWEST), False
 
     def exceeded_by(self, value: float) -> tuple[float, float] | None:
-        """Add the next value of the series. Return the range if this value is above it and the previous one was not.
+        """Add the next value of the series. Return the range if this value is above it and the previous value was not.
 
         NaN and infinities count as above every range.
         """

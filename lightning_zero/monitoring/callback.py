@@ -37,7 +37,7 @@ _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
 
 class _Copies(NamedTuple):
-    """Values on their way to the host: the losses of some steps, and the gradient norm after the last step."""
+    """Values that are being copied to the host: some steps' losses, and the gradient norm after the last step."""
 
     steps: list[int]
     losses: Tensor
@@ -46,14 +46,14 @@ class _Copies(NamedTuple):
 
 
 class _Rank(NamedTuple):
-    """Values that each rank sends to the others: its seconds minus waits for other ranks, and its mean loss."""
+    """Figures that each rank sends to all others: its seconds without waits for other ranks, and its mean loss."""
 
     seconds: float
     loss: float | None
 
 
 class Monitor:
-    """Logs throughput, memory, communication, waits and stragglers; warns if throughput or loss is out of range.
+    """Logs throughput, memory, communication, waits and stragglers; warns if throughput drops or the loss jumps.
 
     Every ``every_n_steps`` optimizer steps, rank 0 writes to all of the Trainer's loggers. The callback works with
     every strategy, but some figures require ZeRO: memory by category, traffic, waits and the slowest rank.
@@ -67,8 +67,8 @@ class Monitor:
         length_fn: returns how many items (such as tokens) a rank's batch has, as for Lightning's ``ThroughputMonitor``.
         flops_per_batch: floating-point operations of a rank's micro-batch, forward and backward; by default, the
             module's attribute ``flops_per_batch`` or, if there is none, a count in the first micro-batch.
-        available_flops: floating-point operations per second of one device, for the MFU, or a file written by
-            ``lightning-zero doctor --json``; by default, the device's figure in Lightning's table of GPUs.
+        available_flops: floating-point operations per second of one device, for the MFU (model FLOPs utilization),
+            or a file from ``lightning-zero doctor --json``; by default, the figure in Lightning's table of GPUs.
         top_units: number of units whose waits are logged, starting with the longest wait.
         window: number of observations from which the bands (recent ranges) of throughput and loss are computed.
         band_width: half the width of a band, in robust standard deviations.
@@ -107,7 +107,7 @@ class Monitor:
         given = {"every_n_steps": every_n_steps, "top_units": top_units, "window": window, "band_width": band_width}
         for (name, value), least in zip(given.items(), (1, 0, 2, 1)):
             if value < least:
-                raise ValueError(f"ZeroMonitor({name}={value}) must be at least {least}.")
+                raise ValueError(f"ZeroMonitor: {name} must be at least {least}, not {value}.")
         self.every_n_steps, self._top_units = every_n_steps, top_units
         self._batch_size_fn, self._length_fn = batch_size_fn or _first_dimension, length_fn
         self._given_flops, self._available_flops = flops_per_batch, _flops_a_second(available_flops)
@@ -128,8 +128,8 @@ class Monitor:
         self.numel = 0
         self.metrics: dict[str, float] = {}
         self._step = self._observed_at = 0
-        self._began: float | None = None  # when measuring was last resumed; None while it is paused
-        self._part, self._total = Measured(), Measured()  # sums since the last observation, and all sums before
+        self._began: float | None = None  # when measuring last resumed; None while paused
+        self._part, self._total = Measured(), Measured()  # sums since the last observation, and sums up to it
         self._losses: list[tuple[int, Tensor]] = []  # by step; on the device, since reading them would synchronize
         self._copied: _Copies | None = None
         self._throughput: Throughput | None = None
@@ -145,7 +145,7 @@ class Monitor:
         self.counted = getattr(pl_module, "counted", "steps")
         self.numel = sum(p.numel() for p in pl_module.parameters())
         if not trainer.loggers:
-            rank_zero_info("ZeroMonitor: this Trainer has no logger, so figures are only in the attribute `metrics`.")
+            rank_zero_info("ZeroMonitor: the Trainer has no logger, so figures are only in the callback's `metrics`.")
         self._find_flops(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -174,7 +174,7 @@ class Monitor:
             self._losses.append((step, loss))
         if self._began is None:
             if engine_of_run(trainer) is None:
-                self._note_peak(model_state_bytes(trainer))  # with gradients, which Lightning drops before a validation
+                self._note_peak(model_state_bytes(trainer))  # has gradients, which Lightning drops before validation
             self._resume(trainer)
         else:
             part.steps += 1
@@ -231,12 +231,12 @@ class Monitor:
         self._flops_per_batch = self._given_flops or getattr(pl_module, "flops_per_batch", None)
         if available is None:
             rank_zero_info(
-                "ZeroMonitor logs no MFU: the FLOP/s of this device are not known. Pass "
-                "ZeroMonitor(available_flops=...) with a number or a file from `lightning-zero doctor --json`."
+                "ZeroMonitor logs no MFU: the FLOP/s of this device are not known. Set "
+                "ZeroMonitor(available_flops=...) to a number, or to a file from `lightning-zero doctor --json`."
             )
         elif self._flops_per_batch is None and any(map(is_compiled, pl_module.modules())):
             rank_zero_info(
-                "ZeroMonitor logs no MFU: operations of compiled modules cannot be counted. Pass "
+                "ZeroMonitor logs no MFU: operations of compiled modules cannot be counted. Set "
                 "ZeroMonitor(flops_per_batch=...)."
             )
         elif self._flops_per_batch is None and trainer.is_global_zero:
@@ -320,7 +320,7 @@ class Monitor:
         return found
 
     def _copy_losses(self, norm: Tensor | None) -> None:
-        """Start to copy the losses since the last observation and ``norm`` to the host; do not wait for the device."""
+        """Start to copy ``norm`` and the losses since the last observation to the host; do not wait for the device."""
         losses, self._losses = self._losses, []
         values = torch.stack([loss.float() for _, loss in losses]) if losses else torch.empty(0, device="cpu")
         arrived = None
@@ -331,7 +331,7 @@ class Monitor:
         self._copied = _Copies([step for step, _ in losses], values, norm, arrived)
 
     def _read_losses(self) -> dict[str, float]:
-        """Add the losses that were copied last to the curve; return their mean, and the gradient norm, as metrics."""
+        """Add the losses of the latest copy to ``loss_curve``; return their mean, and the gradient norm, as metrics."""
         copied, self._copied = self._copied, None
         if copied is None:
             return {}
@@ -343,7 +343,7 @@ class Monitor:
         return found if copied.norm is None else found | {"training/gradient_norm": copied.norm.item()}
 
     def _warn(self, part: Measured, found: dict[str, float]) -> None:
-        """Warn if throughput has just fallen below its band, or the loss has just risen above its band."""
+        """Warn if throughput has just fallen below its band, or the loss has just risen above its band or to NaN."""
         # Time per sample is compared, not the rate: even a fall to 0 samples/s may lie within a noisy run's band.
         seconds = part.seconds / part.samples
         if (band := self._time_band.exceeded_by(seconds)) is not None:
@@ -351,7 +351,7 @@ class Monitor:
             slowest = ""
             if "straggler/rank" in found:
                 times = 1 + found["straggler/slower"]
-                slowest = f" Rank {found['straggler/rank']} computed {times:.2f} times as long as the others."
+                slowest = f" Rank {found['straggler/rank']} computed {times:.2f} times as long as the others' median."
             rank_zero_warn(
                 f"ZeroMonitor: throughput fell to {1 / seconds:.4g} samples/s per rank at step {self._step}, below its "
                 f"recent band of {low:.4g} to {high:.4g}.{slowest}"
@@ -360,7 +360,7 @@ class Monitor:
         if loss is not None and (band := self._loss_band.exceeded_by(loss)) is not None:
             low, high = band
             rank_zero_warn(
-                f"ZeroMonitor: the training loss rose to {loss:.4g} at step {self._step}, above its recent band of "
+                f"ZeroMonitor: the training loss at step {self._step} is {loss:.4g}, outside its recent band of "
                 f"{low:.4g} to {high:.4g}."
             )
 
@@ -387,13 +387,13 @@ def _flops_a_second(given: float | str | Path | None) -> float | None:
         return float(json.loads(Path(given).read_text())["resources"]["flops"])
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
-            f"ZeroMonitor(available_flops={str(given)!r}) must be a number of FLOP/s, or a file written by "
-            "`lightning-zero doctor --json > FILE`."
+            f"ZeroMonitor: the file {str(given)!r} contains no FLOP/s: available_flops must be a number, or a file "
+            "written by `lightning-zero doctor --json > FILE`."
         ) from None
 
 
 def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
-    """All-gather a rank's figures with the ZeRO engine; with other strategies return only this rank's figures."""
+    """All-gather the ranks' figures with the ZeRO engine; with other strategies, return only this rank's figures."""
     if (engine := engine_of_run(trainer)) is None:
         return [own]
     with engine.phases("wait for the other ranks", "the monitor"):

@@ -14,7 +14,7 @@ from torchmetrics import CatMetric
 from lightning_zero.monitoring.evaluation import EvaluationCallback
 
 _BINS = 10
-_LEAST = 1e-4  # fraction assumed for a bin with fewer values, since an empty bin would make the index infinite
+_LEAST = 1e-4  # least fraction of values assumed in a bin, since an empty bin would make the index infinite
 
 
 class Drift(NamedTuple):
@@ -31,16 +31,16 @@ class Drift(NamedTuple):
     p: float
 
     def exceeds(self, psi_above: float, ks_above: float) -> bool:
-        """Whether ``psi`` or ``ks`` is above its bound; ``ks`` only counts if it is significant (p < 0.01)."""
+        """Whether ``psi`` or ``ks`` is above its bound; ``ks`` counts only if it is significant (p < 0.01)."""
         return self.psi > psi_above or (self.ks > ks_above and self.p < 0.01)
 
 
 def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[str, Drift]:
-    """Compare each quantity's recent values with its reference values. Both mappings are by quantity name.
+    """Compare each quantity's recent values with its reference values. The mappings' keys are quantity names.
 
     Raises:
         ImportError: if scipy is not installed.
-        ValueError: if a quantity of the reference is missing from the recent values, or if either has no values of it.
+        ValueError: if a quantity of the reference has no values, either in the reference or in the recent data.
     """
     try:
         from scipy.stats import ks_2samp
@@ -50,8 +50,8 @@ def drift_of(reference: Mapping[str, Any], recent: Mapping[str, Any]) -> dict[st
     for name in reference:
         if name not in recent or not len(reference[name]) or not len(recent[name]):
             raise ValueError(
-                f"there are no values of {name!r} to compare: the reference has {sorted(reference)}, the recent values "
-                f"have {sorted(recent)}. Record both with the same function `values`."
+                f"there are no values of {name!r} to compare: the quantities are {sorted(reference)} in the reference, "
+                f"{sorted(recent)} in the recent data. Record both with the same DriftMonitor(values=...)."
             )
         before, now = np.asarray(reference[name]), np.asarray(recent[name])
         ks, p = ks_2samp(before, now)

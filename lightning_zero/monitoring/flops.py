@@ -1,4 +1,4 @@
-"""Count floating-point operations with torch's formulas, and those of attention on CPUs, which torch omits."""
+"""Count floating-point operations with torch's formulas, and add formulas for attention on CPUs."""
 
 from __future__ import annotations
 

@@ -59,12 +59,12 @@ class Measured:
         return found
 
     def elements(self) -> int:
-        """Elements of parameters and gradients that were communicated."""
+        """Number of communicated elements of parameters and gradients."""
         kinds = ("all_gather", "reduce_scatter")
         return sum(n for (what, kind, _), n in self.traffic.items() if what == "elements" and kind in kinds)
 
     def metrics(self, top_units: int) -> dict[str, float]:
-        """Seconds, megabytes and calls per optimizer step."""
+        """Metrics per optimizer step: seconds, megabytes and calls."""
         found = {"throughput/step_s": self.seconds / self.steps}
         for (what, kind, link), count in self.traffic.items():
             if what == "bytes":
@@ -131,7 +131,7 @@ def memory_metrics(trainer: Trainer, held: dict[str, int], peak: dict[str, int])
 
 
 def resident_bytes() -> int | None:
-    """Bytes of physical memory of this process; None on systems other than Linux."""
+    """Bytes of physical memory that this process uses; None on systems other than Linux."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_text().split()[1]) * sysconf("SC_PAGE_SIZE")
     return None

@@ -67,9 +67,9 @@ class Finder:
         ranks = range(trainer.world_size)
         every = [trainer.strategy.broadcast(found if rank == trainer.global_rank else None, rank) for rank in ranks]
         found_by_any = [each for each in every if each is not None]
-        where = "the cause was not found when the step was computed again"
+        where = "the cause was not found"
         if found_by_any:
-            # each rank sees its own part of sharded gradients
+            # if gradients are sharded, each rank has checked only its own part
             broken = {name for each in found_by_any for name in each.gradients}
             where = min(found_by_any, key=lambda each: each.order).text
             if names := [name for name, _ in pl_module.named_parameters() if name in broken]:
@@ -79,11 +79,11 @@ class Finder:
     def _search(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
     ) -> _Found | None:
-        """Return this rank's finding, or None if there is none here. All ranks stop at the same micro-batch."""
+        """Return this rank's finding, or None if it has none. All ranks stop at the same micro-batch."""
         rank, found = trainer.global_rank, None
         names = {parameter: name for name, parameter in module.named_parameters()}
         if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
-            found = _Found(-1, 0, rank, f"rank {rank}: the weights were not finite before the step: {_listed(broken)}")
+            found = _Found(-1, 0, rank, f"rank {rank}: weights that were not finite before the step: {_listed(broken)}")
         if not trainer.strategy.reduce_boolean_decision(found is None):
             return found
         if not module.automatic_optimization:
@@ -102,7 +102,7 @@ class Finder:
             if watch.first is not None:
                 found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
             elif broken:  # true on every rank if gradients are averaged during backward
-                found = _Found(number, 1, rank, f"{place}: all values computed before the gradients are finite", broken)
+                found = _Found(number, 1, rank, f"{place}: all modules' values and the loss are finite", broken)
             if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
         return found
@@ -171,7 +171,7 @@ class _Watch:
     """Records the first non-finite value that hooks on all modules find.
 
     Attributes:
-        first: says in words where that value is; None if all values are finite.
+        first: description of that value; None if all values so far are finite.
     """
 
     first: str | None = None
@@ -192,7 +192,7 @@ class _Watch:
     def note(self, tensor: Tensor, what: str) -> None:
         if self.first is None and not are_finite([tensor.detach()]):
             bad = int((~tensor.detach().isfinite()).sum())
-            self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements), the first such value"
+            self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements) and is the first such value"
 
     def _follow(self, tensor: Tensor, otherwise: str = "") -> None:
         if tensor.requires_grad and not any(tensor is other for other in self._kept):

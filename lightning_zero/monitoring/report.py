@@ -16,7 +16,7 @@ from lightning_zero.pruning import Pruning
 
 
 def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
-    """Expected elements that a rank communicates per optimizer step, divided by Psi (ZeRO paper, section 7).
+    """Expected number of elements that a rank communicates per optimizer step, divided by Psi (ZeRO paper, section 7).
 
     Psi is the number of parameters. Stage 1 reduces gradients once per step, stages 2 and 3 once per micro-batch.
     Stages 1 and 2 gather parameters once per step, stage 3 twice per micro-batch. If stage 3 shards within groups of
@@ -30,7 +30,7 @@ def expected_psi(stage: int, accumulate: int, world_size: int, within: int | Non
 
 
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
-    """Return all results of a fit as plain values; ``metrics`` has the validation metrics, as ``validation/NAME``."""
+    """Return all results of a fit as plain values; the keys of ``metrics`` have the form ``validation/NAME``."""
     stage = getattr(trainer.strategy, "stage", None)
     within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
     within = trainer.world_size // trainer.num_nodes if within == "node" else within
@@ -90,7 +90,7 @@ def figures(results: dict[str, Any]) -> list[Figure]:
         if name != "loss":
             found.append(Figure(f"validation {name}", name, f"{value:.3g}"))
     if results.get("sparsity") is not None:
-        found.append(Figure("sparsity", "sparsity", f"{results['sparsity']:.1%}", "of the parameters that are pruned"))
+        found.append(Figure("sparsity", "sparsity", f"{results['sparsity']:.1%}", "of the elements chosen for pruning"))
     rate, psi = results["per_second"], results["communicated_psi"]
     counted = results["counted"]
     found.append(Figure(f"{counted} a second", f"{counted}/s", "not measured" if rate is None else f"{rate:.0f}"))
@@ -159,7 +159,7 @@ def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> Path | str:
         ``path``, or a message that names the missing package.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        return 'none: the package matplotlib is missing: pip install "lightning_zero[demo]"'
+        return 'none, since matplotlib is not installed: pip install "lightning_zero[demo]"'
     # Figures created without pyplot need no display and leave no global state.
     from matplotlib.figure import Figure
 

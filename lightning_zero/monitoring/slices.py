@@ -1,4 +1,4 @@
-"""Metrics on slices of the data, with a clone of torchmetrics' metrics for each slice."""
+"""Metrics on slices of the data, with a clone of torchmetrics metrics for each slice."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SliceMetrics(EvaluationCallback):
     """Logs metrics on each slice of the validation and test data, over all ranks, as ``NAME/SLICE/METRIC``.
 
     Args:
-        metrics: torchmetrics' metrics, cloned for each slice, for example accuracy and calibration error.
+        metrics: torchmetrics metrics, cloned for each slice, for example accuracy and calibration error.
         slices: by slice name, a function of a batch that returns a 1-D boolean tensor, True for the samples in the
             slice. Slices may overlap.
         arguments: a function of a step's outputs and its batch that returns the arguments of the metrics'
@@ -36,7 +36,7 @@ class SliceMetrics(EvaluationCallback):
         name: str = "slices",
     ) -> None:
         if not slices:
-            raise ValueError("SliceMetrics(slices={}) needs at least one slice: {'name': function of a batch}.")
+            raise ValueError("SliceMetrics: slices must contain at least one slice, as in {'name': function_of_batch}.")
         self._slices, self._arguments, self._name = dict(slices), arguments, name
         self._metrics = {each: metrics.clone() for each in slices}
         self._samples = {each: SumMetric() for each in slices}
@@ -59,7 +59,7 @@ class SliceMetrics(EvaluationCallback):
         for each, metrics in self._metrics.items():
             samples = self._samples[each].compute()
             pl_module.log(f"{self._name}/{each}/samples", samples, sync_dist=True)
-            if samples:  # a sum over ranks: either all ranks join the collectives below, or none
+            if samples:  # the same on all ranks: all join the collectives below, or none does
                 for metric, value in metrics.compute().items():
                     pl_module.log(
                         f"{self._name}/{each}/{metric}", torch.as_tensor(value, device=pl_module.device), sync_dist=True

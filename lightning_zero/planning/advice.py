@@ -25,7 +25,7 @@ _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
 _OFFLOADS: dict[str, Any] = {
     "none": None,
     "cpu": "cpu",
-    "nvme": {"optimizer": "nvme", "path": "."},  # no file is made; the default folder could be in memory and refused
+    "nvme": {"optimizer": "nvme", "path": "."},  # creates no file; the default folder may be refused, if in memory
     "activations": {"optimizer": None, "activations": "cpu"},
 }
 
@@ -37,7 +37,7 @@ class Plan:
     Attributes:
         stage: the ZeRO stage; 0 for DDP.
         offload: ``"none"``; ``"cpu"`` or ``"nvme"`` for optimizer states and master weights, to the host's memory or to
-            a disk; ``"activations"`` for only activation checkpoints, to the host's memory.
+            a disk; ``"activations"`` for activation checkpoints only, to the host's memory.
         ranks: the world size.
         micro_batch: samples per rank and micro-batch; None if the batch's tensors differ in their first dimension.
         accumulate: micro-batches per step.
@@ -136,7 +136,7 @@ def make_plans(
         ValueError: if ``ranks`` is below 1, the batch cannot be resized, or no combination is possible.
     """
     if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be a whole number, 1 or more.")
+        raise ValueError(f"ranks={ranks} must be at least 1.")
     plans = []
     left_out = [] if left_out is None else left_out
     accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
@@ -151,7 +151,7 @@ def make_plans(
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
-        if compress is not None and stage == 3 and within is None:  # ranks keep no full parameters to apply changes to
+        if compress is not None and stage == 3 and within is None:  # changes require full parameters, kept by no rank
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
@@ -230,8 +230,8 @@ def resized(batch: Any, samples: int) -> Any:
     now = samples_of(batch)
     if now is None:
         raise ValueError(
-            "The micro-batch cannot be varied: the tensors of the batch have different first dimensions. Leave "
-            "--micro-batch out, and give a batch of the size that you want to plan."
+            "The micro-batch cannot be resized: the batch's tensors have no common first dimension. Leave "
+            "--micro-batch out, and pass a batch of the size that you want to plan."
         )
     copies = -(-samples // now)
     return tree_map(
@@ -250,8 +250,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         assert memory is not None
         largest = _largest(best)
         return [
-            f"Nothing fits: the smallest is {best.name}, which needs {in_gb(best.peak_bytes['total'])}; the device has "
-            f"{in_gb(ROOM * memory)} of usable memory. The largest category is {largest} "
+            f"Nothing fits: the smallest plan is {best.name}, which needs {in_gb(best.peak_bytes['total'])}; a device "
+            f"has {in_gb(ROOM * memory)} of usable memory. The largest category is {largest} "
             f"({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
     timed = [plan for plan in fitting if plan.samples_per_second is not None]
@@ -264,8 +264,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             said = [f"{best.name} takes the least memory, {in_gb(best.peak_bytes['total'])} a rank."]
         return [
             *said,
-            "Times are unknown without the machine's speed: give --flops, or a file from lightning-zero "
-            "doctor --json as --resources.",
+            "Times are unknown without the machine's speed: pass --flops, or --resources with a file written by "
+            "`lightning-zero doctor --json`.",
         ]
     best = max(timed, key=lambda plan: plan.samples_per_second or 0.0)
     assert best.seconds_per_step is not None and best.samples_per_second is not None
@@ -284,11 +284,11 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
                 slower = 100 * (1 - rival.samples_per_second / ddp.samples_per_second)
                 saved = ddp.peak_bytes["total"] - rival.peak_bytes["total"]
                 said.append(
-                    f"ZeRO does not help here: the fastest, {rival.name}, is {slower:.0f} % slower than "
+                    f"ZeRO does not help here: its fastest plan, {rival.name}, is {slower:.0f} % slower than "
                     f"DDP; it would save {in_gb(saved)} a rank."
                 )
         elif ddp.fits is False:
-            said.append(f"DDP does not fit: it takes {in_gb(ddp.peak_bytes['total'])}.")
+            said.append(f"DDP does not fit: it needs {in_gb(ddp.peak_bytes['total'])}.")
         else:
             said.append(f"That is {ratio:.2f} times DDP's rate at {ddp.micro_batch} samples a rank.")
     if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:

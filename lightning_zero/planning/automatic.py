@@ -52,11 +52,11 @@ class AutomaticStrategy(TrainerStrategy):
     The machine is measured, and the training run is planned on fake tensors as in ``lightning-zero plan``. Losses and
     weights do not depend on the stage. If no stage fits, the advisor tries offload to the host's memory (unless the
     device is the CPU), then ``activation_checkpointing="units"``, then both. For the plan, rank 0 reads one sample of
-    the training data. If the dataset is not map-style, the paper's formula is used in place of a plan.
+    the training data. Without a plan, as for a dataset that is not map-style, the paper's formula is used.
 
     Arguments:
-        resources: the machine's speed; by default it is measured. A file with the output of ``lightning-zero doctor
-            --json``, or the values under ``"resources"`` in this output.
+        resources: the machine's speed: a file with the output of ``lightning-zero doctor --json``, or the values under
+            ``"resources"`` in that output. By default, the speed is measured.
         options: options of ``ZeroStrategy``, except those that the advisor chooses.
 
     Attributes:
@@ -76,15 +76,15 @@ class AutomaticStrategy(TrainerStrategy):
         given = [name for name in chosen if options.pop(name, None)]  # configuration files may set these to null
         if given:
             raise TypeError(
-                f"{', '.join(given)}: zero_auto chooses this. Write strategy=ZeroStrategy({given[0]}=...) to choose it "
-                "yourself."
+                f"zero_auto does not accept {', '.join(given)}: the advisor chooses stage, offload and activation "
+                f"checkpointing. To choose yourself, write strategy=ZeroStrategy({given[0]}=...)."
             )
         if options.get("tensor_parallel_size"):
             raise TypeError(
                 "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
                 f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
             )
-        super().__init__(stage=3, **options)  # until a stage is chosen, allows parameters on the meta device
+        super().__init__(stage=3, **options)  # provisional: stage 3 allows parameters on the meta device
         self.choice: Choice | None = None
         self._resources = _declared(resources) if resources is not None else None
 
@@ -175,7 +175,7 @@ class AutomaticStrategy(TrainerStrategy):
         fitting = [plan for plan in plans if plan.fits is not False]
         # of equally fast plans, take the one that needs the least memory
         best = min(fitting or plans[-1:], key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), _total(plan)))
-        why = (f"zero_auto: {best.name}.", *advise([*ddp, *plans], resources.memory))
+        why = (f"zero_auto chose {best.name}.", *advise([*ddp, *plans], resources.memory))
         return Choice(
             best.stage,
             None if best.offload == "none" else best.offload,
@@ -210,7 +210,7 @@ def sample_batch(trainer: Trainer) -> Any:
 
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
-    """Choose the lowest stage that fits by the paper's formula plus 30 %; if none fits, stage 3 with ``offload``."""
+    """Choose the lowest stage whose formula plus 30 % fits; if none fits, choose stage 3 with ``offload``."""
     mesh = Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
@@ -223,7 +223,7 @@ def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str
     fits = memory is None or needed[stage] <= memory
     offload = None if fits else offload
     why = (
-        f"zero_auto: zero{stage}{'_offload' if offload else ''}, since {reason}.",
+        f"zero_auto chose zero{stage}{'_offload' if offload else ''} by a formula, since {reason}.",
         f"Model states plus 30 % for other data: {needed[stage] / 1e9:.3g} GB a rank; under DDP: {ddp / 1e9:.3g} GB.",
     )
     return Choice(stage, offload, None, why)

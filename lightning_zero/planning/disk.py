@@ -12,17 +12,17 @@ _BYTES, _EXTENT, _REPEATS = 2**27, 2**24, 3
 
 
 def disk_bandwidth(folder: str) -> float:
-    """Bytes per second, read plus written, that the pipeline for offloaded states moves in a folder.
+    """Bytes per second, read plus written, that the pipeline for offloaded states achieves in a folder.
 
     Raises:
-        OSError: if the folder is on a file system in memory, or a file of 128 MiB cannot be made in the folder.
+        OSError: if the folder is on a file system in memory, or a file of 128 MiB cannot be created in it.
     """
     if is_in_memory(folder):
         raise OSError(f"{folder} is on a file system in memory")
     file = SwapFile(folder, _BYTES)
     extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _BYTES, _EXTENT)], Ring(_EXTENT)
     seconds = []
-    for _ in range(_REPEATS + 1):  # discard the first run, which writes to unallocated blocks
+    for _ in range(_REPEATS + 1):  # the first run, which initializes the file's blocks, is discarded
         started = time.perf_counter()
         stream(extents, lambda *_: None, ring)
         seconds.append(time.perf_counter() - started)

@@ -35,7 +35,7 @@ DDP_BUCKET_BYTES = 25 * 2**20
 
 
 class _Pretending:
-    """Mixin for the strategies of fake runs: parameters are made on the meta device, and other ranks do not exist.
+    """Mixin for the strategies of fake runs: parameters start on the meta device, and other ranks do not exist.
 
     Attributes:
         modes: dispatch modes for the run. ``model_to_device`` enters them; closing ``leave_modes`` exits them.
@@ -53,7 +53,7 @@ class _Pretending:
             yield
 
     def model_to_device(self) -> None:
-        """Replace meta tensors with fake ones. Not earlier: a module with fake tensors cannot change its dtype."""
+        """Replace meta tensors with fake ones, only now: the dtype of a module with fake tensors cannot be changed."""
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         assert self.model is not None
@@ -217,7 +217,7 @@ class _PretendingDDP(_Pretending):
 
     def _reduce(self) -> None:
         if self._ranks > 1 and self._collected:
-            sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # by a rank, in a ring all-reduce
+            sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # bytes that a rank sends in a ring
             self._started.append(self._recorder.launch(sent, sent if self._machines > 1 else 0.0))
             self._reduced += self._collected
         self._collected = 0
@@ -265,7 +265,7 @@ class FakeRun:
     Attributes:
         peak_bytes: bytes on the training device by category, when their sum is highest: ``parameters`` (with master
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
-            buffers, and all other tensors that the project makes).
+            buffers, and all other tensors that the project creates).
         report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
             run; under DDP, the bytes after a step.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
@@ -303,7 +303,7 @@ def package_of(module: Any) -> ModuleType:
     for name in ("lightning.pytorch", "pytorch_lightning"):
         if name in sys.modules and isinstance(module, sys.modules[name].LightningModule):
             return sys.modules[name]
-    raise ValueError(f"Expected a LightningModule to plan, but got a {type(module).__name__}.")
+    raise ValueError(f"The module must be a LightningModule, but its type is {type(module).__name__}.")
 
 
 def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule:
@@ -312,8 +312,8 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
             return make_module()
     except (RuntimeError, TypeError) as error:
         raise ValueError(
-            f"The module could not be made on the meta device: {error}. Tensors whose values __init__ reads must be "
-            'made with device="cpu".'
+            f"The module could not be built on the meta device: {error}. Tensors read in __init__ must be created "
+            'with device="cpu".'
         ) from error
 
 
@@ -387,8 +387,8 @@ def fake_run(
     """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine.
 
     Args:
-        make_module: makes the module; called with the meta device as the default device.
-        batch: a batch as the project's loader gives it, on the CPU.
+        make_module: returns the module; called with the meta device as the default device.
+        batch: a batch as the project's loader returns it, on the CPU.
         ranks: the world size.
         stage: the ZeRO stage; None for DDP.
         accumulate: micro-batches per step.
@@ -398,15 +398,15 @@ def fake_run(
         with_values: whether to compute with real tensors, to check the results of fake tensors.
         rank: the rank to simulate; with tensor parallelism, its position along the data-parallel dimension. If another
             rank holds more elements, because parameters stay whole, the run is repeated as that rank.
-        machines: number of machines, with equally many ranks on each.
+        machines: number of machines; the ranks are split evenly among them.
         options: options of ``ZeroStrategy``.
 
     Raises:
-        ValueError: if the module cannot be made on the meta device, or ``machines`` does not divide ``ranks``; with
+        ValueError: if the module cannot be built on the meta device, or ``machines`` does not divide ``ranks``; with
             tensor parallelism, also if this process already has process groups.
     """
     if machines < 1 or ranks % machines:
-        raise ValueError(f"machines={machines} must be a whole number that divides {ranks} ranks.")
+        raise ValueError(f"machines={machines} must be at least 1 and divide the number of ranks, {ranks}.")
     module = _made_on_meta(make_module)
     package = package_of(module)
     zero_strategy, ddp_strategy = _strategies(package)
@@ -464,7 +464,7 @@ def fake_run(
             machines=machines,
             **options,
         )
-    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak lacks these if they are offloaded
+    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
     peak.pop("host", None)
     host = tracker.host_peak + offloaded + buffers + kept
     peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")

@@ -89,7 +89,7 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
 
 
 def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
-    """Measure the latency and bandwidth of all-gathers of two sizes; return them, and the transport's name."""
+    """Measure the latency and bandwidth of all-gathers of two sizes; return both, and the transport's name."""
     communicator = Communicator(None, place)
     seconds = []
     for size in _SIZES:
@@ -130,5 +130,5 @@ def _memory(place: torch.device) -> float:
 
 
 def host_memory() -> int:
-    """Bytes of this machine's memory."""
+    """This host's total RAM in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

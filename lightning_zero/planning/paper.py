@@ -80,7 +80,7 @@ def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
 
 
 def table_1() -> list[Cell]:
-    """All 54 cells."""
+    """Compute the table's 54 cells."""
     return [
         Cell(ranks, size, stage, formula_bytes(size, ranks, stage) / 1e9, engine_bytes(size, ranks, stage) / 1e9)
         for ranks in TABLE_1_RANKS

@@ -28,10 +28,10 @@ class Comparison:
 
     Attributes:
         stage: the ZeRO stage.
-        is_equal: whether all losses of all ranks, and all weights after each micro-batch, have the same bits.
+        is_equal: whether all losses of all ranks, and all weights after each micro-batch, are bit-identical.
         step: the first micro-batch with a difference, counted from 0; None if nothing differs.
         loss: the ranks' losses for that micro-batch under DDP and under ZeRO; None if they are equal.
-        weights: names of parameters that differ after that micro-batch, with the largest difference of an element.
+        weights: largest absolute difference in each parameter that differs after that micro-batch, by name.
     """
 
     stage: int
@@ -55,11 +55,11 @@ def probe(
 ) -> list[Comparison]:
     """Train a project for a few steps under DDP and each stage, in forked processes on the CPU.
 
-    Every run starts with the same weights and seeds. The same batches are divided among the ranks. Only the project's
-    module and batches are used, no callbacks or validation.
+    Every run starts with the same weights and seeds, and divides the same batches among the ranks. Only the project's
+    module and batches are used: callbacks and validation do not run.
 
     Args:
-        project: the project; its module is made once, not on the meta device.
+        project: the project; its module is built once, not on the meta device.
         ranks: number of processes.
         stages: ZeRO stages.
         steps: optimizer steps.
@@ -79,7 +79,9 @@ def probe(
     needed = steps * accumulate * ranks
     batches = list(itertools.islice(project.batches(), needed))
     if len(batches) < needed:
-        raise ValueError(f"{steps} steps of {ranks} ranks need {needed} batches, but the project gives {len(batches)}.")
+        raise ValueError(
+            f"Too few batches for steps={steps} and ranks={ranks}: {needed} are needed, the loader has {len(batches)}."
+        )
 
     def recorded(strategy: Any) -> list[list[_Step]]:
         with tempfile.TemporaryDirectory() as folder:
@@ -108,12 +110,10 @@ def probe(
 
 
 _Step = dict[str, Tensor]
-"""What a rank records of a micro-batch: the loss, under ``""``; on rank 0 also the weights afterwards, by name."""
+"""A rank's record of a micro-batch: the loss, under ``""``; on rank 0, also the weights after it, by name."""
 
 
 class _Shares(IterableDataset[Any]):
-    """Yields this rank's share of the batches."""
-
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
 

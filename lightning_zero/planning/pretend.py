@@ -1,7 +1,7 @@
 """Communication with simulated ranks, to run the engine as one rank of many on fake tensors.
 
-Only the shapes of results are right. All ranks are assumed to hold the same values, and to be at the same point of the
-program.
+Only the shapes of results are correct. All ranks are assumed to hold the same values, and to be at the same point in
+the program.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ class PretendWatch:
 
 
 _CHANGES = Quantised(4, 128)
-"""Replaces the encoding of parameter changes, whose length depends on values, which a plan does not have. With AdamW,
-changes take 2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3. Encoding takes about as long as here."""
+"""Simulates the encoding of parameter changes, whose length depends on values that fake tensors lack. With AdamW, real
+changes take 2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3; encoding takes about as long as here."""
 
 
 _LENGTH = 8
@@ -164,7 +164,7 @@ TRANSPORTS: dict[str, type[_PretendTransport]] = {
     "gloo": PretendGlooTransport,
     "shared memory": PretendSharedMemoryTransport,
 }
-"""Transports by name, as ``lightning-zero doctor`` prints it. Their buffers for reducing gradients differ."""
+"""Transports by the name that ``lightning-zero doctor`` prints. Their buffers for reducing gradients differ."""
 
 
 class PretendTensorParallel(TensorParallel):
@@ -205,7 +205,7 @@ class PretendCommunicator(Communicator):
         recorder: records the collectives.
         transport: a key of ``TRANSPORTS``.
         rank: this rank's position along the data-parallel dimension.
-        machines: number of machines, with equally many ranks on each.
+        machines: number of machines; the ranks are split evenly among them.
         shard_within: as in ``EngineConfig``.
         mesh: the ranks' device mesh; None without tensor parallelism.
     """
@@ -238,7 +238,7 @@ class PretendCommunicator(Communicator):
             made = TRANSPORTS[transport](recorder, len(members), members.index(rank), leaving)
             return BucketCollectives(made if len(members) > 1 else None, self.counters, (), self.watch, link)
 
-        # In NCCL's ring, every byte leaves each machine; in two-level collectives, every byte enters each machine once.
+        # In NCCL's ring, every byte leaves each machine; in other transports (two levels), it enters each machine once.
         leaving = groups_here * ((size - 1) / size if transport == "nccl" else (machines - 1) / machines)
         self.is_on_one_machine = machines == 1
         self.may_compress = machines > 1 and transport != "nccl"
@@ -392,7 +392,7 @@ class _NotedFile(SwapFile):
 
 
 class PretendSwap(Swap):
-    """A ``Swap`` that runs everything in the calling thread, and makes no files if tensors are fake."""
+    """A ``Swap`` that runs everything in the calling thread, and creates no files if tensors are fake."""
 
     def __init__(self, folder: str, sub_group: int, recorder: Recorder) -> None:
         super().__init__(folder, sub_group)
@@ -416,18 +416,18 @@ class PretendSwap(Swap):
 def pretending(
     ranks: int, recorder: Recorder, transport: str = "nccl", rank: int = 0, machines: int = 1
 ) -> type[Engine]:
-    """Make an engine class that runs as one of several simulated ranks.
+    """Return an engine class that runs as one of several simulated ranks.
 
     Args:
         transport: a key of ``TRANSPORTS``.
         rank: the rank to simulate; with a mesh, its position along the data-parallel dimension.
-        machines: number of machines, with equally many ranks on each.
+        machines: number of machines; the ranks are split evenly among them.
 
     An engine with a mesh must run within ``process_group.pretended``.
     """
 
     class PretendingEngine(Engine):
-        _check_room = staticmethod(lambda *_: None)  # type: ignore[assignment]  # the plan is for other hosts
+        _check_room = staticmethod(lambda *_: None)  # type: ignore[assignment]  # a plan may be for another host
 
         def _world_size(self, group: Any) -> int:
             return ranks

@@ -26,8 +26,8 @@ class Project:
     """A project to plan or probe.
 
     Attributes:
-        make_module: makes the LightningModule; for a plan, it is called with the meta device as the default device.
-        batches: returns an iterator over training batches, as the project's loader gives them, on the CPU.
+        make_module: returns the LightningModule; for a plan, it is called with the meta device as the default device.
+        batches: returns an iterator over training batches, as the project's loader returns them, on the CPU.
         settings: the Trainer's settings as arguments of ``make_plans``: ``ranks``, ``machines``, ``accumulate``,
             ``precision`` and ``clip``, as far as they are known.
     """
@@ -63,7 +63,7 @@ def of_script(script: Path, arguments: list[str]) -> Project:
         ValueError: if there is no such script, or it ends without a call to ``Trainer.fit``.
     """
     if not script.is_file():
-        raise ValueError(f"{str(script)!r} must be a script, package.module:Name, or name=value of a configuration")
+        raise ValueError(f"there is no script {str(script)!r}: pass a script's path, package.module:Name or name=value")
     given: dict[str, Any] = {}
 
     def fit(
@@ -104,7 +104,7 @@ def copied(module: LightningModule) -> LightningModule:
 
 
 def batches_of(data: Any) -> Iterator[Any]:
-    """Yield the training batches of a data module, a loader, or a module with its own loaders; on the CPU."""
+    """Yield, on the CPU, the training batches of a data module, a loader, or a module with its own loaders."""
     if hasattr(data, "train_dataloader"):
         data.prepare_data()
         if hasattr(data, "setup"):
@@ -135,7 +135,7 @@ def _trainer_classes() -> list[Any]:
 
 @contextmanager
 def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -> Iterator[None]:
-    """Context in which every Trainer is made for one process on the CPU; ``made`` receives its original arguments."""
+    """Context in which every Trainer runs one process on the CPU; ``made`` receives the arguments of each Trainer."""
     make, here = trainer_class.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
     signature = inspect.signature(make)
 
@@ -151,7 +151,7 @@ def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -
 
 @contextmanager
 def _run_as(script: Path, arguments: list[str]) -> Iterator[None]:
-    """Context with a script's command line and module search path; the script's output goes to stderr."""
+    """Context that sets a script's command line and module search path, and sends its output to stderr."""
     with (
         patch.object(sys, "argv", [str(script), *arguments]),
         patch.object(sys, "path", [str(script.parent), *sys.path]),

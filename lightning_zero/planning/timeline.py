@@ -1,4 +1,4 @@
-"""The time of a step: the events of a fake run, replayed at the speed of a machine."""
+"""Predict the time of a step: record the events of a fake run, then replay them at a machine's speed."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from lightning_zero.monitoring.flops import flops_of
 
 @dataclass(frozen=True, kw_only=True)
 class Resources:
-    """The speed that a machine offers one rank; ``lightning-zero doctor`` measures it.
+    """Speed and memory available to one rank on a machine; ``lightning-zero doctor`` measures them.
 
     Attributes:
         flops: floating-point operations per second of matrix products, in the run's precision.
         memory_bandwidth: bytes per second that operators read and write in total.
         operator_seconds: the minimum time of an operator.
-        link_bandwidth: bytes per second that a rank sends in a collective, while it receives as many.
+        link_bandwidth: bytes per second that a rank sends in a collective, while it receives at the same rate.
         machine_bandwidth: bytes per second that all ranks of a machine together send to other machines; None if the
-            links between machines are no bottleneck.
+            links between machines are not a bottleneck.
         link_seconds: latency of a collective.
         host_bandwidth: bytes per second that an update of states in the host's memory reads and writes in total.
         disk_bandwidth: bytes per second that an update of states on a disk reads and writes in total.
@@ -48,7 +48,7 @@ class Resources:
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
             if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-                raise ValueError(f"{name}={value!r} must be a number of 0 or more.")
+                raise ValueError(f"{name}={value!r} must be a number that is at least 0.")
 
 
 class Event(NamedTuple):
@@ -57,8 +57,8 @@ class Event(NamedTuple):
     Attributes:
         kind: ``"compute"``, an operator; ``"launch"``, the start of a collective; ``"wait"``, the wait for its end;
             ``"host"``, an operator in a background update; ``"disk"``, a read or write of states on a disk.
-        flops, nbytes: floating-point operations and bytes; for a collective, the bytes that the rank sends.
-        number: the number of the collective that starts or is awaited.
+        flops, nbytes: floating-point operations, and bytes read and written (in a collective, bytes sent by the rank).
+        number: the collective's number, which links a ``"wait"`` to its ``"launch"``.
         leaving: bytes that all ranks of a machine together send to other machines in the collective.
     """
 
@@ -81,7 +81,7 @@ class Recorder(TorchDispatchMode):
     Attributes:
         events: recorded events in order.
         on_host: whether operators are recorded as part of an update in the host's memory.
-        tensor_parallel_bytes: bytes of the full buffers in collectives dispatched as operators, as in ``Report.bytes``.
+        tensor_parallel_bytes: total size of the full buffers in collectives that are dispatched as operators.
     """
 
     def __init__(self, tensor_parallel_size: int = 1, leaving: float = 0.0) -> None:
@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
         """Record a collective of tensor-parallel ranks over a full buffer of ``nbytes``; return its number.
 
         Args:
-            times: how often the rank sends the buffer without its own part: 1 for a gather, 2 for an all-reduce.
+            times: bytes sent, in multiples of the buffer less one rank's part: 1 for a gather, 2 for an all-reduce.
         """
         sent = times * nbytes * (self._together - 1) / self._together
         return self.launch(sent, sent * self._leaving)
@@ -146,13 +146,13 @@ _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.defau
 def replay(events: list[Event], resources: Resources) -> dict[str, float]:
     """Compute the seconds that the events take, in total and by kind.
 
-    Operators run one after another; each takes the time for its arithmetic plus the time for its bytes. Collectives,
-    updates in the host's memory, and disk accesses form three more queues. These run in parallel with operators;
-    without ``overlaps``, only the disk's queue does. A wait lasts until its collective is done.
+    Operators run one after another; each takes the time for its arithmetic plus the time for its bytes, but at least
+    ``operator_seconds``. Collectives, updates in the host's memory and disk accesses form three more queues, which run
+    in parallel with operators (without ``overlaps``, only disk accesses do). A wait lasts until its collective is done.
 
     Returns:
         ``total``; ``compute``, the time of operators; ``communication``, the time of collectives; ``waiting``, the part
-        of the total in which no operator runs because a collective or an update is awaited.
+        of the total in which no operator runs, because a collective, an update or a disk is awaited.
     """
     now = network_free = host_free = disk_free = compute = communication = 0.0
     ends: dict[int, float] = defaultdict(float)

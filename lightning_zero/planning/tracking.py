@@ -26,18 +26,18 @@ aten = torch.ops.aten
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Counts the bytes of all live storages that operators have made within the context.
+    """Counts the bytes of all live storages that operators have created in the context.
 
     A storage counts with its current size, so a buffer that the engine has resized to zero does not count.
 
     Args:
-        by_category: returns the engine's bytes by category; bytes under ``"host"`` are not part of ``peak``.
-        on_host: returns whether new storages are in the host's memory; the peak is then not updated.
+        by_category: function that returns the engine's bytes by category; ``"host"`` bytes do not count in ``peak``.
+        on_host: function that returns whether new storages are in the host's memory; if so, no peak is updated.
 
     Attributes:
-        peak: the most bytes on the device since the last ``reset``.
+        peak: maximum number of bytes on the device since the last ``reset``.
         at_peak: the result of ``by_category`` at the peak.
-        host_peak: the most bytes under ``"host"`` in ``by_category`` since the last ``reset``.
+        host_peak: maximum number of ``"host"`` bytes in ``by_category`` since the last ``reset``.
     """
 
     def __init__(self, by_category: Callable[[], Counter[str]], on_host: Callable[[], bool]) -> None:
@@ -63,7 +63,7 @@ class MemoryTracker(TorchDispatchMode):
                 self._count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # not a dispatched operator
+        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # resize_ is not dispatched
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
@@ -106,12 +106,12 @@ class MemoryTracker(TorchDispatchMode):
 
 
 class Assumptions(TorchDispatchMode):
-    """Assumes the results of operators that depend on values, which fake tensors do not have.
+    """Assumes results for operators that depend on tensors' values, since fake tensors have no values.
 
-    Operators on only real tensors, such as a batch's token ids and masks, are computed.
+    Operators whose tensors are all real, such as a batch's token ids and masks, are executed.
 
     Attributes:
-        made: its keys are the assumptions, each with the line of the project that reads the values.
+        made: the assumptions, as keys; each names the line of the project's code that reads the values.
     """
 
     def __init__(self) -> None:
@@ -138,7 +138,7 @@ class Assumptions(TorchDispatchMode):
     def _answer(self, func: Any, first: Tensor, *args: Any) -> tuple[str, Any] | None:
         if func is aten._local_scalar_dense.default:
             value: Any = first.dtype.is_floating_point and 1.0 or (False if first.dtype == torch.bool else 1)
-            return f"a value that is read from a tensor is {value}", value
+            return f"a value read from a tensor is {value}", value
         if func is aten.nonzero.default:
             shape = first.numel(), first.dim()
             return "every element is nonzero", torch.empty(shape, dtype=torch.int64, device=first.device)
@@ -159,12 +159,12 @@ def _are_real(*arguments: Any) -> bool:
 
 
 def _all_of(mask: Tensor) -> tuple[Tensor, ...]:
-    """Indices of all elements of a mask, as ``nonzero(as_tuple=True)`` gives them."""
+    """Stand-ins for the indices of all elements of a mask, in the form of ``nonzero(as_tuple=True)``."""
     return tuple(torch.empty(mask.numel(), dtype=torch.int64, device=mask.device) for _ in range(mask.dim()))
 
 
 def _line_of_the_project() -> str:
-    """The innermost line in the stack that is outside installed packages and this package."""
+    """The innermost line of the stack that is neither in an installed package nor in this package."""
     frames = [
         frame
         for frame in traceback.extract_stack()

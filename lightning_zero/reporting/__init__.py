@@ -1,4 +1,4 @@
-"""Reports on runs: a manifest written during the run, and a page and a model card made from the run's records."""
+"""Reports on runs: each run writes a manifest, and its records are rendered as a page and a model card."""
 
 from lightning_zero.reporting.manifest import RunManifest
 

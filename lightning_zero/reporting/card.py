@@ -15,12 +15,12 @@ MARK = "<!-- lightning-zero report writes this file anew as long as this line is
 
 
 def may_write(path: Path) -> bool:
-    """Whether the path has no file, or a file that still contains ``MARK``, with which ``write`` marks cards."""
+    """Whether there is no file at the path, or the file contains ``MARK``, which ``write`` puts into each card."""
     return not path.exists() or MARK in path.read_text()
 
 
 def write(job: Mapping[str, Any], path: Path) -> None:
-    """Write the model card for one of a summary's jobs."""
+    """Write the model card for one job of a summary."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     manifest = job["manifest"]

@@ -18,7 +18,7 @@ POINTS = 500
 """Maximum number of points drawn per curve; a longer curve is thinned evenly."""
 
 _LINES = ("-", "--", ":")
-# Text stays text in the SVG, in the reader's font; `$` and `_` in names do not start formulas.
+# Text is stored in the SVG as text, not as paths. `$` in a name does not start a formula.
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lightning_zero",
@@ -96,7 +96,7 @@ def bars(values: Mapping[str, float], unit: str) -> str:
 
 @contextmanager
 def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Axes, Callable[[], str]]]:
-    """Context with axes in the reports' style, and a function that returns the figure as SVG after the context ends.
+    """Yield axes in the reports' style, and a function that returns the figure as SVG once the context has ended.
 
     Args:
         named: legend entries, which need room under the axes.
@@ -123,14 +123,14 @@ def _for_a_page(svg: str) -> str:
 
 
 def _thinned(curve: Curve) -> Sequence[tuple[int, float]]:
-    """At most ``POINTS`` of a curve's points, including the first and the last."""
+    """Return at most ``POINTS`` of a curve's points, including the first and the last."""
     if len(curve) <= POINTS:
         return curve
     return [curve[round(index * (len(curve) - 1) / (POINTS - 1))] for index in range(POINTS)]
 
 
 def _unit(most: float) -> tuple[str, float]:
-    """The largest unit that is not above ``most`` bytes, and the unit's size in bytes."""
+    """Return the largest unit of at most ``most`` bytes, and that unit's size in bytes."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if most >= scale:
             return unit, scale

@@ -1,6 +1,6 @@
-"""Fingerprints of training data: hashes that show whether data have changed. Of large data, only a part is read.
+"""Fingerprints of training data: hashes that show whether data have changed. Large data are read only in part.
 
-The hash is BLAKE2b from Python's standard library; xxh3 would need a package.
+The hash is BLAKE2b from Python's standard library; xxh3 would require another package.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MOST_BYTES = 2**30
 MOST_FILES = 10_000
 """Maximum number of files whose contents are read; names and sizes of all files are hashed."""
 MOST_SAMPLES = 2_000
-"""Maximum number of samples read from a dataset; fewer if these would have more than ``SAMPLE_BYTES``."""
+"""Maximum number of samples read from a dataset. Fewer are read if so many would exceed ``SAMPLE_BYTES``."""
 LEAST_SAMPLES = 16
 SAMPLE_BYTES = 2**26
 
@@ -47,10 +47,10 @@ class _Hash:
 
 
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
-    """Fingerprint files, and all files in folders, by relative name, size and content.
+    """Fingerprint files, including all files in folders, by relative path, size and content.
 
-    Beyond ``MOST_BYTES`` or ``MOST_FILES`` in total, only a part is read: evenly spread files, and only the beginning
-    and the end of large files.
+    Beyond ``MOST_BYTES`` or ``MOST_FILES`` in total, only a part is read: files at regular intervals, and of a large
+    file only the beginning and the end.
 
     Raises:
         FileNotFoundError: if a path does not exist.
@@ -90,14 +90,14 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
 def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     """Fingerprint datasets by their lengths and by evenly spread samples, as ``dataset[index]`` returns them.
 
-    For random transforms, the generators of Python, NumPy and torch get a fixed seed; their states are restored
-    afterwards. ``fingerprint`` is None if a dataset cannot be indexed.
+    As transforms may be random, the generators of Python, NumPy and torch are seeded before reading, and their states
+    are restored afterwards. ``fingerprint`` is None if a dataset cannot be indexed.
     """
     state, read, length = _Hash(), 0, 0
     for dataset in datasets:
         has_samples = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if isinstance(dataset, IterableDataset) or not has_samples:
-            why = f"{type(dataset).__name__} cannot be indexed: give its files as RunManifest(data=[...])"
+            why = f"{type(dataset).__name__} cannot be indexed: pass its files as RunManifest(data=[...])"
             return {"fingerprint": None, "method": why}
         state.add(len(dataset).to_bytes(8, "little"))
         length += len(dataset)
@@ -107,7 +107,7 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
             random.seed(0)
             before = state.nbytes
             if len(dataset):
-                _add(state, dataset[0])  # this sample's size determines how many are read
+                _add(state, dataset[0])  # this sample's size determines how many samples are read
             most = max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // max(1, state.nbytes - before)))
             indices = _spread(len(dataset), most)
             for index in indices[1:]:
@@ -122,12 +122,12 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
 
 
 def datasets_of(loaders: Any) -> list[Any]:
-    """The datasets in a loader or a collection of loaders; a loader without a ``dataset`` counts as a dataset."""
+    """Return the datasets of a loader or collection of loaders; a loader without a ``dataset`` counts as a dataset."""
     return [getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)]
 
 
 def _spread(count: int, most: int) -> list[int]:
-    """At most ``most`` evenly spread indices below ``count``, beginning with 0."""
+    """Return at most ``most`` indices below ``count``, beginning with 0, at regular intervals."""
     return list(range(count)) if count <= most else [index * count // most for index in range(most)]
 
 

@@ -1,4 +1,4 @@
-"""Manifest of a run: what is needed to repeat it, and after the run its duration, memory and communication."""
+"""Manifest of a run: the settings to repeat it and, once it has ended, its duration, memory and communication."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ class RunManifest(Callback):
 
     Arguments:
         folder: where to write the manifest; by default the logger's folder, or the Trainer's ``default_root_dir``.
-        data: files or folders to fingerprint, which rank 0 reads. By default, samples of the training
-            dataset are fingerprinted, which reads ``dataset[index]`` once more.
+        data: files or folders that rank 0 reads to fingerprint them. By default, samples of the training dataset are
+            fingerprinted, which calls ``dataset[index]`` once more for each sample.
         config: the configuration, such as Hydra's; by default the saved hyperparameters of the module and the data
             module.
 
@@ -127,7 +127,7 @@ class RunManifest(Callback):
         names = {"class": ", ".join(_name(type(dataset)) for dataset in datasets)}
         try:
             found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
-        except Exception as error:  # raised by the project's dataset: a manifest must not end the training run
+        except Exception as error:  # raised by the project's dataset; training must go on without a fingerprint
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
         return names | found
 
@@ -136,7 +136,7 @@ class RunManifest(Callback):
 
 
 def commit_of(folder: Path) -> dict[str, Any] | None:
-    """Commit of the git repository around a folder, and whether tracked files changed; None without a repository."""
+    """Return the HEAD commit of a folder's git repository, and whether tracked files differ; None if git fails."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(
@@ -170,9 +170,9 @@ _SECRET = re.compile(r"(?:^|[._-])(?:password|passwd|secret|api_?key|(?:access|a
 
 
 def plain(value: Any) -> Any:
-    """Convert a value to JSON types: classes and dtypes by name, other objects as ``{"repr": ...}``.
+    """Convert a value to JSON types. Classes and dtypes become their names, other objects ``{"repr": ...}``.
 
-    Passwords and keys, which a report must not show, are replaced by ``"***"``.
+    Passwords, tokens and API keys, which a report must not show, are replaced by ``"***"``.
     """
     if isinstance(value, Mapping):
         return {
@@ -197,7 +197,7 @@ def plain(value: Any) -> Any:
 
 
 def shapes_of(batch: Any) -> Any:
-    """The structure of a batch, with dtypes and shapes in place of tensors."""
+    """Return the structure of a batch, with dtypes and shapes in place of tensors."""
     if isinstance(batch, Tensor):
         return {"tensor": [str(batch.dtype).removeprefix("torch."), list(batch.shape)]}
     if isinstance(batch, Mapping):
@@ -239,7 +239,7 @@ def _strategy(trainer: Trainer) -> dict[str, Any]:
 
 
 def _of_engine(engine: Engine) -> dict[str, Any]:
-    """The engine's report, and total calls, elements and bytes by kind of collective and by link."""
+    """The engine's report, and the total calls, elements and bytes of its collectives, by kind and link."""
     counters = engine.communicator.counters
     moved = [
         {

@@ -41,7 +41,7 @@ def render(summary: Mapping[str, Any], title: str) -> str:
 
 
 def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """The columns of the table of jobs: by heading, one text per job."""
+    """Return the columns of the table of jobs: for each heading, one text per job."""
     names = dict.fromkeys(name for job in jobs for name in job["validation"])
     last = dict.fromkeys(name for job in jobs for name in job["last"] if not is_detail(name))
     metrics = {f"validation {name}": [number(job["validation"].get(name)) for job in jobs] for name in names}
@@ -112,30 +112,30 @@ _PARTS = {"metrics": _metrics, "memory": _memory, "communication": _communicatio
 
 
 def number(value: Any) -> str:
-    """A number with five significant digits."""
+    """Format a number with at most five significant digits."""
     return "" if value is None else f"{value:.5g}"
 
 
 def rate(job: Mapping[str, Any]) -> str:
-    """A job's throughput as text, such as "1,200 samples a second"."""
+    """Return a job's throughput as text, such as "1,200 samples a second"."""
     found = job["throughput"]
     return "" if found is None else f"{found['per_second']:,.0f} {found['counted']} a second"
 
 
 def duration(seconds: float | None) -> str:
-    """A duration in seconds if it is below one minute, otherwise as hours, minutes and seconds."""
+    """Format a duration in seconds if it is below one minute, otherwise in hours, minutes and seconds."""
     if seconds is None:
         return ""
     return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
 
 
 def when(text: str | None) -> str:
-    """A UTC time in readable form."""
+    """Format a UTC time, given as an ISO string, for readers."""
     return "" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
 
 
 def percent(measured: float, predicted: float) -> str:
-    """The relative error of a prediction, in percent."""
+    """Format the relative error of a prediction, in percent."""
     return f"{100 * (predicted - measured) / measured:+.1f} %" if measured else ""
 
 

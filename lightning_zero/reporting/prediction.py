@@ -1,4 +1,4 @@
-"""The planner's prediction for a run: a fake run with the settings in its manifest."""
+"""Predict a run's memory with the planner: do a fake run with the settings in the run's manifest."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ class NotPredicted(Exception):
 
 
 def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
-    """Run two steps on fake tensors with the manifest's settings, and zeros in the shape of the run's first batch.
+    """Run two steps on fake tensors, with the manifest's settings and zeros shaped like the run's first batch.
 
     Returns:
         ``peak_bytes``, the engine's bytes by category at the engine's peak, as in ``Report.peak``;
-        ``process_peak_bytes``, all bytes by category at the whole process's peak; ``host_bytes``; ``assumptions``.
+        ``process_peak_bytes``, the process's bytes by category at its peak; ``host_bytes``; ``assumptions``.
 
     Raises:
         NotPredicted: if the manifest is incomplete, or its module or strategy cannot be planned here.
@@ -27,11 +27,11 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
     from lightning_zero.planning.fake_run import fake_run
 
     if "batch" not in manifest:
-        raise NotPredicted(f"there is no manifest.json with the shapes of a batch: {_ADVICE}")
+        raise NotPredicted(f"manifest.json is missing or lacks the shapes of a batch: {_ADVICE}")
     strategy = manifest["strategy"]
     stage = strategy["stage"]
     if stage is None and not strategy["class"].endswith((":DDPStrategy", ":SingleDeviceStrategy")):
-        raise NotPredicted(f"{strategy['class']} is planned neither as ZeRO nor as DDP")
+        raise NotPredicted(f"{strategy['class']} cannot be predicted: only ZeRO, DDP and a single device can")
     options = {name: _restored(value) for name, value in strategy.get("options", {}).items()}
     batch = _zeros(manifest["batch"])
     if "" not in sys.path:
@@ -52,7 +52,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
         raise
     except Exception as error:  # raised by the project's code, which may need more than the manifest contains
         text = (str(error).strip() or "no message").splitlines()[0]
-        raise NotPredicted(f"the planner ended with {type(error).__name__}: {text}") from error
+        raise NotPredicted(f"the planner failed with {type(error).__name__}: {text}") from error
     unseen = () if stage else ("reduction",)  # DDP's buckets, which a real run does not measure
     return {
         "peak_bytes": {name: nbytes for name, nbytes in run.report_peak.items() if name not in unseen},
@@ -66,14 +66,14 @@ _ADVICE = "add the callback lightning_zero.reporting.RunManifest to the Trainer"
 
 
 def _module(manifest: Mapping[str, Any]) -> Any:
-    """Make the run's module, from the configuration of ``lightning-zero train`` or from class and hyperparameters."""
+    """Create the run's module from ``lightning-zero train``'s configuration, or from its class and hyperparameters."""
     from hydra.utils import instantiate
 
     if "_target_" in (manifest["config"].get("model") or {}):
         return instantiate(manifest["config"]["model"])
     model = manifest["model"]
     if model["class"].startswith("__main__:"):
-        raise NotPredicted(f"{model['class']} is in a script, which a report cannot import: move it to a module")
+        raise NotPredicted(f"{model['class']} is in a script, which a report cannot import: move the class to a module")
     return pkgutil.resolve_name(model["class"])(
         **{name: _restored(value) for name, value in model["hyperparameters"].items()}
     )
@@ -95,7 +95,7 @@ def _restored(value: Any) -> Any:
 
 
 def _zeros(shape: Mapping[str, Any]) -> Any:
-    """Make a batch of zeros from the result of ``manifest.shapes_of``."""
+    """Create a batch of zeros from the result of ``manifest.shapes_of``."""
     ((kind, value),) = shape.items()
     if kind == "tensor":
         dtype, sizes = value

@@ -1,4 +1,4 @@
-"""Reads the records of runs: files in a folder from ``lightning-zero train``, ``RunManifest`` and loggers."""
+"""Read the records of runs: files written by ``lightning-zero train``, ``RunManifest`` and loggers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _DEPTH = 3
 
 
 class ReportError(Exception):
-    """Raised if a report cannot be made; the message is one line."""
+    """Raised if a report cannot be written; the message is one line."""
 
 
 @dataclass
@@ -34,12 +34,12 @@ class Run:
 
     Attributes:
         folder: the folder with the run's records.
-        label: the overrides or settings in which this job differs from other jobs, or the folder's name.
+        label: the overrides or settings that distinguish this job from the other jobs, or the folder's name.
         overrides: Hydra's overrides, as on the command line.
         manifest: the manifest from ``RunManifest``; empty if there is none.
         results: ``results.json`` from ``lightning-zero train``; empty if there is none.
         config: the configuration; empty if it is unknown.
-        metrics: metrics from loggers and the results by name, as lists of (step, value).
+        metrics: metrics by name, from loggers and ``results.json``, each a list of (step, value).
     """
 
     folder: Path
@@ -59,10 +59,10 @@ def read_runs(folder: Path) -> list[Run]:
     """Read the run in a folder, or the runs in its subfolders: the jobs of a sweep, or the versions of a logger.
 
     Raises:
-        ReportError: if there is no such folder, no run has records, or a record cannot be read.
+        ReportError: if ``folder`` is not a folder, no run has records, or a record cannot be read.
     """
     if not folder.is_dir():
-        raise ReportError(f"{folder} is not a folder: give the folder of a run or of a sweep")
+        raise ReportError(f"{folder} is not a folder: pass the folder of a run or of a sweep")
     runs = [_read(each) for each in _run_folders(folder, _DEPTH)]
     if len(runs) > 1:
         labels = labels_of({run.folder: run.overrides or _settings(run.config) for run in runs})
@@ -83,7 +83,7 @@ def overrides_of(folder: Path) -> list[str]:
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
-    """A label for each job's folder: the overrides that differ between jobs, plus the folder's name if not unique."""
+    """Label each job by the overrides that differ between jobs, and by its folder if these overrides are not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
@@ -106,7 +106,7 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dotted names of a nested configuration's values, with the values."""
+    """Yield the dotted name and the value of each setting in a nested configuration."""
     for name, value in config.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -115,7 +115,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _settings(config: Mapping[str, Any]) -> list[str]:
-    """A configuration in the form of overrides, for runs that were not started by Hydra."""
+    """Return a configuration in the form of overrides, for runs that were not started by Hydra."""
     return [f"{name}={value}" for name, value in flat(config)]
 
 
@@ -133,7 +133,7 @@ def _read(folder: Path) -> Run:
 
 
 def _newest(files: Iterable[Path]) -> list[Path]:
-    """The newest of a logger's files, in a list; empty if there are none. A resumed run may have left several."""
+    """Return a list with a logger's newest file, empty if there is none. A resumed run may have left several files."""
     return sorted(files, key=lambda file: file.stat().st_mtime)[-1:]
 
 
@@ -153,7 +153,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if file.exists():
             try:
                 return dict(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
-            except YAMLError:  # the file contains Python objects, which a logger has written
+            except YAMLError:  # a logger has written Python objects to the file
                 continue
     return {}
 
@@ -182,7 +182,7 @@ def _read_events(folder: Path) -> dict[str, Curve]:
         )
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0 keeps all values
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0}).Reload()  # 0: load all values
     names = (name for name in events.Tags()["scalars"] if name not in ("epoch", "hp_metric"))
     return {name: [(each.step, each.value) for each in events.Scalars(name)] for name in names}
 

@@ -17,7 +17,7 @@ CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "
 
 @dataclass(frozen=True)
 class Declared:
-    """Figures that the user declares for one rank's device, to estimate costs; with None, that estimate is omitted.
+    """The user's figures for one rank's device, to estimate costs. Estimates that need a missing figure are omitted.
 
     Attributes:
         price: price per hour, in any currency.
@@ -38,7 +38,7 @@ def summarize(
     Args:
         runs: one run, or the jobs of a sweep.
         declared: figures for the cost estimate.
-        predict: makes a prediction from a manifest, or raises ``NotPredicted``; None for no prediction.
+        predict: function that predicts a run from its manifest or raises ``NotPredicted``; None to predict nothing.
     """
     jobs = [_job(run, declared, predict) for run in runs]
     costs = [job["cost"] for job in jobs if job["cost"]]
@@ -124,7 +124,7 @@ def _prediction(
 
 
 def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[str, float]:
-    """Hours summed over ranks and, as far as declared, price, kWh and kg of CO2; empty if time or ranks are unknown."""
+    """Return rank hours and, if declared figures allow, price, kWh and kg of CO2; {} if time or ranks are unknown."""
     if seconds is None or ranks is None:
         return {}
     hours = seconds * ranks / 3600
@@ -139,7 +139,7 @@ def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[
 
 
 def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Metrics by figure: one metric's curves (train, validation, step, epoch), or ZeroMonitor's by kind and unit."""
+    """Group curves by figure: those of one metric (train, validation, ...), or ZeroMonitor's of one kind and unit."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in metrics.items():
         part, _, rest = name.removeprefix(_PREFIX).partition("/")
@@ -176,7 +176,7 @@ def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
 
 
 def _throughput(run: Run) -> dict[str, Any] | None:
-    """What is counted, such as tokens, and the rate per second; from ``lightning-zero train`` or ZeroMonitor."""
+    """Return the unit of throughput, such as tokens, and the rate per second, from the results or ZeroMonitor."""
     if run.results.get("per_second"):
         return {"counted": run.results["counted"], "per_second": run.results["per_second"]}
     found = {
@@ -184,6 +184,6 @@ def _throughput(run: Run) -> dict[str, Any] | None:
         for name, curve in run.metrics.items()
         if (match := re.fullmatch(rf"(?:{_PREFIX})?throughput/(\w+)_per_sec", name))
     }
-    general = ("samples", "batches", "flops")  # chosen only if the module reports no unit of its own, such as tokens
+    general = ("samples", "batches", "flops")  # used only if the module reports no unit of its own, such as tokens
     counted = min(found, key=lambda name: general.index(name) if name in general else -1, default=None)
     return None if counted is None else {"counted": counted, "per_second": found[counted]}

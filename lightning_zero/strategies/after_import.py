@@ -15,7 +15,7 @@ _OWN = f"{__name__.partition('.')[0]}."
 def after_import(of: str, then: str) -> None:
     """Import the module ``then`` once the module ``of`` has been imported; immediately if ``of`` already has been.
 
-    ``then`` is not imported while modules of this package are still being executed, since it may import them.
+    ``then`` is not imported while modules of this package are being executed, since ``then`` may import these modules.
     """
     if of in sys.modules:
         importlib.import_module(then)
@@ -61,7 +61,7 @@ class _Finder(MetaPathFinder):
             execute(module)
             if then := self.then.pop(name, None):
                 thread.due.append(then)
-        finally:  # if a module of this package fails, modules that it has imported stay imported
+        finally:  # also after an error, since the modules imported before the error stay imported
             thread.own -= is_own
             while thread.due and not thread.own:
                 importlib.import_module(thread.due.pop(0))

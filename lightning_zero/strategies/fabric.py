@@ -37,8 +37,7 @@ class FabricStrategy(ZeroProcesses):
     """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that are passed to ``Fabric.setup``.
 
     Each module that is set up has its own engine until the module is deleted or the strategy is torn down. An
-    optimizer may be set up with its module, before the module or after the module, and may hold parameters of several
-    modules.
+    optimizer may be set up before, with or after its module, and may hold parameters of several modules.
 
     Arguments:
         {options}
@@ -50,7 +49,7 @@ class FabricStrategy(ZeroProcesses):
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         super().__init__(stage=stage, **options)
-        # Both lists are in order of set-up, the same on every rank. Weak references: users own modules and optimizers.
+        # Both lists are in set-up order, the same on every rank. The references are weak: users own the objects.
         self._engines: list[weakref.ref[Engine]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._backward_sync_control: Any = _BackwardSyncControl()
@@ -94,7 +93,7 @@ class FabricStrategy(ZeroProcesses):
         return self.setup_module(module), optimizers, scheduler
 
     def setup_module(self, module: nn.Module) -> nn.Module:
-        """Shard a module in place, and the states of optimizers already set up for its parameters. Collective."""
+        """Shard, in place, a module and the states of optimizers already set up for its parameters. Collective."""
         consolidate(module, self._handshake_timeout)
         engine = Engine(
             module,
@@ -107,7 +106,7 @@ class FabricStrategy(ZeroProcesses):
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer update this rank's shards of its parameters, also in modules that are set up later."""
+        """Make an optimizer update this rank's shards of its parameters, including modules that are set up later."""
         check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
@@ -131,7 +130,7 @@ class FabricStrategy(ZeroProcesses):
         return self._state_of(optimizer, on_cpu)
 
     def _state_of(self, value: Any, leaf: Leaf) -> Any:
-        """Return a module's or optimizer's state dict (``leaf`` converts sharded tensors), and other values as is."""
+        """Return a module's or optimizer's state dict, sharded tensors converted by ``leaf``; other values as is."""
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             for engine in self.engines:
@@ -230,13 +229,13 @@ class FabricStrategy(ZeroProcesses):
 
 
 class _Sharded(nn.Module):
-    """Wrapper in the role of DDP: only for a wrapped module, Fabric routes other methods through ``forward``."""
+    """Wrapper like DDP's: only if a module is wrapped, Fabric routes methods like ``training_step`` via ``forward``."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
         self._same_inputs = SameBatches(
-            "leave use_distributed_sampler=True in fabric.setup_dataloaders(...), or make the sampler with "
+            "leave use_distributed_sampler=True in fabric.setup_dataloaders(...), or create the sampler with "
             "DistributedSampler(dataset, **fabric.strategy.distributed_sampler_kwargs)"
         )
 
@@ -248,7 +247,7 @@ class _Sharded(nn.Module):
 
 
 def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
-    """Return an optimizer's parameter names in group order; with several modules, their keys are prefixes."""
+    """Return an optimizer's parameter names in group order, with the modules' keys as prefixes if there are several."""
     modules = {key: _unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
     names = {
         id(parameter): name if len(modules) == 1 else f"{key}.{name}"

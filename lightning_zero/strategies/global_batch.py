@@ -11,7 +11,7 @@ GLOBAL_BATCH = "global_batch"  # key in a checkpoint
 
 
 def global_batch(trainer: Any) -> dict[str, Any]:
-    """Return what determines the global batch size of an optimizer step, for ``keep_global_batch``.
+    """Return the numbers that determine the global batch size of a step, for ``keep_global_batch``.
 
     Returns:
         A dict: ``accumulate``, the number of micro-batches per rank; ``ranks``, the number of ranks; and ``samples``, a
@@ -34,7 +34,7 @@ def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
         before: the result of ``global_batch`` before the restart.
 
     Raises:
-        ValueError: if no whole number of micro-batches gives this number of samples, or the number cannot be set.
+        ValueError: if the required ``accumulate_grad_batches`` is not a whole number, or cannot be set.
     """
     is_as_before = before["accumulate"] == trainer.accumulate_grad_batches or not _can_accumulate(trainer)
     if before["ranks"] == trainer.world_size and is_as_before:
@@ -48,16 +48,16 @@ def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
     accumulate = now["accumulate"] * max(ratios, default=Fraction(1))
     if len(ratios) > 1 or accumulate.denominator > 1 or (ratios != {1} and not _can_accumulate(trainer)):
         raise ValueError(
-            f"This job ran on {before['ranks']} ranks with {before['samples'][0]} samples per step. On "
-            f"{now['ranks']} ranks, this would require accumulate_grad_batches={accumulate}, which cannot be set. "
+            f"The number of ranks was {before['ranks']} before the restart and is {now['ranks']} now. To keep the "
+            f"samples per step, accumulate_grad_batches would have to be {accumulate}, which cannot be set. "
             "Choose the number of ranks, the batch size and accumulate_grad_batches so that their product is "
             f"{before['samples'][0]}. In manual optimization, or with an accumulation schedule, the script itself must "
             "keep this product."
         )
     trainer.accumulate_grad_batches = int(accumulate)
     rank_zero_info(
-        f"This job ran on {before['ranks']} ranks and continues on {now['ranks']}. Each step takes as many "
-        f"samples as before, with accumulate_grad_batches={trainer.accumulate_grad_batches}."
+        f"The number of ranks was {before['ranks']} before the restart and is {now['ranks']} now. Each step takes "
+        f"as many samples as before, with accumulate_grad_batches={trainer.accumulate_grad_batches}."
     )
 
 

@@ -17,7 +17,7 @@ from lightning_zero.io.disk import make_private_folder
 from lightning_zero.io.labels import is_of_the_dead, label_of
 
 _FORGOTTEN = 3600.0
-"""If a job's launcher has ended, another job removes the folder this many seconds after its last change."""
+"""Once a job's launcher has ended, other jobs remove the job's folder this many seconds after its last change."""
 
 _PROCESS, _ENDED = "process-", "ended-"
 _PATIENCE = 10.0  # seconds to wait for a lock, or for a killed process to end
@@ -27,7 +27,7 @@ _NOTE_BYTES = 256
 def name_of_job() -> str | None:
     """Return the name under which restarted processes find the job's files; None if the launcher gives the job no name.
 
-    The name includes a checksum of the command line, since several programs may run within one SLURM job.
+    The name includes a checksum of folder and command line, since several programs may run within one SLURM job.
     """
     run = os.environ.get("TORCHELASTIC_RUN_ID")
     if "SLURM_JOB_ID" in os.environ:
@@ -73,7 +73,7 @@ class JobFolder:
         try:
             os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)  # overwrite: a full tmpfs has no room for a new page
         except OSError:
-            os.close(self._file)  # releases the lock: other ranks wait for the contents of a locked file
+            os.close(self._file)  # releases the lock: other ranks would wait for the contents of a locked file
             raise
         Finalize(None, self._end_process, exitpriority=10)  # unlike atexit, also runs in multiprocessing processes
 
@@ -105,7 +105,7 @@ class JobFolder:
 
 
 def _lock(file: int) -> None:
-    """Lock a file. Retry, since other ranks briefly lock the file to test whether its process is still running.
+    """Lock a file. Retry, since other ranks briefly lock the file to test whether its owner is still running.
 
     Raises:
         BlockingIOError: if the file stays locked.
@@ -121,7 +121,7 @@ def _lock(file: int) -> None:
 
 
 def _end_orphan(path: str, launcher: str) -> None:
-    """Kill a process of the job whose launcher has ended, for example because only torchrun was killed.
+    """Kill the process that has locked a file if its launcher has ended, as when only torchrun was killed.
 
     Raises:
         OSError: if the process does not end, or belongs to another launcher that is still running.

@@ -43,7 +43,7 @@ class Source(NamedTuple):
     attempt: int
     number: int
     path: str
-    is_within: bool = False  # saved by a callback when work after the step (such as validation) is still due
+    is_within: bool = False  # saved by a callback while work after the step (such as validation) is still due
 
     @property
     def rank(self) -> tuple[int, bool, int, int]:
@@ -116,7 +116,7 @@ class KeptStates:
         return sources
 
     def opened(self, path: Any) -> dict[str, Any] | None:
-        """Return the checkpoint in the slots if the path stands for slots, otherwise None. Collective.
+        """Return the checkpoint in the slots if ``path`` is a ``Source.path`` of slots, otherwise None. Collective.
 
         Raises:
             DamagedCheckpointError: on every rank, if a slot is damaged, or cannot be sent to a machine that lacks it.
@@ -149,7 +149,7 @@ class KeptStates:
             }
             if not whole:
                 raise DamagedCheckpointError(
-                    f"The state in memory after step {about.step} is damaged (rank {about.rank})."
+                    f"Every copy in memory of rank {about.rank}'s state after step {about.step} is damaged."
                 )
             holder, held_at = next(iter(whole.items()))
             path = whole.get(self._place, os.path.join(self._folder, f"{about.rank}.m{held_at[-1]}"))
@@ -159,7 +159,7 @@ class KeptStates:
                 error = send_file(path, sender, receives, self._rank, self._strategy.broadcast) or error
             paths.append(path)
         if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
-            raise DamagedCheckpointError(f"The state in memory cannot be sent to all machines ({errors[0]}).")
+            raise DamagedCheckpointError(f"The state kept in memory cannot be sent to all machines ({errors[0]}).")
         return [slot for path in paths if (slot := Slot.at(path)) is not None]
 
     def _verifies(self, about: About) -> bool:
@@ -168,12 +168,12 @@ class KeptStates:
         return neighbours[about.rank % len(neighbours)] == self._rank
 
     def continue_from(self, source: Source, newest: int, limit: int | None) -> int | None:
-        """Count how often the job has died after its newest step, and remove slots no longer needed. Collective.
+        """Count how often the job has died after its newest kept state, and remove slots no longer needed. Collective.
 
         Args:
             source: the state that the fit has just loaded.
             newest: the newest step whose state is kept.
-            limit: number of deaths after one step at which the job stops; None if this attempt is already counted.
+            limit: number of deaths after ``newest`` at which the job stops; None if this attempt is already counted.
 
         Returns:
             The index of the slots that contain the state, the same on all ranks; None for a checkpoint on disk.
@@ -197,9 +197,9 @@ class KeptStates:
         deaths = 1 + max(self._strategy.all_gather_values(deaths))
         if deaths >= limit:
             raise RuntimeError(
-                f"This job has died {deaths} times in the step after step {newest}, so the step is not tried again. "
-                f"The state before that step is kept in {self._folder}. Look for the cause in the last output of the "
-                "processes. To try again, raise ResilienceConfig(deaths_at_one_step=...). To start over, give the job "
+                f"This job has died {deaths} times after step {newest} without keeping a newer state, so it stops. "
+                f"Kept states are in {self._folder}. Look for the cause in the last output of the processes. "
+                "To try again, increase ResilienceConfig(deaths_at_one_step=...). To start over, give the job "
                 f"another name, or remove that folder and {os.path.dirname(self._record)}."
             )
         return index
@@ -210,7 +210,7 @@ class KeptStates:
         return self._rank == self._places[self._place][0]
 
     def remove_all_but(self, spared: set[str]) -> None:
-        """Remove slots of an attempt with other ranks from this machine's folder, if no rank writes them now.
+        """Remove slots of earlier attempts from this machine's folder, unless ranks write to them in this attempt.
 
         Args:
             spared: names of slots that are still needed.
@@ -241,7 +241,7 @@ class KeptStates:
         return max(self._strategy.all_gather_values(_lines_in(self._failed).count(str(step))))
 
     def note_failure(self, step: int) -> None:
-        """Record that an error ends this attempt. If the same step fails again, the kept state may be the cause."""
+        """Record that an error after ``step`` ends this attempt. If errors recur, the kept state may be the cause."""
         _append(self._failed, step)
 
     def forget_deaths(self) -> None:
@@ -262,7 +262,7 @@ def _slot_at(folder: str, name: str) -> Slot | None:
     return Slot.at(os.path.join(folder, name)) if _is_slot(name) else None
 
 
-# -- counts of steps ---------------------------------------------------------------------------------------------------
+# -- counts of deaths and failures -------------------------------------------------------------------------------------
 
 
 def _lines_in(path: str) -> list[str]:

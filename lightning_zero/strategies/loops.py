@@ -1,4 +1,4 @@
-"""Patches of Lightning's loops, to report evaluation batches to the engine (join) and to replace SIGTERM checks."""
+"""Patch Lightning's loops: report evaluation batches to the engine (for join), and replace SIGTERM exchanges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TakeTurn = Callable[[int | None], None]
 
 
 def take_turns(loop: Any, take_turn: TakeTurn) -> None:
-    """Make a loop call ``take_turn`` before each batch with its dataloader's index, and at the loop's end with None."""
+    """Make a loop call ``take_turn`` with the dataloader's index before each batch, and with None at the loop's end."""
     fetcher = loop._data_fetcher
     fetcher.take_turn = take_turn
     looks_ahead = hasattr(fetcher, "iterator_wrapper")  # such a fetcher passes its iterator to the step
@@ -45,7 +45,7 @@ class _AllAtOnce(Iterator[Any]):
     _batches: Iterator[Any] | None = None
 
     def __next__(self) -> Any:
-        if self._batches is None:  # wrapped: `chain` would restart a CombinedLoader
+        if self._batches is None:  # wrapped, since `chain` would restart a CombinedLoader
             self._batches = self.iterator = iter(partial(next, self.iterator), None)
         item = None if self.done else next(self.iterator, None)
         self.take_turn(None if item is None else item[2])
@@ -108,7 +108,7 @@ def _evaluation_loops(trainer: Trainer) -> list[Any]:
 
 
 class Around:
-    """Wrapper around a method of an object. The method may be Lightning's or the project's replacement.
+    """Wrapper around a method of an object. The method may be Lightning's own or a replacement by the project.
 
     Attribute access, copying and pickling are forwarded to the method, so a copied trainer never refers to the engine.
     """

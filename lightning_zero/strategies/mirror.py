@@ -56,7 +56,7 @@ class Mirror:
             received, error = torch.empty(length, dtype=torch.uint8, device="cpu"), raised
         begin = SlotWriter.VALUES
         self._ring.exchange(sent[begin:], received[begin:])
-        self._ring.exchange(sent[:begin], received[:begin])  # last, since the header in it makes the slot complete
+        self._ring.exchange(sent[:begin], received[:begin])  # sent last: the header in it makes the slot complete
         if error is not None:
             raise error
 
@@ -83,7 +83,7 @@ def send_file(path: str, sender: int, receives: bool, rank: int, broadcast: Call
         broadcast: function that broadcasts a value from one rank to all.
 
     Returns:
-        The reason why this rank could not write the file, or None.
+        The reason why this rank could not write the file; None if there was no error.
     """
     error: str | None = None
     with ExitStack() as files:

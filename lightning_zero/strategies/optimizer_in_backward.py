@@ -37,8 +37,8 @@ class EarlyUpdates:
 
     @contextmanager
     def around_backward(self, engine: Engine, trainer: Any, loss: Tensor) -> Iterator[None]:
-        """Context of one of the Trainer's backward passes. If allowed, updates start in the last pass before a step."""
-        is_automatic = trainer.lightning_module.automatic_optimization  # then there is exactly one optimizer
+        """Context of a backward pass. If allowed, updates start in the last backward pass before an optimizer step."""
+        is_automatic = trainer.lightning_module.automatic_optimization  # then there is at most one optimizer
         optimizer: Optimizer | None = trainer.optimizers[0] if is_automatic and trainer.optimizers else None
         trained = tuple(parameter.requires_grad for parameter in engine.module.parameters())
         read = _read_directly(loss)
@@ -65,9 +65,9 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
         return "gradients are clipped"
     plugins = lightning.plugins.precision
     if type(precision) not in [getattr(plugins, name) for name in _PRECISIONS]:
-        return f"{type(precision).__name__} is not one of Lightning's precision plugins"
+        return f"the precision plugin {type(precision).__name__} may change gradients"
     if getattr(precision, "scaler", None) is not None:
-        return "gradients are scaled, and may not be finite"
+        return "gradients are scaled and may overflow"
     hooked: list[tuple[Any, tuple[str, ...], Any]] = [(module, _HOOKS_OF_MODULES, lightning.LightningModule)]
     hooked += [(callback, _HOOKS, lightning.Callback) for callback in trainer.callbacks]
     for holder, names, base in hooked:
@@ -99,7 +99,7 @@ def _read_directly(loss: Tensor) -> set[str] | None:
         if node is None or node in seen:
             continue
         seen.add(node)
-        if node.name() == "CheckpointFunctionBackward":  # reentrant: its graph is built during backward
+        if node.name() == "CheckpointFunctionBackward":  # reentrant: builds its graph during backward
             return None
         slot = slot_of(getattr(node, "variable", None))
         if slot is not None:

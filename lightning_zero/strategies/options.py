@@ -26,8 +26,8 @@ class StrategyOptions:
             ``torch.distributed.checkpoint``, to which each rank writes its shards. Both can always be loaded.
         async_save: write checkpoints in the background; training waits only while the values are copied.
         process_group_backend: a backend such as ``"nccl"`` or ``"gloo"``; None selects one for the device.
-        timeout: the process group's timeout, as a ``timedelta`` or in seconds.
-        tensor_parallel_size: number of consecutive ranks that compute each forward together. The project's
+        timeout: the process group's timeout, as a ``timedelta`` or in seconds; None for torch's default.
+        tensor_parallel_size: number of consecutive ranks that share each forward pass. The project's
             ``configure_model`` must divide parameters over the dimension ``tensor_parallel`` of ``device_mesh``; ZeRO
             shards each rank's share over the other dimension. ``"auto"`` takes all ranks of a machine, as Lightning's
             ``ModelParallelStrategy`` does; None creates no mesh.

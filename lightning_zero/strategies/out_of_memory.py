@@ -14,7 +14,7 @@ from lightning_zero.io.sizes import in_gb
 
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
-    """Add the memory in use by category, and remedies, to an out-of-memory error. Other errors do not change."""
+    """Add the memory in use by category, and remedies, to an out-of-memory error. Leave other errors unchanged."""
     if engine is None or not _is_of_memory(error) or not error.args:
         return
     error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
@@ -54,13 +54,13 @@ def _remedies(engine: Engine) -> str:
         remedies.append((optimizer, f'offload="{place}" frees {in_gb(optimizer)}'))
     if engine.config.activation_checkpointing is None:
         remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))
-    remedies.append((rest // 2, f"half the batch with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))
+    remedies.append((rest // 2, f"half the batch size with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))
     said = "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
     return f"What helps: {said}. Run 'lightning-zero plan' to see in advance what fits."
 
 
 def _rest(engine: Engine) -> int:
-    """Return the bytes in use apart from those that the engine has allocated."""
+    """Return the bytes in use on the device that the engine has not allocated."""
     device = engine.communicator.device
     if device.type == "cuda":
         in_use = torch.cuda.memory_allocated(device)

@@ -61,8 +61,8 @@ class ZeroProcesses(ParallelStrategy):
     """Base class of every ZeRO strategy. Concrete strategies also derive from their namespace's ``ParallelStrategy``.
 
     ``lightning.pytorch``, ``pytorch_lightning``, ``lightning.fabric`` and ``lightning_fabric`` each define their own
-    base classes, launchers and exceptions, under the same names. So such classes are looked up in the attribute
-    ``lightning``, the namespace's module. Functions behave the same in all namespaces.
+    base classes, launchers and exceptions, under the same names. Such classes are therefore looked up in the module
+    ``self.lightning``. Functions behave the same in all namespaces.
 
     Attributes:
         stage: the stage as a number.
@@ -154,7 +154,7 @@ class ZeroProcesses(ParallelStrategy):
         if size != self.mesh_shape[0] * tensor:
             wanted = f"tensor_parallel_size={tensor}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
-                f"{wanted} is impossible with {size} rank(s) ({self.num_nodes} node(s), {self.num_processes} on each): "
+                f"{wanted} cannot be used with {size} ranks (nodes: {self.num_nodes}, each with {self.num_processes}): "
                 + (
                     "choose a divisor of the number of ranks."
                     if data == "auto"
@@ -177,7 +177,7 @@ class ZeroProcesses(ParallelStrategy):
         if own and not self._has_default_io:
             raise ValueError(
                 f"{' and '.join(own)} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the "
-                "strategy writes such checkpoints itself. Remove the plugin, or these arguments."
+                "strategy writes such checkpoints itself. Remove one or the other."
             )
         if self._is_single:
             return
@@ -196,7 +196,7 @@ class ZeroProcesses(ParallelStrategy):
         if not self._is_single:
             if _distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
-                self._mesh = None  # its groups have failed, too
+                self._mesh = None  # the mesh's groups have failed, too
             _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options_at_start)
             lifelines_over()
             self._make_mesh()
@@ -221,7 +221,7 @@ class ZeroProcesses(ParallelStrategy):
         return (self.options.group_timeout or default_pg_timeout).total_seconds()
 
     def _config_of_run(self) -> EngineConfig:
-        """Return the engine's options, with the two that follow from the precision and the timeout filled in."""
+        """Return the engine's options, including the two derived from the precision and the timeout."""
         plugin = getattr(self, self._arguments_of_base[-1])  # `precision_plugin` of a Trainer, `precision` of Fabric
         dtype = _compute_dtype_of(plugin, self.lightning)
         return replace(self.config, compute_dtype=dtype, handshake_timeout=self._handshake_timeout)
@@ -230,12 +230,12 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _is_sharded(self) -> bool:
-        """Whether parameters are sharded; the whole module then need not fit on a device."""
+        """Whether parameters are sharded; the full module then need not fit on a device."""
         return placements_of(self.stage).parameters.is_sharded
 
     @contextmanager
     def _making_module(self, empty_init: bool | None) -> Iterator[None]:
-        """Context for a new module: its parameters are deferred if ``empty_init``, else on the device if unsharded."""
+        """Context that creates deferred parameters (``empty_init``), or unsharded parameters directly on the device."""
         if empty_init:
             with _EmptyInit(), parameters_await_values():
                 yield
@@ -247,7 +247,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _is_alone(self) -> bool:
-        """Whether this rank must not communicate, as after a failure, when callbacks may still save and log."""
+        """Whether this rank must not communicate: there is no process group, or the run has failed."""
         return self._is_cut_off or not _distributed_is_initialized()
 
     @property
@@ -256,7 +256,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @contextmanager
     def _blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
-        """Context of a wait for other ranks in the operation ``what``. If a rank fails, the error names the reason."""
+        """Context of the operation ``what``, which waits for other ranks. If a rank fails, the error says why."""
         communicator = self._communicator
         with communicator.waiting(what, everyone) if communicator is not None else explained(what):
             yield
@@ -291,7 +291,7 @@ class ZeroProcesses(ParallelStrategy):
         """All-gather a picklable value, and return the values in the order of ranks."""
         if self._is_alone:
             return [value]
-        with self._blocked_in("an exchange about a checkpoint"):
+        with self._blocked_in("an exchange of values between ranks"):
             return process_group.all_gather_objects(value)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class ZeroProcesses(ParallelStrategy):
         return type(self.checkpoint_io) is self.lightning.plugins.TorchCheckpointIO
 
     def _leaf(self, *, parts: bool, keeps: bool) -> Leaf:
-        """Return a function that keeps tensors sharded (``parts``), or makes them full (``keeps``) or meta tensors."""
+        """Return a function that leaves tensors sharded (``parts``), or makes them full (``keeps``) or meta tensors."""
         if parts:
             return in_parts
 
@@ -325,7 +325,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _assembles_in_background(self) -> bool:
-        """Whether shards of a full checkpoint may be assembled later. With a mesh they are gathered immediately."""
+        """Whether shards of a full checkpoint may be assembled later. With a mesh, shards are gathered immediately."""
         return self._saves_in_background and self._mesh is None
 
     def _save_in_parts(self, tree: Any, rest: dict[str, Any], path: Any, storage_options: Any) -> None:
@@ -380,7 +380,7 @@ class ZeroProcesses(ParallelStrategy):
         return result
 
     def _finish_saving(self) -> None:
-        """Wait for background saves. A failed save raises on every rank; if the run has failed, it is only logged."""
+        """Wait for background saves. An error is raised on every rank, or only logged if the run has failed."""
         if self._ended_by is None:
             if self._saves_in_background:
                 self._alike(self._saver.close)
@@ -391,7 +391,7 @@ class ZeroProcesses(ParallelStrategy):
             log.warning(_SECOND_ERROR, error)
 
     def teardown(self) -> None:
-        """Wait for background saves, and turn modules back into ordinary ones. Collective, except after a failure."""
+        """Wait for background saves, and close the engines. Collective, except after a failure."""
         try:
             self._finish_saving()
         finally:

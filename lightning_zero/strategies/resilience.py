@@ -36,13 +36,13 @@ from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
-_REPEATED = 2  # after this many errors in the same step, the job continues from an older state
+_REPEATED = 2  # after this many errors with the same newest state, the job continues from an older state
 _jobs: dict[str, JobFolder] = {}
 _fits = itertools.count()
 
 
 class NoRoomError(OSError):
-    """The folder in memory is full. Raised on every rank."""
+    """Raised on every rank if the folder in memory is full."""
 
 
 class Resilience:
@@ -122,15 +122,15 @@ class Resilience:
         older = [source for source in sources if source.step < newest]
         if older and failures >= _REPEATED:
             rank_zero_warn(
-                f"The step after step {newest} has failed {_REPEATED} times with an error, so the job continues from "
-                "an older state."
+                f"This job has failed after step {newest} at least {_REPEATED} times with an error, so it continues "
+                "from an older state."
             )
             sources = older
         for source in sources:
             try:
                 resume(source.path, weights_only=weights_only)
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
-                rank_zero_warn(f"{error} The job continues from an older state instead.")
+                rank_zero_warn(f"{error} Another state is tried, if there is one.")
                 continue
             self._step = source.step
             limit = None if is_again else self._config.deaths_at_one_step
@@ -148,7 +148,7 @@ class Resilience:
         resume(path, weights_only=weights_only)
 
     def opened(self, path: Any) -> dict[str, Any] | None:
-        """Return the checkpoint in the slots if the path stands for slots, otherwise None. Collective.
+        """Return the checkpoint in the slots if ``path`` is a ``Source.path`` of slots, otherwise None. Collective.
 
         Raises:
             DamagedCheckpointError: on every rank, if a slot is damaged, or cannot be sent to a machine that lacks it.
@@ -164,7 +164,7 @@ class Resilience:
     # -- keeping ----------------------------------------------------------------------------------------------------
 
     def has_failed(self, *, is_end: bool = False) -> bool:
-        """If the next copy is due, wait for this rank's last copy. Call this before the ranks' collective.
+        """Wait for this rank's last copy if the next one is due. Call this before the collective between batches.
 
         Args:
             is_end: whether training ends.
@@ -190,7 +190,7 @@ class Resilience:
         return step < 0 or step >= (1 if is_end else self._config.every_n_steps)
 
     def keep(self, has_failed: bool, *, is_end: bool = False) -> None:
-        """Begin to copy the state, if a copy is due. Call this after the ranks' collective.
+        """Begin to copy the state, if a copy is due. Call this after the collective between batches.
 
         Args:
             has_failed: whether the last copy has failed on any rank. If so, every rank overwrites that copy's slot.
@@ -215,7 +215,7 @@ class Resilience:
         self._copy = self._executor.submit(self._complete, complete, index)
 
     def _complete(self, complete: Callable[[], None], index: int) -> None:
-        """Complete a copy and mirror it. After an error, send empty contents: another machine waits for them."""
+        """Complete a copy and mirror it. After an error, send empty contents, which another machine awaits."""
         error = None
         try:
             complete()
@@ -238,7 +238,7 @@ class Resilience:
                     raise
 
     def _forget_a_fit(self) -> bool:
-        """Make room: remove this rank's slots of the oldest other fit that has any. Return whether there was one."""
+        """Make room: remove this rank's slots of another fit. Return whether another fit had any."""
         own = [f"{self._rank}.{index}" for index in (0, 1)]
         if self._mirror is not None:
             own += [f"{self._mirror.of_rank}.m{index}" for index in (0, 1)]
@@ -258,8 +258,8 @@ class Resilience:
             free = shutil.disk_usage(self._folder).free / 2**20
             print(
                 f"Rank {self._rank} could not keep the state after step {self._step} in {self._folder}: {error}; "
-                f"{free:.0f} MiB are free there. Training continues, and a copy is attempted at each interval; until "
-                "a copy succeeds, a restarted job continues from an earlier step. Give the folder more room (in a "
+                f"free space there: {free:.0f} MiB. Training continues, and a copy is attempted at each interval; "
+                "until one succeeds, a restarted job continues from an earlier step. Give the folder more room (in a "
                 "container: --shm-size), or choose another folder: ResilienceConfig(path=...).",
                 file=sys.stderr,
                 flush=True,
@@ -269,7 +269,7 @@ class Resilience:
     # -- checkpoints on a disk, and the end -------------------------------------------------------------------------
 
     def note(self, path: Any) -> None:
-        """Record a checkpoint that this fit has saved, for a restarted job to find if the slots are gone."""
+        """Record a checkpoint that this fit has saved, so that a restarted job finds it if the slots are lost."""
         if os.path.basename(path).startswith(_OF_TUNERS):
             self._trial = str(path)
         if self._trial is not None or self._rank != 0:
@@ -300,7 +300,7 @@ class Resilience:
             return
         rank_zero_info(
             f"A signal is ending this job. Its state after step {self._trainer.global_step} was saved to "
-            f"{self._at_end} in {time.monotonic() - began:.1f} s. The job continues from it when restarted."
+            f"{self._at_end} in {time.monotonic() - began:.1f} s. When restarted, the job continues from it."
         )
 
     def close(self, *, has_ended: bool) -> None:

@@ -12,16 +12,16 @@ from lightning_zero.engine.config import check_fields
 
 @dataclass(frozen=True)
 class ResilienceConfig:
-    """How a job keeps its state in shared memory, to continue when its processes are started again.
+    """How a job keeps its state in shared memory, to continue when its processes are restarted.
 
     Args:
         every_n_steps: number of optimizer steps between two kept states.
         path: a folder in memory (tmpfs) on each machine; None for a private folder of this user in ``/dev/shm``. It
-            needs room for twice the model states of the machine's ranks (four times on several machines).
-        job: the job's name, which must be the same when the job is started again; None for a name derived from SLURM's
-            job id or torchrun's ``--rdzv-id``, and the command line.
-        deaths_at_one_step: after the job has died this many times in the same step, it stops with an error that names
-            the step.
+            must hold twice the model states of the machine's ranks, or four times if the job uses several machines.
+        job: the job's name, which must be the same when the job is restarted; None derives a name from the command line
+            and from SLURM's job id or torchrun's ``--rdzv-id``.
+        deaths_at_one_step: after the job has died this many times without keeping a newer state, it stops with an error
+            that names the step of the newest state.
 
     Raises:
         ValueError: if a value is not allowed.
@@ -61,4 +61,4 @@ def resilience_config(resilience: Any) -> ResilienceConfig | None:
     if isinstance(resilience, Mapping):
         check_fields("resilience", resilience, ResilienceConfig)
         return ResilienceConfig(**resilience) if resilience else None
-    raise ValueError(f"resilience={resilience!r} must be None, 'memory' or a ResilienceConfig.")
+    raise ValueError(f"resilience={resilience!r} must be None, 'memory', a ResilienceConfig or mapping of its fields.")

@@ -38,7 +38,7 @@ def rng_state(device: torch.device) -> Rng:
 
 
 def set_rng_state(state: Rng, device: torch.device) -> None:
-    """Restore states from ``rng_state``, or from ``in_tensors``. Generators without a state do not change."""
+    """Restore states that ``rng_state`` or ``in_tensors`` returned. Generators without a saved state do not change."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
@@ -72,7 +72,7 @@ class DataLoadingState:
         self._loop: Any = trainer.fit_loop
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._saved: dict[str, Any] | None = None  # the loaded state, until the first epoch begins
-        self._has_order = False  # whether samplers determine the order of all loaders
+        self._has_order = False  # whether samplers determine the order in all loaders
         self._epoch_of_iterators: int | None = None
         # The current optimizer step: its number, and the state before its first batch was fetched.
         self._step: tuple[int, dict[str, Any]] | None = None
@@ -92,7 +92,7 @@ class DataLoadingState:
             Around.take_off(loader, "_get_iterator")
 
     def state(self) -> dict[str, Any]:
-        """Return this rank's entries ``rng`` and ``data``; ``in_tensors`` must convert them for a checkpoint."""
+        """Return this rank's entries ``rng`` and ``data``. Convert them with ``in_tensors`` before saving them."""
         if self._saved is not None:
             return self._saved
         return self._step[1] if self._step is not None and self._is_within_step else self._now()
@@ -140,11 +140,11 @@ class DataLoadingState:
 
     @property
     def _data(self) -> dict[str, Any] | None:
-        """The saved position in the data; None if the position is of another epoch or does not suit the loaders."""
+        """The saved position in the data; None if it belongs to another epoch or does not match the loaders."""
         data = self._saved["data"] if self._saved is not None else None
         if data is None or not self._has_order or data["epoch"] != self._epoch:
             return None
-        # Checkpoints of earlier versions have no entry "loaders".
+        # Checkpoints of earlier versions have no "loaders" entry.
         return data if len(data.get("loaders", ())) == len(self._loop._combined_loader.flattened) else None
 
     def _before_iterators(self, load_states: Any) -> None:
@@ -173,7 +173,7 @@ class DataLoadingState:
         if data is not None:
             self._continue(fetcher, data)
         elif is_first and self._has_order and progress.current.ready == 0 and combined._iterator is iterator:
-            # Restart the iterators after the hooks, which set the epoch's number, as in an uninterrupted run.
+            # As in an uninterrupted run, start the iterators after the hooks, which set the epoch's number.
             iter(fetcher)
         self._epoch_of_iterators = self._epoch
         start_profiler = fetcher._start_profiler
@@ -195,14 +195,14 @@ class DataLoadingState:
         if data["repeats"]:
             self._epoch_loop.restarting = False  # otherwise the loop would try to continue an interrupted validation
         if data["batches"]:
-            rank_zero_info(f"Resuming at batch {data['batches']} of the epoch; earlier batches are not read again.")
+            rank_zero_info(f"Resuming the epoch after {data['batches']} batch(es), which are not read again.")
 
 
 def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
     """Convert a saved position in the data for this rank, whose batch size may differ from the saving rank's.
 
     Args:
-        data: the saved position: an entry ``"data"`` of a checkpoint.
+        data: the saved position, from the ``"data"`` entry of a checkpoint.
         factor: how many batches of this rank correspond to one batch of the saving rank.
     """
     batches = int(data["batches"] * factor)
@@ -219,7 +219,7 @@ def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
 
 
 def _go_by_samplers(loaders: list[Any]) -> bool:
-    """Whether samplers determine the batches: loaders are distinct, map-style, sized, unmodified and not stateful."""
+    """Whether samplers determine the batches: loaders must be distinct, map-style, sized, unmodified and stateless."""
     return len(set(map(id, loaders))) == len(loaders) and all(
         isinstance(each, DataLoader)
         and not isinstance(each, _Stateful)
@@ -260,7 +260,7 @@ class _Indices:
         self._rng, self._skipped = position or (None, 0)
 
     def position(self, yielded: int) -> tuple[Rng | None, int]:
-        """The position after an iterator has yielded this many batches."""
+        """The position after an iterator has yielded ``yielded`` batches."""
         return self._rng, self._skipped + yielded
 
     def __iter__(self) -> Iterator[Any]:  # a generator, which starts when the first index is fetched, like samplers

@@ -22,7 +22,7 @@ class SameBatches:
     """Compares batches of tensor-parallel ranks. Collective, like the module's forward.
 
     Args:
-        sampler: text for the error message: how to make a sampler that gives these ranks the same batches.
+        sampler: advice for the error message on how to create a sampler that gives these ranks the same batches.
     """
 
     def __init__(self, sampler: str) -> None:
@@ -37,8 +37,8 @@ class SameBatches:
         """Compare a batch with the other ranks' batches, if a comparison is due.
 
         Args:
-            batch: nested lists, tuples and dictionaries.
-            step: name of the step that takes the batch. For ``"training_step"``, the first batches and some later
+            batch: tensors in nested lists, tuples and dictionaries.
+            step: name of the step that uses the batch. For ``"training_step"``, the first batches and some later
                 batches are compared; for other names, only the first batch.
 
         Raises:
@@ -66,7 +66,7 @@ def _warn_of_random_numbers(tensor: TensorParallel, module: nn.Module) -> None:
             warnings.warn(
                 f"The states of random number generators differ between tensor-parallel ranks {tensor.ranks}, so "
                 f"{name or 'the module'} ({type(each).__name__}) drops different elements on each rank. Losses and "
-                "gradients are then wrong where these ranks hold the same tensor. Call seed_everything(seed) with the "
+                "gradients are then wrong where these ranks need equal values. Call seed_everything(seed) with the "
                 "same seed on all ranks before training, and draw random numbers on all ranks or on none.",
                 stacklevel=2,
             )

@@ -1,9 +1,9 @@
 """Handlers for SIGTERM and SLURM's requeue signal: all ranks act together although signals arrive at different times.
 
 Lightning's own handlers communicate wherever a signal interrupts a rank, although other ranks may be in another
-collective. Here a handler sets a flag without a collective. Before each training batch, where Lightning has a
-collective for SIGTERM anyway, ranks exchange their flags. In evaluation, ranks need not communicate: they agree through
-the process group's store on the batch at which to end.
+collective. Here, a handler only sets a flag. Before each training batch, where Lightning has a
+collective for SIGTERM anyway, ranks exchange their flags. In evaluation, which may run without collectives, ranks agree
+through the process group's store on the batch at which to end.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class Signals:
-    """Signal handlers of one Trainer run in a job with several processes, created before the Trainer's own handlers."""
+    """Signal handlers of one Trainer run with several processes. Create this before the Trainer installs handlers."""
 
     def __init__(self, trainer: Any, communicator: Communicator | None, resilience: Resilience | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator
@@ -37,7 +37,7 @@ class Signals:
         listeners[_ASKED] = self._ask_to_end
         requeue = type(self._connector)._slurm_sigusr_handler_fn
 
-        # Plain functions instead of methods, since a deep copy of the Trainer shares functions and would copy `self`.
+        # Functions instead of methods: a deep copy of the Trainer shares functions, but would copy a method's `self`.
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if not self._is_asked_to_end and (launcher := trainer.strategy.launcher) is not None:
                 launcher.kill(number)

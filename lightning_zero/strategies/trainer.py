@@ -86,7 +86,7 @@ class TrainerStrategy(TrainerCheckpoints):
         self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
         self._same_batches = SameBatches(
-            "leave use_distributed_sampler=True, or make the sampler with DistributedSampler(dataset, "
+            "keep use_distributed_sampler=True, or create the sampler with DistributedSampler(dataset, "
             "**trainer.strategy.distributed_sampler_kwargs)"
         )
         self._was_sharded = False  # whether this run reuses the engine of an earlier run
@@ -116,8 +116,8 @@ class TrainerStrategy(TrainerCheckpoints):
         job = config.job or self.broadcast(name_of_job())
         if job is None:
             rank_zero_warn(
-                "resilience='memory' keeps nothing in this run: no launcher would restart its processes, and the "
-                "job has no name. Start the job with torchrun --max-restarts=3 or SLURM, or name the job: "
+                "resilience has no effect in this run: no launcher would restart the processes, and the job has no "
+                "name. Start the job with torchrun --max-restarts=3 or SLURM, or name the job: "
                 "resilience=ResilienceConfig(job=...)."
             )
             return None
@@ -226,7 +226,7 @@ class TrainerStrategy(TrainerCheckpoints):
         )
 
     def model_to_device(self) -> None:
-        """Move the module to the device. If there will be an engine, move only buffers: it moves parameters itself."""
+        """Move the module to the device. If there will be an engine, move only buffers: the engine moves parameters."""
         if not self._cuts(self.lightning_module.trainer):
             self.model.to(self.root_device)
             return
@@ -342,20 +342,20 @@ class TrainerStrategy(TrainerCheckpoints):
             return True
         shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
         if shortages and not self._was_sharded and self.options.start_method == "popen":
-            others = f" (and {len(shortages) - 1} more hosts or ranks lack memory)" if len(shortages) > 1 else ""
+            others = f" (hosts or ranks lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
                 f"suffice for an ordinary module and its optimizer states on every rank. {shortages[0]}{others}. Every "
-                "rank must take part in every use of the module, and the next run reuses it. To write all weights to "
-                "one file, call trainer.save_checkpoint('last.ckpt') on every rank and run 'lightning-zero checkpoint "
-                "export last.ckpt model.safetensors'. To get an ordinary module anyway, write after_fit='full'."
+                "rank must take part in every use of the sharded module, which the next run reuses. To write all "
+                "weights to one file, call trainer.save_checkpoint('last.ckpt') on every rank and run 'lightning-zero "
+                "checkpoint export last.ckpt model.safetensors'. For an ordinary module, write after_fit='full'."
             )
         return bool(shortages)
 
     def _gather_for_main_process(self) -> None:
         """Make the module's state dict full on each host's first rank.
 
-        Processes spawned by Lightning end with the run; the first rank then sends its state dict to the main process.
+        Processes spawned by Lightning end with the run; before that, this rank sends the main process its state dict.
         """
         leaf = on_cpu if self.local_rank == 0 else on_meta
         self.lightning_module.register_state_dict_post_hook(lambda _, state, *__: state.update(walk({**state}, leaf)))
@@ -380,7 +380,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if self.lightning_module is not None and self._layer_sync and self.model is not None:
             self.model = self._layer_sync.revert(self.model)
         if self.lightning_module is not None and awaits_values(self.lightning_module):
-            # The run failed before deferred parameters had values. Moving such parameters would hide the first error.
+            # The run failed before deferred parameters had values. Moving them would raise another error.
             self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
             self._teardown_but_for_module()
         else:

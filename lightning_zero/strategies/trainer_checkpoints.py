@@ -39,7 +39,7 @@ _PATIENCE = 10.0
 
 
 class TrainerCheckpoints(ZeroProcesses):
-    """Checkpoint methods of a Trainer's strategy. It takes the arguments of ``ZeroProcesses``."""
+    """Checkpoint methods of a Trainer's strategy. The constructor takes the arguments of ``ZeroProcesses``."""
 
     _options_class = TrainerOptions
     options: TrainerOptions
@@ -67,8 +67,8 @@ class TrainerCheckpoints(ZeroProcesses):
     def _can_save(self) -> bool:
         """Whether the ranks can save a checkpoint.
 
-        Saving requires all ranks, also after a failure. The ranks must then call this method within seconds of each
-        other, and continue with a new process group.
+        Saving requires all ranks. After a failure, the ranks must call this method within ten seconds of each other;
+        they then continue with a new process group.
         """
         if not self._is_cut_off:
             return True
@@ -87,7 +87,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._mesh is not None  # before setup, divided parameters are DTensors: each rank has a share
+        return self._mesh is not None  # with a mesh, some parameters are DTensors before setup: each rank has a share
 
     @property
     def _has_hooks(self) -> bool:
@@ -99,7 +99,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def _state_is_in_parts(self) -> bool:
-        """Whether tensors in a checkpoint are still sharded: each rank writes its shards, or rank 0 gathers them later.
+        """Whether a checkpoint's tensors stay sharded at first: ranks write their shards, or rank 0 gathers them later.
 
         For a full checkpoint, tensors that the project's hooks read must be gathered immediately.
         """
@@ -203,7 +203,7 @@ class TrainerCheckpoints(ZeroProcesses):
         return content, self._data_loading.state() if self._data_loading is not None else {}
 
     def save_in_parts(self, path: Any) -> None:
-        """Save a checkpoint of the run: sharded on one machine, otherwise as ``checkpoint`` says. Collective."""
+        """Save a checkpoint: sharded if there is one machine, otherwise as ``options.checkpoint`` says. Collective."""
         with self._taking_parts() if self.num_nodes == 1 else nullcontext():
             self.lightning_module.trainer.save_checkpoint(path)
 
@@ -248,7 +248,7 @@ class TrainerCheckpoints(ZeroProcesses):
             FileNotFoundError: if there is nothing at the path.
             DamagedCheckpointError: if the checkpoint is incomplete or altered.
             NoCheckpointError: if the path contains no checkpoint.
-            ValueError: if a newer version wrote the checkpoint, or it names classes that are not allowed.
+            ValueError: if a newer version wrote the checkpoint, or it contains objects of forbidden classes.
         """
         self._alike(self._saver.finish)
         if self._resilience is not None and (kept := self._resilience.opened(checkpoint_path)) is not None:
@@ -257,7 +257,7 @@ class TrainerCheckpoints(ZeroProcesses):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint
-        except Exception as error:  # raised on every rank, though not the same error on each
+        except Exception as error:  # raised on every rank, but the errors may differ
             trainer = self.lightning_module.trainer
             if not is_last(trainer, checkpoint_path):
                 raise

@@ -15,7 +15,7 @@ class DigitsData(LightningDataModule):
     """Images of 8 x 8 pixels in [0, 1], shape (1, 8, 8), with their digits; every fifth image is for validation.
 
     Arguments:
-        batch_size: Images per rank and step.
+        batch_size: Number of images per rank and step.
     """
 
     def __init__(self, batch_size: int = 32) -> None:
@@ -32,7 +32,7 @@ class DigitsData(LightningDataModule):
         self.train = TensorDataset(images[~held_out], labels[~held_out])
         self.validation = TensorDataset(images[held_out], labels[held_out])
         if len(self.train) < self.batch_size:
-            raise ValueError(f"batch_size={self.batch_size}: there are only {len(self.train)} images for training")
+            raise ValueError(f"batch_size={self.batch_size} exceeds the number of training images, {len(self.train)}")
 
     def train_dataloader(self) -> DataLoader[tuple[Tensor, ...]]:
         return DataLoader(self.train, self.batch_size, shuffle=True, drop_last=True)
@@ -50,7 +50,7 @@ class DigitClassifier(Supervised):
         optimizer, warmup_steps: See ``Supervised``.
     """
 
-    counted = "images"  # what `count` counts
+    counted = "images"  # the unit of `count`
 
     def __init__(
         self,

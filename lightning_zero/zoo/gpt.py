@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0) -> bytes:
-        """Extend ``prompt`` by ``length`` bytes, each sampled from the ``top_k`` most likely, with a fixed seed."""
+        """Extend ``prompt`` by ``length`` bytes, each sampled reproducibly from the ``top_k`` most likely."""
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)
@@ -104,7 +104,7 @@ class LanguageModel(Supervised):
         prompt: The text that ``sample`` continues.
     """
 
-    counted = "tokens"  # what `count` counts
+    counted = "tokens"  # the unit of `count`
 
     def __init__(
         self,
@@ -129,5 +129,5 @@ class LanguageModel(Supervised):
         return batch[0].numel()
 
     def sample(self) -> str:
-        """Generate text after the prompt; if the module is sharded, every rank has to call this."""
+        """Generate text that continues the prompt; if the module is sharded, every rank must call this method."""
         return self.gpt.generate(self.prompt.encode(), length=400).decode("utf-8", errors="replace")

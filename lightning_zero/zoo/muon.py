@@ -14,14 +14,14 @@ def muon_and_adamw(
     adamw_lr: float = 3e-4,
     weight_decay: float = 0.1,
 ) -> Optimizer:
-    """Make a Muon optimizer (from pytorch_optimizer) that updates some groups with AdamW.
+    """Create a Muon optimizer (from pytorch_optimizer) that updates some groups with AdamW.
 
     Args:
-        params: parameters or groups. Muon updates two-dimensional parameters, or groups with ``"hidden": True``; AdamW
-            updates all others. Embeddings and heads train better with AdamW (Jordan et al., "Muon", 2024).
+        params: parameters, of which Muon updates the two-dimensional ones, or groups, of which it updates those with
+            ``"hidden": True``; AdamW updates all others. It suits embeddings and heads (Jordan et al., "Muon", 2024).
         lr: Muon's learning rate.
         adamw_lr: AdamW's learning rate.
-        weight_decay: weight decay of matrices, or of groups that do not set their own.
+        weight_decay: weight decay of two-dimensional parameters, or of groups that do not set their own.
     """
     from pytorch_optimizer import Muon
 
@@ -41,11 +41,11 @@ def muon_and_adamw(
 
 
 def groups_of(module: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
-    """Group a module's trained parameters: matrices, and parameters of one dimension, which get no weight decay.
+    """Group a module's trained parameters: matrices, and one-dimensional parameters, which get no weight decay.
 
     Args:
         module: a module whose repeated blocks are numbered, as in ``nn.ModuleList`` or ``nn.Sequential``.
-        optimizer: makes an optimizer from the groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``. With
+        optimizer: function that creates an optimizer from groups, such as ``partial(torch.optim.AdamW, lr=1e-3)``. With
             ``muon_and_adamw``, the matrices in blocks are a separate group.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}

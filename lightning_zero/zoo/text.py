@@ -36,7 +36,7 @@ def standard_library() -> Path:
 
 
 def text_files(root: Path, suffix: str = "") -> list[Path]:
-    """Return the files under ``root`` with a suffix, sorted by relative path, so the same on every machine."""
+    """Return the files under ``root`` whose names end with ``suffix``, in the same order on every machine."""
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if name not in SKIPPED_FOLDERS]  # skipped folders are not walked
@@ -45,15 +45,15 @@ def text_files(root: Path, suffix: str = "") -> list[Path]:
 
 
 def is_validation(name: str, percent: float) -> bool:
-    """Whether a file is for validation. A checksum of its relative path decides, the same on every machine."""
+    """Whether a file is for validation. This depends only on its relative path, so all machines agree."""
     return zlib.crc32(name.encode()) % 10_000 < percent * 100
 
 
 def read_split(path: Path | None, max_bytes: int, percent: float) -> tuple[bytes, bytes]:
     """Read at most ``max_bytes`` and split them into text for training and text for validation.
 
-    About ``percent`` % of a folder's files (``path=None``: the standard library) are for validation; of a single file,
-    the last ``percent`` % of its bytes.
+    About ``percent`` % of a folder's files are for validation, or the last ``percent`` % of a single file's bytes.
+    ``path=None`` means the folder of the standard library.
     """
     if path is not None and path.is_file():
         text = path.read_bytes()[:max_bytes]
@@ -76,7 +76,7 @@ class TextData(LightningDataModule):
 
     Arguments:
         path: A file or a folder; None is the standard library of the running Python.
-        max_bytes: Maximum amount of text to read.
+        max_bytes: Maximum number of bytes to read.
         validation_percent: Percentage of the files (or of a single file's bytes) held out for validation.
         context: Bytes per window.
         batch_size: Windows per rank and step.
@@ -118,8 +118,8 @@ class TextData(LightningDataModule):
             Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.context) for text in texts
         )
         if len(self.train) < self.batch_size:
-            raise ValueError(f"batch_size={self.batch_size}: there are only {len(self.train)} windows for training")
-        # Shuffle in a fixed order, so that a validation on a few batches sees more than the first file.
+            raise ValueError(f"batch_size={self.batch_size} exceeds the number of training windows, {len(self.train)}")
+        # Shuffle in a fixed order, so that validation on a few batches covers more than the first file.
         order = torch.randperm(len(validation), generator=torch.Generator().manual_seed(0))
         self.validation = Subset(validation, order.tolist())
 

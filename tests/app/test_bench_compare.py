@@ -136,7 +136,7 @@ def test_readings_with_too_few_samples_are_named(tmp_path: Path, capsys: pytest.
         (tmp_path / f"{name}.json").write_text(json.dumps({**about, "start_up_seconds": seconds}))
     code, found, said = compared(capsys, tmp_path / "old.json", tmp_path / "new.json")
     assert code == 0 and found["start_up_seconds"]["ratio"] > 1.9
-    assert "too few samples to be significant at --alpha 0.05: start_up_seconds (2 and 2)" in said
+    assert "too few samples for a significant change at --alpha 0.05: start_up_seconds (2 and 2)" in said
 
 
 def test_stored_results_do_not_differ_from_themselves(capsys: pytest.CaptureFixture[str]) -> None:
@@ -193,7 +193,7 @@ def test_runs_with_the_monitor_are_compared(tmp_path: Path, capsys: pytest.Captu
         ("[1, 2]", [], "is not a benchmark result of this project: it has no 'about' entry"),
         ('{"about": {}, "systems": {"zero1": {"seconds": [1.0]}}}', [], "have no readings in common"),
         (..., ["--relative-to", "ddp2"], "have no readings in common that can be compared with those of ddp2"),
-        (..., ["--threshold", "0.9"], "--threshold must be 1 or more, and --alpha between 0 and 1"),
+        (..., ["--threshold", "0.9"], "--threshold 0.9 must be >= 1, and --alpha 0.05 between 0 and 1"),
     ],
 )
 def test_wrong_arguments_are_reported_in_one_line(

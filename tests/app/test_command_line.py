@@ -91,7 +91,7 @@ def test_the_command_without_arguments_prints_its_help() -> None:
 # -- mistakes ----------------------------------------------------------------------------------------------------------
 
 MISTAKES = {
-    "trian": "lightning-zero: argument COMMAND: invalid choice: 'trian'; did you mean train? There are train, launch,",
+    "trian": "lightning-zero: argument COMMAND: invalid choice: 'trian'; did you mean train? The choices are train,",
     "--vesion": "lightning-zero: no option --vesion; did you mean --version?",
     "checkpoint inspct": "lightning-zero checkpoint: argument COMMAND: invalid choice: 'inspct'; did you mean inspect?",
     "checkpoint verify x --jsn": "lightning-zero checkpoint verify: no option --jsn; did you mean --json?",

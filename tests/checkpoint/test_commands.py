@@ -707,13 +707,13 @@ def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(tmp_path, capsys):
     "arguments, code, said",
     [
         (["export", "PATH", "OUT"], 1, "OUT must end in .safetensors: for example OUT/model.safetensors"),
-        (["export", "PATH", "OUT.safetensors", "--max-shard-size", "much"], 2, "'much' is not a size: write 500MB"),
+        (["export", "PATH", "OUT.safetensors", "--max-shard-size", "much"], 2, "'much' is not a size such as 500MB"),
         (["export", "PATH", "OUT.safetensors", "--dtype", "fp8"], 2, "'fp8'"),
         (["convert", "PATH", "OUT"], 2, "--to"),
         (["inspect", "nowhere.ckpt"], 1, "Checkpoint file not found: nowhere.ckpt"),
         (["import", "jax", "PATH", "OUT"], 2, "'jax'"),
         (["import", "deepspeed", "PATH", "OUT", "--model", "w"], 1, "--model w works with fsdp only"),
-        ([], 2, "give a command: inspect, verify, export, convert or import"),
+        ([], 2, "specify a command: inspect, verify, export, convert or import"),
     ],
 )
 def test_wrong_arguments_are_reported(tmp_path, monkeypatch, capsys, arguments, code, said):

@@ -359,7 +359,7 @@ def of_another_model(folder: Path, form: str) -> None:
 
     for optimizer, what in (
         (two_optimizers, r"has the state of 1 optimizer\(s\), but configure_optimizers returns 2"),
-        (two_groups, r"saved with 1 param group\(s\) of \d+ parameters, but the optimizer now has 2 of 1, \d+ par"),
+        (two_groups, r"the saved param groups have \[\d+\] parameters, but .* have \[1, \d+\] parameters"),
         (other_order, r"exp_avg of parameter number \d+ has the shape"),
     ):
         module = Learner(optimizer=optimizer, batches=2)

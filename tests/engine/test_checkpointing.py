@@ -165,8 +165,8 @@ def test_two_backward_passes_recompute_activations_twice(run_on, stage):
     ("wanted", "error", "message"),
     [
         ("unit", TypeError, "activation_checkpointing='unit' must be 'units', a module class"),
-        (nn.LSTM, ValueError, "activation_checkpointing: no module matches LSTM. The model is made of: Block, "),
-        ("units", ValueError, r"no unit but the root.*activation_checkpointing=\[Block\]"),
+        (nn.LSTM, ValueError, "activation_checkpointing: no submodule .* matches LSTM. The model contains: Block, "),
+        ("units", ValueError, r"only unit is the root.*activation_checkpointing=\[Block\]"),
     ],
 )
 def test_a_wrong_choice_is_refused_before_the_module_is_sharded(wanted, error, message):
@@ -200,7 +200,7 @@ def compiled():
             inner.compile(backend="aot_eager")
         engine = Engine(module, stage=3, activation_checkpointing="units")
         if around:
-            with pytest.raises(RuntimeError, match="on a Sequential inside compiled code: compile the checkpointed"):
+            with pytest.raises(RuntimeError, match="Sequential cannot be checkpointed inside compiled code. Compile"):
                 module(x)
         else:
             module(x).backward()

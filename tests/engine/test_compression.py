@@ -318,7 +318,7 @@ def test_an_overflow_in_quantised_gradients_skips_the_step_on_all_ranks(run_on):
             {"compression": "exact", "stage": 3},
             "at stage 3 they do not. Write shard_within='node', stage=1 or stage=2",
         ),
-        ({"compression": "int8", "stage": 2, "reduce_dtype": "bf16"}, "both say how gradients are sent"),
+        ({"compression": "int8", "stage": 2, "reduce_dtype": "bf16"}, "both determine how gradients are sent"),
     ],
     ids=str,
 )
@@ -360,7 +360,7 @@ def refuse_over_another_backend() -> None:
         new_group = process_group.new_group
         patch.setattr(process_group, "backend_name", lambda *_: "another")
         patch.setattr(process_group, "new_group", lambda ranks, _, timeout: new_group(ranks, "gloo", timeout))
-        refuse("aabb", BF16, "is for ranks on CPUs that communicate over Gloo", stage=2, compression="exact")
+        refuse("aabb", BF16, "works only for ranks on CPUs that communicate over Gloo", stage=2, compression="exact")
 
 
 def test_compression_over_another_backend_than_gloo_is_refused(run_on):
@@ -390,7 +390,7 @@ def test_compression_on_one_machine_warns_that_it_has_no_effect(run_on, ranks):
         (
             Recipe(),
             {"parameters": "exact", **EIGHT_BITS},
-            "compresses no parameters: that requires trained parameters in 16 bits",
+            "compresses no parameters: for that, trained parameters must be in 16 bits",
         ),
         (BF16, "int8", "compression='int8' compresses no gradients: every trained parameter has fewer than two"),
     ],

@@ -89,7 +89,7 @@ def test_a_share_above_twice_the_mean_raises_a_warning():
         warn_if_uneven([BucketLayout.of([("head", torch.Size([4096]))], 8)])  # may be split anywhere
         warn_if_uneven(layouts([512], ranks=2))
         warn_if_uneven(layouts([640, 320], [320], ranks=4))  # 640 with a mean of 320
-    with pytest.warns(UserWarning, match=r"over 4 ranks: one rank owns 2\.3 .*'weight800', has 57% of these elements"):
+    with pytest.warns(UserWarning, match=r"over 4 ranks: one rank owns 2\.3 .*'weight800', has 57% of their elements"):
         warn_if_uneven(layouts([800, 300], [300], ranks=4))
 
 

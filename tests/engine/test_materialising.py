@@ -236,7 +236,7 @@ def refused():
 
     with torch.device("meta"):
         forgetful = nn.Sequential(nn.Linear(2, 2), Forgetful(2, 2))
-    with pytest.raises(RuntimeError, match=r"^1.bias: without values after every module was initialised"):
+    with pytest.raises(RuntimeError, match=r"^1.bias: still without values after every module was initialised"):
         Engine(forgetful)
 
 

@@ -229,7 +229,7 @@ def refused(offload: Any, stage: int, memory: int, message: str) -> None:
 def test_too_little_memory_is_reported_in_bytes_on_every_rank_before_anything_is_changed(run_on, size, stage):
     total = 6 * 1024 * 4
     message = (
-        rf"not enough host memory. The {size} rank\(s\) on node7 need {total} bytes \(master weights {total}\), and "
+        rf"not enough host memory. The {size} rank\(s\) on node7 need {total} bytes \(master weights: {total}\), and "
         rf"{total - 1} are available: .*use more machines\.$"
     )
     run_on(size, refused, offload="cpu", stage=stage, memory=total - 1, message=message)
@@ -237,7 +237,7 @@ def test_too_little_memory_is_reported_in_bytes_on_every_rank_before_anything_is
 
 def test_the_error_for_buffers_that_do_not_fit_advises_smaller_chunks(run_on, tmp_path: Path):
     total = 3 * 3 * 4096
-    message = rf"{total} bytes \(buffers for the disk {total}\), .*: set a smaller sub_group, or use more machines"
+    message = rf"{total} bytes \(buffers for the disk: {total}\), .*: set a smaller sub_group, or use more machines"
     offload = OffloadConfig("nvme", path=str(tmp_path))
     run_on(1, refused, offload=offload, stage=1, memory=total - 1, message=message)
 
@@ -249,8 +249,8 @@ def refuses_owners(memory: int) -> None:
         patch.setattr(host_room, "available_memory", lambda: memory - rank())
         expected = (
             r"not enough memory for a whole parameter. The 1 rank\(s\) on node1 need 4096 bytes "
-            r"\('layers.\d.linear.weight', which one rank updates as a whole, 4096\), and 4095 are available: "
-            r"give this parameter to an elementwise optimizer"
+            r"\('layers.\d.linear.weight', which one rank updates as a whole: 4096\), and 4095 are available: "
+            r"give such parameters to an elementwise optimizer"
         )
         with pytest.raises(ValueError, match=expected):
             Engine(module, [torch.optim.Muon(module.parameters())], stage=3)

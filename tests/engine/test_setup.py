@@ -40,9 +40,9 @@ def sharded(module):
 
 
 REFUSED = {
-    "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device without values, and Scale has no "),
+    "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device without values, and there is no .* in Scale"),
     "lazy": (lazy, r"1\.weight is not initialised yet: run a batch through the lazy module first"),
-    "sharded": (sharded, r"1\.weight is sharded already: a module belongs to one engine at a time"),
+    "sharded": (sharded, r"1\.weight is sharded already: a module can have only one engine at a time"),
     "distributed": (
         with_distributed_weight,
         r"1\.weight is a DTensor, but parameters must be ordinary tensors: remove fully_shard\(\.\.\.\)",

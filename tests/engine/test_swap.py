@@ -344,7 +344,7 @@ def reserved_before(folder):
     def on_the_disk():
         room = free_bytes(folder)
         assert 2**19 < room <= 2**20
-        with pytest.raises(OSError, match=f"{2**20 + 1} bytes are required, {room} are free") as raised:
+        with pytest.raises(OSError, match=f"{2**20 + 1} bytes are required, {room} are available") as raised:
             SwapFile(str(folder), 2**20 + 1)
         assert raised.value.errno == errno.ENOSPC and raised.value.filename == str(folder)
         assert os.listdir(folder) == [] and free_bytes(folder) == room
@@ -366,7 +366,7 @@ def test_a_disk_that_is_too_small_is_reported_at_once_and_never_later(run_on, tm
 
 
 def refused(path, kind):
-    with pytest.raises(kind, match="write the path of a folder on a local disk") as raised:
+    with pytest.raises(kind, match="choose a folder on a local disk") as raised:
         SwapFile(str(path), 1)
     assert raised.value.filename == str(path) and str(path) in str(raised.value)
 

@@ -245,8 +245,8 @@ def other_names() -> Any:
         (partial_placement, "head.weight is a DTensor with the placement"),
         (another_mesh, "head.weight is a DTensor on .* remove fully_shard"),
         (no_mesh, "embed.weight is a DTensor, .* tensor_parallel_size"),
-        (whole_matrices, "'blocks.0.up.weight' needs whole parameters, but tensor parallelism"),
-        (other_names, "mesh has the dimensions .*'dp'"),
+        (whole_matrices, "'blocks.0.up.weight' needs the whole parameter, but tensor parallelism"),
+        (other_names, "mesh has dimensions named .*'dp'"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -116,7 +116,7 @@ def test_classes_or_a_predicate_override_the_automatic_units(units):
 
 
 def test_units_that_match_no_module_are_refused_with_the_models_classes():
-    with pytest.raises(ValueError, match=r"no module matches LSTM.*Block.*Embedding"):
+    with pytest.raises(ValueError, match=r"no submodule with parameters matches LSTM.*Block.*Embedding"):
         plan_units(Decoder(), nn.LSTM)
 
 

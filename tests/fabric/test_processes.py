@@ -187,7 +187,7 @@ def test_an_engine_is_closed_when_its_module_is_deleted(run_on):
 def refusals() -> None:
     fabric = make_fabric("zero3")
     model, _ = set_up(fabric)
-    with pytest.raises(ValueError, match="temperature is sharded already: a module belongs to one engine"):
+    with pytest.raises(ValueError, match="temperature is sharded already: a module can have only one engine"):
         fabric.setup(model.module)
     with pytest.raises(ValueError, match="should be passed only once"):
         fabric.setup(model)

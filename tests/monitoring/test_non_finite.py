@@ -131,7 +131,7 @@ def error_of_other(strategy: str, kind: type[Net]) -> str:
     ("kind", "step", "expected"),
     [
         (ByHand, 3, "the step is not computed again; find the module with Trainer(detect_anomaly=True)"),
-        (Poisoned, 0, "the weights were not finite before the step: last.weight"),
+        (Poisoned, 0, "weights that were not finite before the step: last.weight"),
     ],
 )
 def test_the_error_says_if_weights_were_not_finite_or_optimization_is_manual(run_on, strategy, kind, step, expected):
@@ -142,4 +142,4 @@ def test_the_error_says_if_weights_were_not_finite_or_optimization_is_manual(run
 
 def test_a_non_finite_value_is_found_in_a_single_process_without_zero(run_on):
     (found,) = run_on(1, error_of_other, strategy="auto", kind=Poisoned)
-    assert "rank 0: the weights were not finite before the step: last.weight" in found
+    assert "rank 0: weights that were not finite before the step: last.weight" in found

@@ -60,7 +60,7 @@ def test_metrics_of_a_slice_are_those_of_its_samples_on_all_ranks(run_on, strate
 
 
 def test_at_least_one_slice_is_required():
-    with pytest.raises(ValueError, match="needs at least one slice"):
+    with pytest.raises(ValueError, match="must contain at least one slice"):
         SliceMetrics(METRICS, {}, lambda *_: ())
 
 

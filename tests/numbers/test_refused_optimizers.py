@@ -344,7 +344,7 @@ def refuse_overrides(by_module: bool) -> None:
             manager.register_module_override(model.layers[0].linear, "weight", {"optim_bits": 32})
         else:
             manager.override_config(model.layers[0].linear.weight, "optim_bits", 32)
-        with pytest.raises(TypeError, match="overrides of .*GlobalOptimManager.* such as AdamW32bit, or use"):
+        with pytest.raises(TypeError, match="overrides in .*GlobalOptimManager.* such as AdamW32bit, or use"):
             Engine(model, [AdamW8bit(model.parameters())], stage=3)
         other = Square()
         Engine(other, [AdamW8bit(other.parameters())], stage=3).close()

@@ -163,7 +163,7 @@ def test_the_table_ends_with_advice(capsys):
 
 def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
     assert main([*PROJECT, "--stage", "1", "--memory", "10KB"]) == 0
-    assert "Nothing fits: the smallest is zero1" in capsys.readouterr().out
+    assert "Nothing fits: the smallest plan is zero1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -172,20 +172,20 @@ def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
         (["tests.planning.projects", "--batch", "a:b"], "'tests.planning.projects' must be package.module:Name"),
         (["tests.planning.projects:Nett", "--batch", "tests.planning.projects:batch"], "has no attribute 'Nett'"),
         ([*PROJECT, "--memory", "large"], "--memory 'large' must be a number with a unit, such as 80GB or 24GiB"),
-        ([*PROJECT, "--link-bandwidth", "1e9"], "--flops is required with the machine's other speeds"),
+        ([*PROJECT, "--link-bandwidth", "1e9"], "--flops is required if other speeds are given"),
         (["tests.planning.projects:Net", "width", "--batch", "a:b"], "'width' must be name=value"),
         (["tests.planning.projects:Net"], "--batch is missing"),
         ([*PROJECT, "--option", "prefetsch=0"], "ZeroStrategy has no option 'prefetsch': did you mean 'prefetch'?"),
         ([PROJECT[0], "wide=3", *PROJECT[2:]], "unexpected keyword argument 'wide'"),
-        (["tests.planning.projects:LooksAtWeights", *PROJECT[2:]], "could not be made on the meta device"),
+        (["tests.planning.projects:LooksAtWeights", *PROJECT[2:]], "could not be built on the meta device"),
         (
             ["tests.planning.projects:Block", "width=8", *PROJECT[2:]],
-            "Expected a LightningModule to plan, but got a Block",
+            "The module must be a LightningModule, but its type is Block",
         ),
-        (["no_script.py"], "'no_script.py' must be a script, package.module:Name, or name=value of a configuration"),
+        (["no_script.py"], "there is no script 'no_script.py': pass a script's path, package.module:Name"),
         (["tests/planning/projects.py"], "tests/planning/projects.py ended without a call to Trainer.fit"),
         (["model=gpt_huge"], "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
-        ([*PROJECT, "--ranks", "0"], "ranks=0 must be a whole number, 1 or more"),
+        ([*PROJECT, "--ranks", "0"], "ranks=0 must be at least 1"),
         ([*PROJECT[:2], "--batch", "float[4]", "four[4]"], "'four[4]' must be package.module:function, or tensors"),
     ],
 )
@@ -279,13 +279,13 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--machines", "3"], "machines=3 must be a whole number that divides 8 ranks"),
+        (["--machines", "3"], "machines=3 must be at least 1 and divide the number of ranks, 8."),
         (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 'node'"),
-        (["--machines", "2", "--compression", "exact"], "is for ranks on CPUs that communicate over Gloo"),
+        (["--machines", "2", "--compression", "exact"], "works only for ranks on CPUs that communicate over Gloo"),
         (["--machines", "2", "--stage", "3", "--compression", "exact"], "Nothing is left to plan"),
         (["--compression", "zip"], "compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
         (["--option", "shard_within=2"], "shard_within=2 cannot be set with --option: write --shard-within 2"),
-        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', a number of ranks of at least 2, or None"),
+        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', None, or a number of ranks >= 2"),
     ],
 )
 def test_impossible_machines_and_groups_are_refused(capsys, given, said):

@@ -66,4 +66,4 @@ def test_a_script_is_compared_on_its_own_batches(tmp_path, text):
     assert code == 0 and found["is_equal"]
     done = run(*script, "--", "--width", "32")
     assert done.returncode == 2
-    assert "3 steps of 2 ranks need 12 batches, but the project gives 2." in done.stderr
+    assert "Too few batches for steps=3 and ranks=2: 12 are needed, the loader has 2." in done.stderr

@@ -254,7 +254,7 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tensor-parallel", "3"], "tensor_parallel_size=3 is impossible with 8 rank(s)"),
+        (["--tensor-parallel", "3"], "tensor_parallel_size=3 cannot be used with 8 ranks"),
         (["--configuration", "C2"], "these only over several tensor-parallel ranks"),
         (["--tensor-parallel", "2", "--stage", "0"], "Nothing is left to plan"),
     ],

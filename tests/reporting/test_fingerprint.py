@@ -126,7 +126,7 @@ class Stream(IterableDataset[int]):
 def test_data_without_samples_by_index_gets_advice_instead_of_a_fingerprint():
     found = fingerprint_of_datasets([Stream()])
     assert found["fingerprint"] is None
-    assert found["method"] == "Stream cannot be indexed: give its files as RunManifest(data=[...])"
+    assert found["method"] == "Stream cannot be indexed: pass its files as RunManifest(data=[...])"
 
 
 def test_datasets_are_found_in_one_loader_in_several_loaders_and_without_a_loader():

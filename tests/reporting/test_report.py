@@ -263,7 +263,7 @@ def test_a_missing_prediction_is_explained(project: Path, tmp_path: Path) -> Non
     assert "cannot be restored from its text" in why(
         lambda found: found["strategy"]["options"].update(units={"repr": "<f>"})
     )
-    assert "is planned neither as ZeRO nor as DDP" in why(
+    assert "cannot be predicted: only ZeRO, DDP and a single device can" in why(
         lambda found: found["strategy"].update({"class": "a:FSDP", "stage": None})
     )
     assert "ModuleNotFoundError" in why(lambda found: found["model"].update({"class": "gone:Net"}))
@@ -335,7 +335,7 @@ def test_a_folder_without_records_is_refused_in_one_line(tmp_path: Path, monkeyp
         "lightning-zero train, no metrics.csv from CSVLogger, and no event files from TensorBoard\n"
     )
     assert refused("nowhere") == (
-        "lightning-zero report: nowhere is not a folder: give the folder of a run or of a sweep\n"
+        "lightning-zero report: nowhere is not a folder: pass the folder of a run or of a sweep\n"
     )
     (tmp_path / "broken/results.json").write_text('{"processes": ')
     assert re.fullmatch(r"lightning-zero report: broken/results\.json cannot be read as JSON: .*\n", refused("broken"))

@@ -126,10 +126,8 @@ def test_a_loss_that_is_never_finite_stops_the_job_and_names_the_step(stage, tmp
     faults = [fault(number, 5, [1], "loss", "nan") for number in range(9)]
     found = run(tmp_path, {"stage": stage, "finds": True, "faults": faults}, restarts=5)
     assert found.code != 0 and found.weights is None
-    assert "has died 3 times in the step after step 5, so the step is not tried again" in found.output
-    assert (
-        "step after step 5 has failed 2 times with an error, so the job continues from an older state" in found.output
-    )
+    assert "has died 3 times after step 5 without keeping a newer state, so it stops" in found.output
+    assert "failed after step 5 at least 2 times with an error, so it continues from an older state" in found.output
     assert found.begun == [[0, 1, 2, 3, 4, 5], [5], [4, 5]]
 
 

@@ -123,7 +123,7 @@ def test_a_third_death_in_one_step_stops_the_job_and_names_the_step(tmp_path):
     found = ended(tmp_path, process.wait(90))
     assert found.code != 0
     assert "a mistake of the project" in found.output
-    assert "has died 3 times in the step after step 4, so the step is not tried again" in found.output
+    assert "has died 3 times after step 4 without keeping a newer state, so it stops" in found.output
     assert found.begun == [[0, 1, 2, 3, 4], [4], [3, 4]]
 
 

@@ -35,7 +35,7 @@ def test_four_ranks_then_two_then_four_do_the_steps_of_four(stage, options, tmp_
     options = {"stage": stage, **options}
     whole = run(tmp_path / "whole", {**OPTIONS, **options}, 4)
     found = continued(tmp_path / "moved", options, ranks_and_ends=[(4, 4), (2, 10), (4, None)])
-    assert "ran on 2 ranks and continues on 4" in found.output
+    assert "was 2 before the restart and is 4 now" in found.output
     assert found.begun[0][-1] == whole.begun[0][-1] == 17
     same_tensors(whole.weights, found.weights, bound=1e-12)
 
@@ -46,6 +46,6 @@ def test_a_number_of_ranks_that_cannot_take_the_same_samples_is_refused(tmp_path
     run(folder, {**options, "faults": [fault(0, 4, [0, 1], "forward")]}, 2, restarts=0)
     found = run(folder, options, 3, restarts=0, launcher=TORCHRUN)
     assert found.code != 0
-    assert "ran on 2 ranks with 8 samples per step. On 3 ranks, this would require" in found.output
+    assert "was 2 before the restart and is 3 now. To keep the samples per step" in found.output
     assert "accumulate_grad_batches would become 2/3" in found.output
     assert run(folder, options, 2).code == 0

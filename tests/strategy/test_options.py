@@ -100,7 +100,7 @@ def test_an_unknown_option_is_refused_with_the_options_that_exist(options, messa
         ({"units": [3]}, TypeError, r"units=\[3\] must be 'auto'"),
         ({"activation_checkpointing": "auto"}, TypeError, "activation_checkpointing='auto' must be 'units'"),
         ({"reduce_dtype": "int8"}, ValueError, "reduce_dtype='int8' must be 'fp32', 'bf16', 'fp16'"),
-        ({"offload": "disk"}, ValueError, "offload='disk' must be None, 'cpu', 'nvme' or an OffloadConfig"),
+        ({"offload": "disk"}, ValueError, "offload='disk' must be None, 'cpu', 'nvme', an OffloadConfig or a mapping"),
         ({"offload": OffloadConfig(activations="cpu")}, ValueError, "offload: activations='cpu' offloads the inputs"),
         (
             {"stage": 2, "offload": {"optimizer": "cpu", "parameters": "cpu"}},

@@ -43,14 +43,14 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
     ("arguments", "message"),
     [
         ({"stage": 4}, r"stage=4 is not a ZeRO stage: write 1, 2 or 3"),
-        ({"offload": "gpu"}, r"offload='gpu' must be None, 'cpu', 'nvme' or an OffloadConfig"),
+        ({"offload": "gpu"}, r"offload='gpu' must be None, 'cpu', 'nvme', an OffloadConfig or a mapping"),
         (
             {"offload": {"optimiser": "cpu"}},
             r"offload: 'optimiser' is not an option. The options are optimizer,",
         ),
         ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be None, 'cpu' or 'nvme'"),
         ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be between 0 and 1"),
-        ({"offload": {"sub_group": 0}}, r"offload: sub_group=0 must be a number of elements of at least 1"),
+        ({"offload": {"sub_group": 0}}, r"offload: sub_group=0 must be an integer of at least 1"),
         ({"offload": {"parameters": "cpu"}, "stage": 2}, r"offload: parameters='cpu' requires stage 3: at stage 2"),
         (
             {"offload": {"parameters": "cpu", "optimizer": None}},
@@ -79,7 +79,7 @@ def refuse_engine_options(options, message):
         ({"reduction_buffers": 0}, r"reduction_buffers=0 must be an integer of at least 1"),
         ({"bucket_numel": 1.5}, r"bucket_numel=1.5 must be an integer"),
         ({"units": "blocks"}, r"units='blocks' must be 'auto', a module class"),
-        ({"units": nn.LSTM}, r"no module matches LSTM"),
+        ({"units": nn.LSTM}, r"no submodule with parameters matches LSTM"),
     ],
 )
 def test_a_wrong_engine_option_is_refused_before_anything_is_sharded(run_on, options, message):

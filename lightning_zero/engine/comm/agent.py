@@ -1,4 +1,4 @@
-"""The agent on each machine: torchelastic starts the processes, and restarts all of them when one dies."""
+"""A machine's torchelastic agent, which starts the job's processes and restarts all of them when one dies."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.run import config_from_args, get_args_parser
 
 
 def number_of_gpus() -> int:
-    """The number of GPUs of any vendor on this machine."""
+    """The number of GPUs on this machine, of any vendor."""
     return torch.accelerator.device_count() if torch.accelerator.is_available() else 0
 
 
@@ -20,7 +20,7 @@ def run_processes(options: Mapping[str, Any], function: Callable[..., None], *ar
     """Start a job's processes, call a function in each, and wait for all; restart the processes if one fails.
 
     Args:
-        options: torchrun's options, by long names without the leading dashes.
+        options: torchrun's options, by their long names without the leading dashes.
         function: a top-level function of a module, called in forked or spawned processes.
 
     Returns:

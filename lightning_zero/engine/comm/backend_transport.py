@@ -18,9 +18,9 @@ class BackendTransport(Transport):
     Slices of unequal lengths are passed as lists of tensors.
 
     Args:
-        gathers, reductions: the process groups for gathers and for reductions. A single group would require the same
-            order of collectives on all ranks. But whether a gradient is complete before or after the next gather starts
-            may depend on a rank's data.
+        gathers, reductions: the process groups for gathers and for reductions. In a single group, all ranks would
+            have to begin gathers and reductions in the same order; but whether a gradient is complete before the next
+            gather begins may depend on a rank's data.
     """
 
     def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None:
@@ -44,7 +44,7 @@ class BackendTransport(Transport):
         else:
             encoded = [(codec.size(begin), codec.size(end)) for begin, end in ranges]
             work = dist.reduce_scatter(mine, slices_of(all_of_it, encoded), group=self._reductions, async_op=True)
-        # ``sent`` is kept until the current stream has waited for the collective, which reads it
+        # the collective reads ``sent``, which is kept until the current stream has waited for the collective
         return Started([work.wait], [sent], lambda: codec.decode(shard, stop - start, dtype))
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
@@ -57,5 +57,5 @@ def _are_equal(ranges: Ranges) -> bool:
 
 
 def _as_real(tensor: Tensor) -> Tensor:
-    """View complex values as pairs of real values, whose sums are the same: NCCL has no complex dtypes."""
+    """View complex values as pairs of real values, since NCCL has no complex dtypes; the sums are the same."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -24,8 +24,8 @@ class BackgroundWork:
     Used as a context manager, the object marks the task as ended at the end of the context.
 
     Args:
-        owner: the object that the task works for: ``wait`` raises the task's error, and so does ``synchronize`` if it
-            is called with this owner. None if errors are reported in another way.
+        owner: the object that the task works for. ``wait`` raises the task's error; ``synchronize`` raises it only if
+            called with this owner. None if errors are reported in another way.
         is_awaited: whether ``synchronize`` waits for the task.
         cut_short: function that cancels the inputs for which the task is still waiting; ``synchronize`` calls it before
             it waits for the task.
@@ -50,14 +50,14 @@ class BackgroundWork:
     def end(self, error: BaseException | None = None) -> None:
         """Mark the task as done, or as failed. Only the first call has an effect."""
         if not self._ended.is_set():
-            self._error, self._cut_short = error, None  # ``cut_short`` usually holds a reference to the owner
+            self._error, self._cut_short = error, None  # releases the owner, to which ``cut_short`` usually refers
             self._ended.set()
 
     def wait(self) -> None:
         """Wait until the task is done.
 
         Raises:
-            Exception: the task's error, at each call, if the task has an owner.
+            Exception: the task's error, if the task has an owner. Every call raises the error again.
         """
         self._ended.wait()
         if self._owner is not None and self._error is not None:
@@ -90,7 +90,7 @@ def synchronize(*owners: object) -> None:
     """Wait for all background work on the engine's values.
 
     Args:
-        owners: owners whose tasks' errors are raised; errors of other tasks are kept until their owners are passed.
+        owners: the owners whose tasks' errors are raised; other errors are kept until their owners are passed.
 
     Raises:
         Exception: the error of a failed task of these owners.

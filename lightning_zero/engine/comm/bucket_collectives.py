@@ -1,4 +1,4 @@
-"""Collectives on flat buffers between some ranks, over one transport, and collectives in flight."""
+"""Collectives on flat buffers between some ranks over one transport; and ``Pending``, a collective in flight."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Pending:
 
     Args:
         what: a description of the collective, for error messages.
-        started: the result of the transport, which has started the collective; None if there is nothing to wait for.
+        started: what the transport returned when it started the collective; None if there is nothing to wait for.
         watch: the watch over the wait; required if there is anything to wait for.
     """
 
@@ -45,13 +45,13 @@ class Pending:
         return result
 
     def let_go(self) -> None:
-        """Discard the result, but complete the collective for peers. Garbage collection may call this in any thread."""
+        """Discard the result, but let peers complete the collective. Garbage collection may call this in any thread."""
         if self._waits and not self._ends_by_itself:
             self.wait()
 
 
 def end_with(owner: Any, running: list[Pending]) -> None:
-    """When the owner is deleted, finish its running collectives, since other ranks depend on them."""
+    """Finish the running collectives when their owner is deleted, since other ranks depend on them."""
     weakref.finalize(owner, _let_go, running).atexit = False
 
 
@@ -64,12 +64,12 @@ class BucketCollectives:
     """Collectives on flat buffers between the ranks along some dimensions of the mesh.
 
     Args:
-        transport: the transport between these ranks; None if there is only one.
+        transport: the transport between these ranks; None if there is only one rank.
         counters: counters of the communication.
-        across: the ranks, numbered along these dimensions, whose slices this rank sends to or receives from other
+        across: numbers, along these dimensions, of the ranks whose slices this rank sends to or receives from other
             machines.
         watch: the watch over the waits; None if there is only one rank.
-        link: the link under which other slices are counted if ``across`` is empty; None for the counters' default.
+        link: the link under which all slices are counted if ``across`` is empty; None for the counters' default.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class BucketCollectives:
         self._link = "within" if across else link
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str) -> Pending:
-        """See ``Transport.all_gather``; ``what`` names the collective in the error message."""
+        """See ``Transport.all_gather``; ``what`` names the collective in error messages."""
         if self._transport is None:
             return Pending(what)
         crossing = sum(self._crossing(ranges))
@@ -102,7 +102,7 @@ class BucketCollectives:
         within this machine consist of plain values.
 
         Args:
-            own: this rank's slice of the buffer, with the old values.
+            own: this rank's slice of the buffer; its old values are overwritten with the new ones.
             new: the slice's new values, in any dtype.
         """
         assert self._transport is not None
@@ -115,7 +115,7 @@ class BucketCollectives:
         return Pending(what, started, self._watch)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
-        """Sum a flat buffer over ranks; ``wait()`` gives this rank's slice of the sum (1-D), in the buffer's dtype.
+        """Sum a flat buffer over ranks; ``wait()`` returns this rank's slice of the sum (1-D), in the buffer's dtype.
 
         Args:
             flat: 1-D and contiguous. Its contents may be overwritten.
@@ -134,7 +134,7 @@ class BucketCollectives:
         return self._transport is not None and self._transport.takes_spans
 
     def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float, what: str) -> Pending:
-        """Like ``reduce_scatter``, but of spans; keeps their values until the end. See ``Transport.reduce_spans``."""
+        """Reduce spans, whose values are kept alive until the reduction is complete. See ``Transport.reduce_spans``."""
         assert self._transport is not None
         lengths = [(0, sum(span.numel for span in part)) for part in spans]
         self._count_reduction(sum(numel for _, numel in lengths), lengths, Cast(dtype), dtype.itemsize)
@@ -149,7 +149,7 @@ class BucketCollectives:
         return [stop - start for start, stop in (ranges[rank] for rank in self._across)]
 
     def _count_reduction(self, numel: int, ranges: Ranges, codec: Codec, itemsize: int) -> None:
-        """Count a reduction; ``itemsize`` is the number of bytes of an element that is not encoded."""
+        """Count a reduction; ``itemsize`` is the size of an unencoded element in bytes."""
         assert self._transport is not None
         crossing = self._crossing(ranges)
         rest = numel - sum(crossing)
@@ -159,7 +159,7 @@ class BucketCollectives:
         )
 
     def _count(self, kind: str, crossing: int, crossing_bytes: int, rest: int, rest_bytes: int) -> None:
-        """Count elements that cross between machines under the link "across", and the rest under ``_link``."""
+        """Add elements that cross between machines to the counts of the link "across", others to those of ``_link``."""
         if crossing:
             self._counters.add(kind, crossing, crossing_bytes, "across")
         self._counters.add(kind, rest, rest_bytes, self._link)

@@ -32,7 +32,7 @@ class Chain:
                 that all ranks begin second halves in the same order.
 
         Returns:
-            The whole exchange, and an event that is set once its second half has begun or has failed to begin.
+            The combined exchange, and an event that is set once its second half has begun or has failed to begin.
         """
         second: Future[Started] = Future()
         begun = threading.Event()
@@ -63,7 +63,7 @@ class Chain:
         return Started([wait_for_both], first.buffers, finish, ends_by_itself=True), begun
 
     def when_all_continue(self, call: Callable[[], object]) -> None:
-        """Call a function once every second half has begun or failed to begin: at once, or in a background thread."""
+        """Call a function once every second half has begun or failed to begin, without waiting for that here."""
         unfinished = list(self._halfway)
         if not unfinished:
             call()

@@ -1,7 +1,7 @@
 """Exchanges between ranks of one machine, which read each other's memory where the system permits it.
 
-With Gloo, several threads copy bytes into the kernel and out of it (the loopback device). Here, bytes are copied
-once, by cross-memory attach (``process_memory.py``), and sockets only carry signals: that memory is ready, or has been
+Gloo copies bytes into the kernel and out of it again (the loopback device), in several threads. Here, bytes are copied
+once, by cross-memory attach (``process_memory.py``), and sockets only carry signals that memory is ready or has been
 read. Measurements are in ``docs/explanation/performance.md``.
 """
 
@@ -36,11 +36,11 @@ _exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
 
 
 class Exchange:
-    """An exchange in flight. It ends when this rank has read from all others, and all others from this rank.
+    """An exchange in flight. It ends when this rank has read from all others, and all others have read from it.
 
     Args:
         kept: tensors that the other ranks read, kept alive until the exchange ends.
-        take: reads from one peer, given (the peer's position, its process ID, an address); called in the transport's
+        take: reads from one peer; called with (the peer's position, its process ID, an address) in the transport's
             thread, for one peer after another, once the memory at the address is ready.
         timeout: the timeout of ``wait``.
     """
@@ -53,7 +53,7 @@ class Exchange:
 
     def end(self, failure: str | None = None) -> None:
         self._failure = failure
-        self._kept, self.take = None, lambda *_: None  # releases their tensors
+        self._kept, self.take = None, lambda *_: None  # releases the tensors that they refer to
         self._over.set()
 
     def wait(self) -> None:
@@ -69,7 +69,7 @@ class Exchange:
 
 
 class CrossMemoryExchanges:
-    """Exchanges with the other ranks of a group, whose ranks are all on this machine.
+    """Exchanges with the other ranks of a group, all of which are on this machine.
 
     Args:
         rank: this process's rank.
@@ -92,10 +92,10 @@ class CrossMemoryExchanges:
         self._exchanges: dict[Key, Exchange] = {}  # in flight; the thread that removes an exchange ends it
         self._failure: str | None = None  # if set, every new exchange fails for this reason
         self._closing = False
-        self._late: deque[Key] = deque()  # exchanges that began after a peer's message had arrived
+        self._late: deque[Key] = deque()  # exchanges that this rank began after a peer's message had arrived
         self._awake, self._woken = socket.socketpair()
         self._awake.setblocking(False)  # if the socket is full, the thread wakes up anyway
-        # Messages with an exchange's key contain an address. Messages with ~tag in the key report that a peer has read.
+        # Messages with an exchange's key contain an address. Messages with ~tag report that its memory has been read.
         self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
         _exchanges_of_process.add(self)
@@ -104,10 +104,10 @@ class CrossMemoryExchanges:
         self._thread.start()
 
     def gather(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
-        """Exchange slices: fill the other ranks' slices from their memory, while they read this rank's slice.
+        """Fill ``slices`` from the other ranks' memory, while the other ranks read this rank's slice.
 
         Args:
-            tag: the exchange's tag; every rank must begin exchanges that share a tag in the same order.
+            tag: the exchange's tag; all ranks must begin exchanges with equal tags in the same order.
             slices: one 1-D tensor per rank.
         """
 
@@ -128,9 +128,9 @@ class CrossMemoryExchanges:
 
         Args:
             tag: see ``gather``.
-            own: this rank's contribution as consecutive spans; the other ranks' contributions have spans of the same
-                lengths.
-            sent: for each other rank, the spans of this rank that the other rank adds to its own.
+            own: this rank's contribution as consecutive spans; the spans of the other ranks' contributions have the
+                same lengths.
+            sent: for each other rank, this rank's spans that the other rank adds to its own.
             wire: the dtype in which values are sent.
             factor: multiplies all values before they are added up. A power of two multiplies the sum instead, with the
                 same result.
@@ -181,7 +181,7 @@ class CrossMemoryExchanges:
             failure = self._failure
             if failure is None:
                 self._exchanges[key] = exchange
-            is_late = key in self._signals.received  # for messages that arrive later, the thread finds the exchange
+            is_late = key in self._signals.received  # messages that arrive later are handled by the thread
         if failure is not None:
             exchange.end(failure)
             return exchange
@@ -199,7 +199,7 @@ class CrossMemoryExchanges:
             exchange.end(failure)
 
     def sever(self, reason: str) -> None:
-        """Make all exchanges fail, here and on the peers: those in flight, and new ones."""
+        """Make all exchanges in flight and all new exchanges fail, here and on the peers."""
         if os.getpid() != self._process:
             return  # in a forked process, such as a DataLoader's, the connections belong to the parent
         with self._lock:
@@ -265,7 +265,7 @@ class CrossMemoryExchanges:
         return poll
 
     def _go_on(self, key: Key) -> None:
-        """Read from peers in order until one is not ready; end the exchange once all ranks have read."""
+        """Read from peers in order until a peer is not ready; end the exchange once all ranks have read."""
         exchange, (tag, ordinal) = self._exchanges.get(key), key
         if exchange is None:
             return
@@ -287,13 +287,13 @@ class CrossMemoryExchanges:
             self._end(key)
 
     def _has_ended(self, position: int) -> bool:
-        """Whether a peer has closed its connection, even if messages are unread: what was read may then be invalid."""
+        """Whether a peer has closed its connection, even if messages are unread; data just read may then be invalid."""
         poll = select.poll()
         poll.register(self._signals.sockets[position], select.POLLRDHUP)
         return bool(poll.poll(0))
 
     def _lose(self, position: int, failure: str = "") -> None:
-        """After a peer has closed its connection, fail new exchanges, and those in flight that still need the peer."""
+        """After a peer has closed its connection, make new exchanges fail, and those in flight that need the peer."""
         failure = failure or f"rank {self._ranks[position]} closed the connection"
         with self._lock:
             self._failure = self._failure or failure
@@ -318,7 +318,7 @@ def connect(
     exchange_objects: Callable[[Any], list[Any]],
     groups_of: Callable[[Topology], Topology] = lambda topology: topology,
 ) -> tuple[Topology, CrossMemoryExchanges | None]:
-    """Find which ranks share a machine, and connect the ranks of each group, numbered within the group. Collective.
+    """Find which ranks share a machine, and connect the ranks of each group. Collective.
 
     Args:
         timeout: the timeout of each later exchange.
@@ -327,9 +327,9 @@ def connect(
             each machine is a group.
 
     Returns:
-        The machines of all ranks, and the exchanges within this rank's group. The exchanges are None on every rank if
-        some rank cannot read the memory of another rank in its group, or if groups have one rank or different numbers
-        of ranks.
+        The machines of all ranks, and the exchanges within this rank's group, which number ranks by their position in
+        the group. The exchanges are None on every rank if any rank cannot read the memory of another rank in its group,
+        or if there are several groups that have one rank each or differ in size.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -399,7 +399,7 @@ def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
 
 
 def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:
-    """Connect two sockets to each lower rank, keyed by (rank, number); both sides use the same numbers."""
+    """Connect two sockets to each lower rank, keyed by (rank, number); both ends of a socket have the same number."""
     lines: dict[tuple[int, ...], socket.socket] = {}
     for other, name in enumerate(names):
         for number in range(2):

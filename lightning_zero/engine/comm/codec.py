@@ -17,13 +17,13 @@ class Codec(Protocol):
         """The dtype of encoded values."""
 
     def encode(self, values: Tensor) -> Tensor:
-        """Encode 1-D values to be sent; return the same tensor if the encoding changes nothing."""
+        """Encode 1-D values to be sent; return ``values`` itself if nothing changes."""
 
     def decode(self, encoded: Tensor, numel: int, dtype: torch.dtype) -> Tensor:
-        """Decode ``numel`` values to ``dtype``; return the same tensor if the encoding changes nothing."""
+        """Decode ``numel`` values to ``dtype``; return ``encoded`` itself if nothing changes."""
 
     def add(self, total: Tensor, encoded: Tensor) -> None:
-        """Add encoded values to ``total`` in place, in its dtype."""
+        """Add encoded values to ``total`` in place, in the dtype of ``total``."""
 
     def size(self, numel: int) -> int:
         """The number of encoded elements for ``numel`` values."""
@@ -54,7 +54,7 @@ class Quantised:
 
     The largest magnitude of a block becomes the largest integer. (Dettmers et al., "8-bit Optimizers via Block-wise
     Quantization", ICLR 2022, section 2.1; Wang et al., "ZeRO++", ICLR 2024, section 3.3.) A non-finite
-    value makes its whole block non-finite, so overflows are still found.
+    value makes all values of its block non-finite, so overflows are still found.
 
     Args:
         bits: the number of bits of an integer.
@@ -115,7 +115,7 @@ def _unpacked(packed: Tensor, bits: int) -> Tensor:
 
 _HEADER = 8  # bytes; the first is the width of a code in bits, or 0 for plain values
 _LARGEST = {2: 1, 4: 7, 8: 126}
-"""The largest difference, positive or negative, for each code width. One further code value marks escapes."""
+"""By code width, the largest absolute difference that has a code. One further code marks escapes."""
 
 
 def encode_changes(values: Tensor, new: Tensor) -> Tensor:
@@ -144,7 +144,7 @@ def encode_changes(values: Tensor, new: Tensor) -> Tensor:
 
 
 def apply_changes(values: Tensor, message: Tensor) -> None:
-    """Update former values in place with a message that ``encode_changes`` made from the same former values."""
+    """Update ``values`` in place with the result of ``encode_changes`` for the same former values."""
     bits, message = int(message[0]), message[_HEADER:]
     if not bits:
         values.view(torch.uint8).copy_(message)

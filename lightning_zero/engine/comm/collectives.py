@@ -1,4 +1,4 @@
-"""The data-parallel group: its transports, its control plane, the watch over its waits, and the groups made from it."""
+"""The data-parallel group: its transports, its control plane, its watch over waits, and the groups that it creates."""
 
 from __future__ import annotations
 
@@ -72,17 +72,17 @@ class Communicator:
     """A data-parallel group. With a single rank, it communicates and counts nothing.
 
     Args:
-        group: the process group, ``None`` for the default one; ignored if no process group is initialised.
+        group: the process group; None means the default group. Ignored if no process group is initialised.
         device: the device of the flat buffers.
         shard_within: see ``EngineConfig``.
-        mesh: a device mesh with the data-parallel and the tensor-parallel dimension, instead of a group.
+        mesh: a device mesh with a data-parallel and a tensor-parallel dimension, in place of ``group``.
 
     Attributes:
         rank, size: this rank's number in the group, and the group's size.
         everyone: the ranks of all tensor-parallel groups together.
         tensor: the tensor-parallel ranks that share tensors with this rank.
         counters: counters of the communication.
-        mesh: the mesh of ranks: two-dimensional if collectives have two levels, or ``shards_within`` is set.
+        mesh: the mesh of ranks, two-dimensional if collectives have two levels, or ``shards_within`` is set.
         control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
@@ -139,7 +139,7 @@ class Communicator:
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
         self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
-        self._control_group, self._numbers = control_group, list(range(self.size))  # ranks within the watch's group
+        self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks as numbered in the watch
         if self.tensor.size == 1:
             self.control = control
             return first_tag
@@ -238,7 +238,7 @@ class Communicator:
         if backend == "gloo":
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
-        # New process groups: in the existing group, other collectives (Lightning's, each batch) would wait for gathers.
+        # In the existing process group, other collectives (such as Lightning's in each batch) would wait for gathers.
         between = self._alike if groups is None else self._renumbered(groups)
         return BackendTransport(*(self._new_group(backend, between) for _ in ("gathers", "reductions")))
 
@@ -261,13 +261,13 @@ class Communicator:
         Pending(what, Started(waits, [flat]), self.watch).wait()
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor in place over all ranks, on their device, since NCCL cannot reduce CPU tensors."""
+        """Reduce a small tensor in place over all ranks, via the device, since NCCL cannot reduce CPU tensors."""
         if self.everyone.size == 1:
             return tensor
         on_device = tensor.to(self.device)
         if self.size > 1:
             self.counters.add("control", on_device.numel(), on_device.nbytes)
-            with self.watch.waiting("a sum, norm, minimum or maximum over ranks"):
+            with self.watch.waiting("an all-reduce of values over ranks"):
                 dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
         self.tensor.all_reduce(on_device, op)
         return tensor.copy_(on_device) if on_device is not tensor else tensor
@@ -282,7 +282,7 @@ class Communicator:
         return tensor
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
-        """Broadcast rank 0's values of several tensors, in place, in few messages."""
+        """Broadcast rank 0's values of several tensors, in place, in a few messages."""
         if self.size == 1:
             return
         tensors = [tensor for tensor in tensors if tensor.numel()]
@@ -301,10 +301,10 @@ class Communicator:
     # -- groups and waits -------------------------------------------------------------------------------------------
 
     def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
-        """Context in which this rank waits for others outside of the engine's collectives; see ``Watch.waiting``.
+        """Context in which this rank waits for other ranks outside of the engine's collectives; see ``Watch.waiting``.
 
         Args:
-            what: a name, the same on every rank.
+            what: a name for the wait, the same on every rank.
             everyone: whether every rank takes part.
         """
         if self.everyone.watch is None:
@@ -338,7 +338,7 @@ class Communicator:
         return self._own_groups[-1]
 
     def close(self) -> None:
-        """Close the transports and the watch over the waits, and destroy the groups made here."""
+        """Close the transports and the watch over the waits, and destroy the groups that this object created."""
         if self.everyone.watch is not None:
             for collectives in self._along.values():
                 collectives.close()

@@ -30,11 +30,11 @@ class ControlPlane:
         ranks: the group's ranks, as numbered in the default group.
         rank: this rank's number in the group.
         watch: turns failures and deadlocks during waits into errors; None with one rank.
-        counters: where calls are counted, with the kind "control".
+        counters: count the calls, under the kind "control".
         tag: the tag of messages; ``tag + 1`` is the tag of small messages.
 
     Attributes:
-        tag: the given tag.
+        tag: the tag of messages.
         small: a faster channel for messages of up to ``SMALL`` bytes between ranks of one machine, or None.
     """
 
@@ -127,7 +127,7 @@ class ControlPlane:
             return all_gather_objects(value, self._group) if values is None else values
 
     def _gathered(self, small: SmallMessages, value: Any) -> list[Any] | None:
-        """Gather by small messages; return None on every rank if some rank's value is too long for them."""
+        """Gather by small messages; return None on every rank if any rank's value is too long."""
         message = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         message = message if len(message) <= SMALL else b""
         messages = small.receive(small.send(self._small_tag, [message] * len(small.ranks)))
@@ -145,7 +145,7 @@ class ControlPlane:
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
 
     def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:
-        """Begin to send numbers to some ranks, which call ``hear``; ``wait_until_told`` waits for the end."""
+        """Begin to send numbers to some ranks, which call ``hear``; ``wait_until_told`` waits until they are sent."""
         message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._counters.add("control", message.numel(), message.nbytes)
         for rank in ranks:

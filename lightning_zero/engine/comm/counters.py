@@ -12,8 +12,8 @@ Link = Literal["within", "across"]
 class Counters:
     """Counts of calls, elements and bytes, by kind of collective ("all_gather", "reduce_scatter", ...) and link.
 
-    As in the paper's communication volume (SC20, section 7), an all-gather counts the elements of the whole padded
-    bucket once, although each rank sends and receives only (N - 1) / N of them.
+    As in the ZeRO paper's analysis of communication (SC20, section 7), an all-gather counts all elements of the padded
+    bucket once, although each rank sends and receives only (N - 1) / N of these elements.
 
     With ranks on several machines, slices of ranks on this machine count as "within", all others as "across". In
     collectives with two levels, only slices that this rank exchanges with other machines count as "across".
@@ -35,7 +35,7 @@ class Counters:
         Args:
             kind: the kind of collective.
             numel: the number of elements in the collective.
-            nbytes: the size of these elements in the dtype in which they are sent.
+            nbytes: the size in bytes of these elements, as they are sent.
             link: the link over which they are sent; by default ``self.link``.
         """
         key = kind, link or self.link

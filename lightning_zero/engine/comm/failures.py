@@ -38,14 +38,14 @@ _UNUSED_TAG = 7699
 _SIGNS_OF_GLOO = "gloo/", "pair closure"  # texts that identify Gloo's errors, which have no class of their own
 
 listeners: dict[str, Callable[[], None]] = {}
-"""Functions to call when a message of another kind arrives (see ``Lifelines.say``), by kind; called in the lifelines'
-thread."""
+"""Functions by kind of message (see ``Lifelines.say``), for kinds that are not handled here. The lifelines' thread
+calls the function when such a message arrives."""
 
 
 class _Wait(NamedTuple):
     key: str  # the engine's name and ``what``
     what: str
-    ordinal: int  # number of this collective among those with its key, from 1; 0 excludes it from deadlock detection
+    ordinal: int  # 1 for the first collective with this key, and so on; 0 excludes the wait from deadlock detection
     since: float
     may_be_refused: bool  # whether the run can continue after this wait has failed
     members: Sequence[int] = ()  # ranks that take part; empty for all
@@ -114,7 +114,7 @@ class _Watchdog(Lifelines):
             yield
         except RuntimeError as error:
             reason = reason_soon()
-            cause = error if reason is None else None  # a known reason makes the error about a connection superfluous
+            cause = error if reason is None else None  # a known reason makes the connection's error superfluous
             raise RuntimeError(f"{wait.what} did not complete: {reason or self._blame(error)}") from cause
         finally:
             self._wait = outer
@@ -127,7 +127,7 @@ class _Watchdog(Lifelines):
         """Explain why a wait failed, if no rank has reported a failure."""
         if self.ended:
             return (
-                f"the process of rank(s) {sorted(self.ended)} has ended. Every rank must run the whole program. "
+                f"the program has ended on rank(s) {sorted(self.ended)}. Every rank must run the whole program. "
                 f"({error})"
             )
         return (
@@ -136,7 +136,7 @@ class _Watchdog(Lifelines):
         )
 
     def _announce(self) -> None:
-        """Notify the first rank of this rank's wait, once for each wait."""
+        """Notify the first rank of a wait that is longer than ``PATIENCE``, once for each wait."""
         wait = self._wait
         if wait is not None and time.monotonic() - wait.since > lifelines.PATIENCE:
             with self._announcing:
@@ -163,8 +163,8 @@ class _Watchdog(Lifelines):
                 return
             end_all_waits(
                 f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
-                "order, forward and backward: do not run units inside an 'if' on the rank or on its data. Ranks may "
-                "run different numbers of forward passes (without backward) inside 'with "
+                "order, forward and backward: do not run units inside an 'if' that depends on the rank or its data. "
+                "Ranks may run different numbers of forward passes (without backward) inside 'with "
                 "lightning_zero.uneven_forwards(module):', which every rank must enter."
             )
 
@@ -203,7 +203,7 @@ class Watch:
         return Watch(self._group, self._name, list(members))
 
     def begin(self, what: str) -> int:
-        """Count a collective, and return its number among those with this name, which all ranks begin in one order."""
+        """Count a collective, and return its number (from 1) among the collectives with this name."""
         return self._watchdog.begin(f"{self._name}: {what}")
 
     def waiting(
@@ -255,11 +255,11 @@ def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
 
 @contextmanager
 def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
-    """Context of a wait outside of engines. If another rank has failed, an error raised inside gives the reason.
+    """Context for communication outside of ``Watch.waiting``: if a rank has failed, errors inside give the reason.
 
     Args:
-        what: what the wait is for, in words.
-        kind: class of the errors to replace by one that gives the reason.
+        what: a name for the communication, with which the error message begins.
+        kind: the class of errors that may be replaced in this way.
     """
     try:
         yield
@@ -271,7 +271,7 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
 
 
 def explain(error: BaseException) -> None:
-    """If a rank has failed, put the reason into an error of a collective that the project's own code has called."""
+    """If a rank has failed, put the reason into an error of a collective that user code has called."""
     is_of_gloo = type(error) is RuntimeError and any(sign in str(error) for sign in _SIGNS_OF_GLOO)
     is_of_transport = isinstance(error, DistError) or is_of_gloo
     if is_of_transport and (reason := reason_soon()) is not None:
@@ -306,14 +306,14 @@ def _all_fail() -> bool:
     with suppress(RuntimeError):  # the store's host may be gone
         number, deadline = store.add(key, 1), time.monotonic() + _AT_ONCE
         while time.monotonic() < deadline:
-            if store.add(key, 0) >= number + -number % size:  # rounded up, since the number includes earlier failures
+            if store.add(key, 0) >= number + -number % size:  # the next multiple of size: earlier failures also count
                 return True
             time.sleep(0.01)
     return False
 
 
 def end_all_waits(reason: str) -> None:
-    """End every wait over the process groups of this process, here and on other ranks. Only the first reason counts."""
+    """End every wait in this process's groups, here and on the other ranks. Only the first reason is reported."""
     if failure() is None:
         for watchdog in _watchdogs.values():
             watchdog.failure = reason

@@ -24,8 +24,8 @@ class GlooTransport(Transport):
 
     Args:
         group: a Gloo process group.
-        gather_tag: the tag of bucket 0's gathers; the other buckets' tags follow. So ranks that gather buckets in
-            different orders never mix them up.
+        gather_tag: the tag of bucket 0's gathers; the other buckets' tags follow. So ranks may gather
+            buckets in different orders.
         reduce_tag: the tag of reductions.
         members: the ranks of the group that take part, in the order of their slices; by default all.
     """
@@ -38,7 +38,7 @@ class GlooTransport(Transport):
         members = range(len(every)) if members is None else members
         self._ranks, self._rank = [every[member] for member in members], list(members).index(own)
         size = len(self._ranks)
-        # (rank to send to, rank to receive from), in the order of a ring, so that no rank is the first peer of all
+        # (rank to send to, rank to receive from), in the order of a ring, so that ranks differ in their first peers
         self._peers = [((self._rank + k) % size, (self._rank - k) % size) for k in range(1, size)]
         self._chain = Chain()
 
@@ -80,7 +80,7 @@ class GlooTransport(Transport):
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         slices, dtype = slices_of(flat, ranges), flat.dtype
-        # if the other slices are encoded, a copy of this rank's slice lets the buffer be freed
+        # if slices are encoded before they are sent, this rank's slice is copied, so that the buffer can be freed
         own = slices[self._rank] if codec.dtype == dtype else slices[self._rank].clone()
         works: list[Any] = []
         sent, received = [], []

@@ -1,4 +1,4 @@
-"""TCP connections between the processes of a group, through which every rank learns at once that another has ended.
+"""TCP connections between the processes of a group, through which every rank is notified at once when another ends.
 
 When a process ends, its connections close and its collectives fail. But a wait in the process group's store does not
 fail, nor does a wait for a rank that itself waits for the ended process. So each rank has a connection to the first
@@ -75,7 +75,7 @@ class Lifelines:
         self._at_exit = util.Finalize(None, self._part, (LEFT,), exitpriority=100)
 
     def hear(self, kind: str, rank: int, text: str) -> None:
-        """Handle a message of a kind, with a text, from or about a rank of the group. Called in ``_thread``."""
+        """Handle a message from or about a rank of the group. Called in ``_thread``."""
         raise NotImplementedError
 
     def say(self, kind: str, text: str = "") -> None:
@@ -187,7 +187,7 @@ def _message(kind: str, rank: int, text: str = "") -> bytes:
 
 
 def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
-    """Connect to the first rank. If that fails, return None: this rank then does not notice that others have ended."""
+    """Connect to the first rank. If that fails, return None: this rank will then not notice when other ranks end."""
     deadline, error = time.monotonic() + _TIMEOUT, None
     while time.monotonic() < deadline:
         try:
@@ -200,7 +200,7 @@ def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
             with suppress(OSError):
                 return _introduced(host, port, _message(token, rank))
         time.sleep(0.1)  # the address may be from an earlier group in the same store
-    log.debug("rank %d cannot notice that other ranks have ended: %s", rank, error or "the first rank does not answer")
+    log.debug("rank %d will not notice when other ranks end: %s", rank, error or "the first rank does not answer")
     return None
 
 
@@ -209,7 +209,7 @@ def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:
     connected = socket.create_connection((host, port), timeout=_TIMEOUT)
     try:
         connected.sendall(introduction)
-        while (byte := connected.recv(1)) != b"\n":  # read the welcome, and nothing beyond
+        while (byte := connected.recv(1)) != b"\n":  # read the welcome, and nothing after it
             if not byte:
                 raise ConnectionError  # the other end is not the first rank
     except OSError:

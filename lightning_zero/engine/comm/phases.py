@@ -20,7 +20,7 @@ _NOTHING = nullcontext()
 class Phases:
     """Contexts of a unit's phases, labelled while a profiler runs, and timed while ``measures`` is set.
 
-    Otherwise, a phase costs only a function call and two comparisons.
+    If neither is the case, a phase costs only a function call and two comparisons.
 
     Attributes:
         measures: whether to time phases; set by a monitor.
@@ -30,7 +30,7 @@ class Phases:
         self.measures = False
         self._device = device
         self._seconds: dict[tuple[str, str], float] = defaultdict(float)
-        # (phase and unit, start, end): events on a stream that the device may not have reached yet.
+        # ((phase, unit), start event, end event) of phases whose end the device may not have reached yet
         self._ahead: deque[tuple[tuple[str, str], torch.Event, torch.Event]] = deque()
 
     def __call__(self, phase: str, unit: str, *, on_stream: bool = False) -> AbstractContextManager[Any]:

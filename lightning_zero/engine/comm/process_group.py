@@ -1,4 +1,4 @@
-"""Functions for process groups and their stores, and all private names of ``torch.distributed`` in this package."""
+"""Functions for process groups and stores. No other file uses private names of ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def named_store(name: str, store: Store | None = None) -> Store:
 
 
 def new_connection(store: Store) -> Store:
-    """Another connection to the same store: a thread that waits on a connection blocks it for all other threads."""
+    """Open another connection to a store, since a thread that waits on a connection blocks it for other threads."""
     return store.clone() if hasattr(store, "clone") else store
 
 
@@ -152,7 +152,7 @@ def new_connection(store: Store) -> Store:
 
 
 def barrier(device: torch.device | None = None) -> None:
-    """Wait until every rank of the default group has called this.
+    """Wait until every rank of the default group has called this function.
 
     Args:
         device: this rank's device, which NCCL needs for the barrier.

@@ -2,7 +2,7 @@
 
 ``process_vm_readv`` is Linux's cross-memory attach, which MPI libraries and UCX use between processes of a node. By
 default, Linux lets processes of one user read each other's memory. If ``kernel.yama.ptrace_scope`` is 1 (Ubuntu's
-default), the process to be read must first permit this. Above 1, ordinary processes cannot permit it.
+default), the process to be read must first permit this. With higher values, ordinary processes cannot permit this.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ class Rendezvous:
         timeout: seconds to wait for the other ranks.
 
     Attributes:
-        meetings: the number of meetings so far.
+        meetings: the number of rendezvous so far.
         is_closed: whether ``close`` was called; always False with one rank.
         absence: the ranks that cannot take part now.
     """
@@ -64,7 +64,7 @@ class Rendezvous:
 
         Raises:
             RuntimeError: if another rank passes a different operation, has ended, does not call this method in time,
-                or waits for this rank elsewhere.
+                or is in a deadlock with this rank.
         """
         if self._size == 1 or self._is_met:
             return
@@ -72,9 +72,9 @@ class Rendezvous:
         if self.is_closed:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, but the run that sharded the module over {self._size} "
-                "ranks has ended. If the run failed, call Trainer.fit, validate, test or predict with this module "
-                "again on all ranks, which unshards the module first; or make a new module and load a checkpoint. If "
-                "this is a copy of the module, make the copy on every rank: otherwise it stays sharded."
+                "ranks has ended. If the run failed, call Trainer.fit, validate, test or predict again with this "
+                "module on all ranks: the call unshards the module first. Or create a new module, and load a "
+                "checkpoint. If the module is a copy, make the copy on every rank; otherwise it stays sharded."
             )
         watch = self._watch
         assert watch is not None, "with several ranks there is a watch"
@@ -83,12 +83,12 @@ class Rendezvous:
         if refusal:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but {refusal}. "
-                "Run this line on every rank (not inside 'if rank == 0:'), or inside 'with "
-                "lightning_zero.full_parameters(module):' on every rank."
+                "Run this line on every rank (not inside 'if rank == 0:'); or enter 'with "
+                "lightning_zero.full_parameters(module):' on every rank, and run the line inside."
             )
 
     def _exchange(self, what: str, watch: Watch) -> str:
-        """Wait for the other ranks. Return "" if all agree, otherwise what the other ranks passed or wait for.
+        """Wait for the other ranks. Return "" if all passed the same, otherwise what others passed or wait for.
 
         The store is polled, since a wait in the store would not end when a rank ends.
         """
@@ -116,7 +116,7 @@ class Rendezvous:
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
-        """Context with one rendezvous at its start; the collectives inside, the same on every rank, need no other."""
+        """Context that begins with a rendezvous; collectives inside, the same on every rank, need no further one."""
         self.meet(what)
         with self.have_met():
             yield

@@ -1,4 +1,4 @@
-"""Replace the default process group, after its run has failed, by a new group of the same processes."""
+"""Replace the default process group, after its run has failed, with a new group of the same processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lightning_zero.engine.comm.failures import ended_ranks, forget
 
 
 def have_all_come(state: Any, patience: float) -> bool:
-    """Whether, after a failure, all ranks of the default process group call this in time and with the same state.
+    """Whether, after a failure, all ranks of the default process group call this in time and with equal states.
 
     Args:
         state: this rank's state, which must be serialisable as JSON.
@@ -39,7 +39,7 @@ def have_all_come(state: Any, patience: float) -> bool:
 
 
 def renew(**options: Any) -> None:
-    """Replace the default process group, whose run has failed, by a new one. Collective.
+    """Replace the default process group, whose run has failed, with a new one. Collective.
 
     The new group uses the same store with different keys, so that it does not receive messages of the old group.
 
@@ -51,7 +51,7 @@ def renew(**options: Any) -> None:
     """
     if ended := sorted(ended_ranks()):
         raise RuntimeError(
-            f"The ranks cannot run again after the failure: the process of rank(s) {ended} has ended. Start all "
+            f"The ranks cannot run again after the failure: the program has ended on rank(s) {ended}. Start all "
             "ranks again."
         )
     rank, size, backend = process_group.rank(), process_group.world_size(), process_group.backend_name()

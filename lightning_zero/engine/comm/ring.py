@@ -13,7 +13,7 @@ _MESSAGE = 2**26  # bytes
 
 
 class Ring:
-    """A ring of all ranks: each sends to the rank ``distance`` ahead, and receives from the one ``distance`` behind.
+    """A ring of all ranks: each sends to the rank ``distance`` ahead, and receives from the rank ``distance`` behind.
 
     Creating a ring and exchanging values are collective.
 

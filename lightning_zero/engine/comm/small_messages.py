@@ -62,7 +62,7 @@ class SmallMessages:
             connected.setblocking(False)
 
     def begin(self, tag: int) -> Key:
-        """The key of the next exchange with a tag."""
+        """Begin an exchange with a tag, and return the exchange's key."""
         return tag, next(self._begun[tag])
 
     def send(self, tag: int, messages: Sequence[bytes]) -> Key:
@@ -140,8 +140,8 @@ class SmallMessages:
         """Receive the messages that have arrived, and return the keys of their exchanges.
 
         Args:
-            ready: descriptors of the sockets to receive one message from, each of which has one; None for all messages
-                of all sockets.
+            ready: descriptors of the sockets that have a message; one message is received from each. None: receive all
+                messages of all sockets.
         """
         keys = []
         for position, connected in enumerate(self.sockets):
@@ -151,7 +151,7 @@ class SmallMessages:
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
-                    continue  # the peer closed with messages unread; those that it has sent come next
+                    continue  # the peer closed before it read all messages; messages that it sent can still be read
                 except OSError:
                     message = b""
                 if not message:

@@ -20,8 +20,8 @@ class Streams:
         device: the device that the module computes on.
 
     Attributes:
-        home: the stream of the module's forward, on which gradients are reduced; parts of the module may compute on
-            other streams. None on the CPU.
+        home: the stream that was current when the module's forward began; gradients are reduced on it. Parts of the
+            module may compute on other streams. None on the CPU.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,9 +41,9 @@ class Streams:
 def own_stream(device: torch.device) -> torch.Stream:
     """The calling thread's own stream of a device.
 
-    A thread always gets the same stream: torch has only 32 streams per device, and hands them out in turn, also to
-    collectives. In a new thread, the first device is current, on which every rank of a machine would create a context.
-    So the first call in a thread also makes ``device`` current.
+    A thread always gets the same stream: torch has only 32 streams per device, and reuses them in turn, also for
+    collectives. The first call in a background thread also makes ``device`` current: otherwise the first device would
+    be current there, and every rank of a machine would create a context on that device.
     """
     streams: dict[torch.device, torch.Stream] = _own.__dict__.setdefault("streams", {})
     if device not in streams:
@@ -59,7 +59,7 @@ def current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Context in which ``home`` is current and has waited for the previous stream; no effect if equal or on the CPU."""
+    """Context in which ``home`` is current and waits for the stream it replaces; no effect if it is current or None."""
     if home is None or (stream := torch.accelerator.current_stream(home.device)) == home:
         return nullcontext()
     home.wait_stream(stream)
@@ -67,9 +67,9 @@ def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
 
 
 def wait_for(others: Iterable[torch.Stream | None], stream: torch.Stream | None) -> None:
-    """Let a stream wait for others, before it uses their results, or frees memory that they have used.
+    """Make a stream wait for others, before it uses their results, or before memory that they have used is freed.
 
-    To free memory safely, ``record_stream`` would do as well, but then the memory could be reused only later.
+    ``record_stream`` would make freeing safe as well, but the memory could then be reused only later.
     """
     for other in others:
         if stream is not None and other is not None and other != stream:

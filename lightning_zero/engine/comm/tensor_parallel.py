@@ -1,8 +1,8 @@
-"""Tensor parallelism together with ZeRO: the ranks that share each tensor, and the tensors as the module uses them.
+"""Tensor parallelism together with ZeRO: the ranks that share tensors, and conversions from and to DTensors.
 
 The user's project divides the module's parameters, as DTensors, over the ``tensor_parallel`` dimension of a device
-mesh. The engine shards each rank's share of them along ``data_parallel``. The parameters are DTensors again only while
-a module computes.
+mesh. The engine shards each rank's share of a parameter along ``data_parallel``. The parameters are DTensors again only
+while a module computes.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def check_mesh(mesh: DeviceMesh) -> None:
     """Raise a ValueError unless a mesh has the dimensions ``(DATA, TENSOR)`` and contains all ranks."""
     if tuple(mesh.mesh_dim_names or ()) != (DATA, TENSOR):
         raise ValueError(
-            f"mesh has the dimensions {mesh.mesh_dim_names}, but must have {(DATA, TENSOR)}: write "
+            f"mesh has dimensions named {mesh.mesh_dim_names}, but the names must be {(DATA, TENSOR)}: write "
             f"init_device_mesh(device, (data, tensor), mesh_dim_names={(DATA, TENSOR)})."
         )
     if mesh.size() != process_group.world_size():
@@ -56,11 +56,11 @@ def check_mesh(mesh: DeviceMesh) -> None:
 
 @dataclass(frozen=True)
 class Placed:
-    """How the user's project has divided a parameter.
+    """How the user's project has divided a parameter over the tensor-parallel ranks.
 
     Attributes:
         share: this rank's share.
-        placements, stride: the DTensor's placements and stride; ``placements`` is None for an ordinary tensor.
+        placements, stride: a DTensor's placements and stride; ``placements`` is None for an ordinary tensor.
     """
 
     share: Share
@@ -80,7 +80,7 @@ class TensorParallel:
         groups: the ranks of each tensor-parallel group; exists only if ``ranks`` does.
         group: the process group of ``ranks``; exists only if ``ranks`` does.
         control: the control plane between these ranks, for Python values.
-        counters: counters of this communication.
+        counters: counters of the communication between these ranks.
     """
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
@@ -99,15 +99,15 @@ class TensorParallel:
         Args:
             watch: the watch over waits for these ranks.
             control_group: a group of the same ranks that communicates over the CPU.
-            tag: the tag of messages.
+            tag: the tag of the control plane's messages.
         """
         self._watch, self._control_group = watch, control_group
         self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters, tag)
 
-    # -- what the module's parameters are ---------------------------------------------------------------------------
+    # -- the module's parameters ------------------------------------------------------------------------------------
 
     def placed(self, name: str, tensor: Tensor) -> Placed:
-        """How a parameter is divided.
+        """How a parameter is divided over the tensor-parallel ranks.
 
         Raises:
             ValueError: if the parameter is a DTensor on another mesh, or its placement is neither Shard nor Replicate.
@@ -124,15 +124,15 @@ class TensorParallel:
         placement: Any = shared.placements[0]
         if type(placement).__name__ not in ("Shard", "Replicate"):
             raise ValueError(
-                f"{name} is a DTensor with the placement {placement}, but must have Shard or Replicate: divide the "
-                "parameter along one of its dimensions, or give every rank the whole parameter."
+                f"{name} is a DTensor with the placement {placement}, but the placement must be Shard or Replicate: "
+                "divide the parameter along one of its dimensions, or give every rank the whole parameter."
             )
         dimension = placement.dim % tensor.dim() if placement.is_shard() and self.size > 1 else None
         share = Share(tensor.shape, dimension, self.rank, self.size)
         return Placed(share, shared.placements, shared.stride())
 
     def shown(self, own: Tensor, placed: Placed) -> Tensor:
-        """Make a DTensor of this rank's share, if the parameter was one; gradients flow back to the share."""
+        """Wrap this rank's share in a DTensor if the parameter was a DTensor; gradients flow back to the share."""
         if placed.placements is None:
             return own
         from torch.distributed.tensor import DTensor
@@ -144,7 +144,7 @@ class TensorParallel:
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Context of a wait for the tensor-parallel ranks."""
+        """Context in which this rank waits for the other tensor-parallel ranks; ``what`` names the wait."""
         return self._watch.waiting(what)
 
     def whole(self, own: Tensor, share: Share) -> Tensor:
@@ -179,11 +179,11 @@ class TensorParallel:
         return tensor
 
     def check_same(self, batch: Any, sampler: str) -> None:
-        """Raise a ValueError on every rank if tensor-parallel ranks have different tensors in a batch. Collective.
+        """Raise a ValueError on every rank if the tensors of a batch differ between tensor-parallel ranks. Collective.
 
         Args:
             batch: tensors in nested lists, tuples and dictionaries.
-            sampler: how to write a sampler that gives these ranks the same batches, for the error message.
+            sampler: advice for the error message: how to write a sampler that gives these ranks the same batches.
         """
         if self.size == 1:
             return
@@ -195,7 +195,7 @@ class TensorParallel:
         names = dict.fromkeys(name for theirs in everywhere for name in theirs)
         different = [name for name in names if len({theirs.get(name) for theirs in everywhere}) > 1]
         raise ValueError(
-            f"Tensor-parallel ranks {self.ranks} compute one forward together, but their batches differ in "
+            f"Tensor-parallel ranks {self.ranks} compute one forward together, but have different values in "
             f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: "
             f"{sampler}, and use the same seeds in the dataset."
         )
@@ -220,7 +220,7 @@ class ActivationParts:
     def agree(self, values: Mapping[int, Tensor]) -> frozenset[int] | None:
         """The keys of the tensors that are identical on all ranks. Collective.
 
-        None if such a tensor is constant: constant tensors (zeros in a trial run, say) may be identical by chance.
+        None if all elements of such a tensor are equal (zeros in a trial run, say): it may be identical by chance.
         """
         digests = {key: _digest(value) for key, value in values.items()}
         everywhere = self._tensor.control.gather_objects(digests)
@@ -230,7 +230,7 @@ class ActivationParts:
         return frozenset(alike)
 
     def count(self, flat: Tensor) -> None:
-        """Count the gather of a whole tensor in the counters."""
+        """Add a gather that fills ``flat`` to the counters."""
         self._tensor.counters.add("activations", flat.numel(), flat.nbytes)
 
     def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
@@ -238,10 +238,10 @@ class ActivationParts:
 
         Args:
             flat: the 1-D tensor to fill, which already holds this rank's part.
-            mark: ``mark_of`` the whole tensor on this rank. On an accelerator, different marks end the program.
+            mark: ``mark_of`` the full tensor on this rank. On an accelerator, an assertion fails if checksums differ.
 
         Raises:
-            RuntimeError: from the returned function, on the CPU, if the ranks have different marks.
+            RuntimeError: from the returned function, on the CPU, if checksums differ between ranks.
         """
         self.count(flat)
         own, marks = flat.chunk(self.size)[self.rank].clone(), mark.new_empty(self.size)
@@ -261,7 +261,7 @@ class ActivationParts:
             elif not are_alike:
                 raise RuntimeError(
                     "partition_activations: the inputs of a checkpointed module were the same on all tensor-parallel "
-                    "ranks in the first forward, but differ now, as with sequence parallelism. Leave the option out."
+                    "ranks in the first forward, but now differ, as with sequence parallelism. Leave out this option."
                 )
 
         return wait
@@ -282,7 +282,7 @@ def is_dtensor(tensor: Any) -> bool:
 
 
 def are_divided(types: Iterable[type]) -> bool:
-    """Whether any of these classes is DTensor, or the class of results of asynchronous collectives.
+    """Whether any of these classes is DTensor, or AsyncCollectiveTensor, the result of an asynchronous collective.
 
     Such tensors wrap others. If a dispatch mode returns NotImplemented for them, torch calls the mode again with the
     wrapped tensors.

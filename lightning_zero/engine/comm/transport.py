@@ -64,16 +64,16 @@ class Transport(ABC):
         Args:
             full: the buffer, which already holds this rank's slice.
             ranges: each rank's slice of the buffer.
-            number: the bucket's number, the same on every rank. Transports whose ranks may begin gathers in different
-                orders tell gathers apart by this number.
+            number: the bucket's number, the same on every rank. Transports that allow ranks to begin gathers in
+                different orders use it to match the gathers.
         """
 
     def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:
-        """Encode the changes from this rank's slice to ``new`` for ``exchange_changes``, and update the slice."""
+        """Encode the changes from this rank's slice ``own`` to ``new``, and set ``own`` to ``new``."""
         return encode_changes(own, new)
 
     def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
-        """Update a flat buffer that is the same on every rank, except that each rank has changed its own slice.
+        """Update a flat buffer with all ranks' changes; so far, each rank has changed only its own slice.
 
         Args:
             full, ranges, number: see ``all_gather``.
@@ -90,11 +90,11 @@ class Transport(ABC):
         """Bytes of memory in use while a flat buffer is reduced: sent and received values, and this rank's slice."""
 
     def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float) -> Started:
-        """Like ``reduce_scatter``, of values times a factor, with each rank's slice given as a list of spans.
+        """Like ``reduce_scatter``, but multiply values by ``factor``, and take each rank's slice as a list of spans.
 
         The spans of a slice have the same lengths on every rank.
         """
         raise NotImplementedError
 
-    def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Begin no more collectives. Those in flight are finished, since peers need them."""
+    def close(self) -> None:  # noqa: B027 - most transports have nothing to close
+        """Begin no more collectives. Those in flight are still completed, since other ranks wait for them."""

@@ -23,7 +23,7 @@ from lightning_zero.engine.plan.topology import Topology
 
 
 class TwoLevelTransport(Transport):
-    """Shared memory within each machine, and Gloo between ranks with the same local index.
+    """Uses shared memory within each machine, and Gloo between ranks with the same local index.
 
     The slices of ranks with the same local index are adjacent (see ``mesh.ALL``), so a column is one range.
 
@@ -70,7 +70,7 @@ class TwoLevelTransport(Transport):
         return self._chain.start(first, lambda _: self._within.all_gather(full, columns, number))[0]
 
     def _then_across(self, first: Started, ranges: Ranges, codec: Codec) -> Started:
-        """Sum this rank's column, whose slices are adjacent, over machines."""
+        """Once this rank's column has been summed within the machine, sum it across machines."""
         begin = ranges[0][0]
         relative = [(start - begin, stop - begin) for start, stop in ranges]
         started, self._last_reduction = self._chain.start(
@@ -91,4 +91,4 @@ class TwoLevelTransport(Transport):
         return within + self._across.reduction_bytes(mine, relative, codec)
 
     def close(self) -> None:
-        self._chain.when_all_continue(self._within.close)  # after the exchanges in flight, which others need
+        self._chain.when_all_continue(self._within.close)  # exchanges in flight may still begin a gather

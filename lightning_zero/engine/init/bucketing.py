@@ -70,7 +70,7 @@ class UncutBucket:
         self.gradient_codec = gradient_codec
         self._number, self._unit_name, self._shared = number, unit_name, shared
         self._states: DiskStates | None = None
-        self._flat: Tensor | None = None  # full values, allocated at the first use
+        self._flat: Tensor | None = None  # full values, allocated on first use
         # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
         self._full = without_memory(self.layout.padded_numel, plan.compute_dtype, plan.device)
 
@@ -100,7 +100,7 @@ class UncutBucket:
     def cut(self, sources: list[Source]) -> Bucket:
         """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once.
 
-        Values that are not available from rank 0's source must have been written to ``room``.
+        Values of new parameters (``Source.is_new``) must have been written to ``room`` before.
         """
         flat, communicator, plan, ledger = self._opened(), self._shared.communicator, self.plan, self._shared.ledger
         low, high = self.layout.own_range
@@ -157,8 +157,8 @@ def assign_to_buckets(
 ) -> list[list[UncutBucket]]:
     """Make each unit's buckets, each for parameters of one kind: (compute dtype, dtype, requires_grad, codec, whole).
 
-    Parameters of one kind are split into several buckets if they have more than ``config.bucket_numel`` or
-    ``most_numel`` elements.
+    A unit's parameters of one kind are split into several buckets if together they have more than
+    ``config.bucket_numel`` or ``most_numel`` elements.
     """
     tensor = shared.communicator.tensor
     shares = {name: tensor.placed(name, p).share for plan in plans for name, p in plan.parameters.items()}
@@ -250,8 +250,8 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     idle = []
     if compression.parameters is not None and not any(bucket.plan.sends_changes for bucket in buckets):
         idle.append(
-            "no parameters: that requires trained parameters in 16 bits (precision='bf16-mixed' or 'bf16-true') with "
-            "a copy on every machine (stage=1, stage=2, or shard_within with several ranks per machine)"
+            "no parameters: for that, trained parameters must be in 16 bits (precision='bf16-mixed' or 'bf16-true') "
+            "and have a copy on every machine (stage=1, stage=2, or shard_within with several ranks per machine)"
         )
     if compression.gradients is not None and not any(bucket.gradient_codec for bucket in buckets):
         idle.append(
@@ -262,8 +262,8 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
         said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
     elif not communicator.may_compress:
         raise NothingToCompressError(
-            f"{given} is for ranks on CPUs that communicate over Gloo: leave it out, or write reduce_dtype='bf16' to "
-            "send gradients in 16 bits."
+            f"{given} works only for ranks on CPUs that communicate over Gloo: leave it out, or write "
+            "reduce_dtype='bf16' to send gradients in 16 bits."
         )
     elif len(idle) == sum(each is not None for each in (compression.parameters, compression.gradients)):
         raise NothingToCompressError(f"{given} has no effect between these machines. It compresses {'; '.join(idle)}.")

@@ -36,8 +36,8 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     left = _left_in(module)
     if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
         raise ValueError(
-            "The parameters were left sharded by a failed run with tensor parallelism: make a new module and load a "
-            "checkpoint."
+            "The parameters were left sharded by a failed run with tensor parallelism, and cannot be unsharded: make a "
+            "new module and load a checkpoint."
         )
     size = world_size()
     places = {(bucket.communicator.rank, bucket.communicator.size) for bucket in left.values()}
@@ -48,8 +48,8 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     if any(places - {(rank, size)} for rank, (_, places) in enumerate(held)):
         sizes = sorted({of_size for _, places in held for _, of_size in places})
         raise ValueError(
-            f"The parameters were left sharded by a failed run on {sizes} ranks, and {size} rank(s) in the present "
-            "order cannot unshard them. Use the same ranks, or make a new module and load a checkpoint."
+            f"The parameters were left sharded by a failed run (number of ranks: {sizes}), and {size} rank(s) in the "
+            "present order cannot unshard them. Use the same ranks, or make a new module and load a checkpoint."
         )
     if not any(names for names, _ in held):
         return
@@ -74,6 +74,6 @@ def consolidate(module: nn.Module, timeout: float) -> None:
 
 
 def _left_in(module: nn.Module) -> dict[str, Bucket]:
-    """The parameters that a closed engine left sharded: their buckets, by parameter name."""
+    """The bucket of each parameter that a closed engine left sharded, by parameter name."""
     slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
     return {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}

@@ -92,10 +92,10 @@ class LoadTarget:
 def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[list[LoadTarget]]:
     """Context in which ``load_state_dict`` records new values for the chosen tensors instead of copying the values.
 
-    torch still reads the state dict, with the module's own hooks, and can reject it before any tensor is changed.
+    torch still runs the module's own hooks and checks the state dict, and can reject it before any tensor is changed.
 
     Args:
-        of: returns whether to choose a tensor.
+        of: returns whether a tensor is chosen.
     """
     stand_ins: dict[int, _StandIn] = {}
     targets = []

@@ -58,9 +58,9 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
         if states is not None and pins:
             if offload.gradients is not None:
                 memory["gradients"] += _power_of_two(numel * master)
-                at_once = numel  # a new micro-batch's gradient, until it is added
+                at_once = numel  # for a new micro-batch's gradient until it is added
             largest_gradient = max(largest_gradient, at_once * master)
-    # torch keeps freed pinned blocks for reuse: at most one of each power of two, together twice the largest.
+    # torch keeps freed pinned blocks for reuse: at most one per power of two, so together less than twice the largest.
     memory["gradients"] += 2 * _power_of_two(largest_gradient)
     memory["buffers for the disk"] += BUFFERS * largest_sub_group
     return +memory
@@ -125,21 +125,21 @@ def check_room_of_owners(
                 is_here = values is not None and values.device.type == place.type
                 nbytes = segment.numel * bucket.plan.master_dtype.itemsize * (1 if is_here else 2)
                 if nbytes > need.total():
-                    need, device = Counter({f"'{segment.name}', which one rank updates as a whole,": nbytes}), place
+                    need, device = Counter({f"'{segment.name}', which one rank updates as a whole": nbytes}), place
     missing = _without_room(need, communicator, device=device)
     if missing:
         raise ValueError(
-            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}: give this parameter to an "
-            "elementwise optimizer such as AdamW, so that it is sharded over all ranks, or write offload='cpu'."
+            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}: give such parameters to an "
+            "elementwise optimizer such as AdamW, so that they are sharded over all ranks, or write offload='cpu'."
         )
 
 
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
-    """The hosts that lack memory to make all tensors of their ranks full, with a tenth left free. Collective.
+    """The hosts that lack memory to unshard all tensors of their ranks and keep a tenth of it free. Collective.
 
-    The memory of shards is not counted as available: a shard is freed only after its full tensors have been made.
+    The memory of shards is not counted as available: a shard is freed only after its full tensors are complete.
 
     Args:
         buckets: the buckets of all units.
@@ -176,7 +176,7 @@ class Shortage(NamedTuple):
     available: int
 
     def __str__(self) -> str:
-        purposes = ", ".join(f"{what} {nbytes}" for what, nbytes in self.needed.items())
+        purposes = ", ".join(f"{what}: {nbytes}" for what, nbytes in self.needed.items())
         return (
             f"The {self.ranks} rank(s) on {self.place} need {self.needed.total()} bytes ({purposes}), and "
             f"{self.available} are available"

@@ -31,14 +31,14 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
 def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> None:
-    """Raise a ValueError if no module would initialise some parameters or buffers on the meta device."""
+    """Raise a ValueError if any parameter or buffer on the meta device has no module that initialises it."""
     lacking = dict(_lacking(module, "", sources, [], False))
     if lacking:
         raise ValueError(
-            f"{listed(lacking)}: on the meta device without values, and "
-            f"{listed(dict.fromkeys(lacking.values()))} has no reset_parameters(). Define that method, which "
-            "takes no argument and initialises the module's own parameters and buffers in place; or load the values in "
-            "configure_model (lightning_zero.load_weights); or construct the module outside of torch.device('meta')."
+            f"{listed(lacking)}: on the meta device without values, and there is no reset_parameters() in "
+            f"{listed(dict.fromkeys(lacking.values()))}. Define it, without arguments, to initialise the module's own "
+            "parameters and buffers in place; or load the values in configure_model (lightning_zero.load_weights); or "
+            "construct the module outside of torch.device('meta')."
         )
 
 
@@ -64,7 +64,7 @@ def detach_kept_graphs(module: nn.Module) -> None:
 
 
 class Materialiser:
-    """Materialises and shards the units of one module, with values from given sources or from initialisation."""
+    """Materialises and shards the units of one module, whose values come from ``sources`` or from initialisation."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class Materialiser:
             for index, parameter in enumerate(bucket.parameters)
             if sources[bucket.layout.segments[index].name].is_new
         }
-        self._buffers_before = list(module.buffers())  # alive, so that their ids, used as keys, stay unique
+        self._buffers_before = list(module.buffers())  # kept alive, so that their ids stay unique as keys
         by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
         self._source_of_buffer = {
             (id(inner), name): by_id[id(buffer)]
@@ -111,7 +111,7 @@ class Materialiser:
         return self._buckets
 
     def _visit(self, module: nn.Module, ancestors: list[nn.Module]) -> bool:
-        """Materialise a module, submodules first, and shard complete units. Return whether any part is new."""
+        """Materialise a module, submodules first, and shard complete units. Return whether any tensor is new."""
         self._seen.add(id(module))
         is_new = any(id(parameter) in self._new_parameters for parameter in module._parameters.values())
         for child in module.children():
@@ -158,7 +158,7 @@ class Materialiser:
 
     @contextmanager
     def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
-        """Context for a module's initialiser: meta tensors replace tensors with values, to keep these unchanged."""
+        """Context for a module's initialiser: meta tensors replace tensors that have values and must not change."""
         rooms: dict[int, Tensor] = {}
         divided: list[tuple[Tensor, Tensor, Share]] = []  # (whole parameter, memory for this rank's share, share)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
@@ -176,7 +176,7 @@ class Materialiser:
                     instead = rooms[id(parameter)]
                 else:
                     room = instead = rooms[id(parameter)] = self._room_of(parameter)
-                    if room.shape != parameter.shape:  # divided: initialise all, copy the share
+                    if room.shape != parameter.shape:  # divided: initialise a full tensor, then copy the share
                         instead = _unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
                         instead = rooms[id(parameter)] = nn.Parameter(instead, parameter.requires_grad)
                         divided.append((instead, room, self._share_of(parameter)))
@@ -226,8 +226,8 @@ class Materialiser:
         found = list(dict.fromkeys(name for names in everywhere for name in names))
         if found:
             raise RuntimeError(
-                f"{listed(found)}: without values after every module was initialised. On the meta device, values that "
-                "__init__ writes are lost: initialise all of the module's own parameters and buffers in "
+                f"{listed(found)}: still without values after every module was initialised. On the meta device, values "
+                "that __init__ writes are lost: initialise all of the module's own parameters and buffers in "
                 "reset_parameters(), or construct the module outside of torch.device('meta')."
             )
 
@@ -238,7 +238,7 @@ def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callabl
     1. The module's own ``reset_parameters`` (``_reset_parameters`` in torch's attention and transformer modules).
     2. The method that the module or an enclosing model applies to all its modules (``self.apply(self._init_weights)``
        in transformers, timm and minGPT).
-    3. The method that PEFT calls on its adapters.
+    3. PEFT's ``reset_lora_parameters``, once per adapter.
     """
     own = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
     applied = [getattr(model, "_init_weights", None) for model in (module, *reversed(ancestors))]
@@ -292,7 +292,7 @@ def _is_unset(tensor: Tensor) -> bool:
 
 @contextmanager
 def _drawing_as_rank_0(communicator: Communicator) -> Iterator[None]:
-    """Context in which all ranks draw rank 0's random numbers; at the end each rank regains its own random state."""
+    """Context in which all ranks draw rank 0's random numbers; then ranks whose random state differed restore it."""
     device, states = communicator.device, []
     generators: list[tuple[Any, tuple[Any, ...]]] = [(torch.random, ())]
     if device.type != "cpu":

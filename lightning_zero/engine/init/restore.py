@@ -36,9 +36,9 @@ def restore_parameters(
         }
         for bucket in buckets:
             if not bucket.parameters:
-                continue  # restored by an earlier call, which later failed
+                continue  # restored by an earlier call that failed later
             if alone and not bucket.is_whole_here:
-                bucket.update, memory = None, available_memory()  # the update has ended; close() raises any error
+                bucket.update, memory = None, available_memory()  # the update has ended; ``close`` raises its error
                 shard = bucket.residency.plan.shard_numel * bucket.master_dtype.itemsize
                 bucket.leave_disk(may_read=memory is None or memory > 2 * shard)
                 if communicator.everyone.size > 1:
@@ -57,7 +57,7 @@ def restore_parameters(
 def _derived(
     buckets: Sequence[Bucket], communicator: Communicator, communicate: bool
 ) -> dict[BucketSlot, list[ShardedTensor]]:
-    """Tensors that user code derived from parameters: aliases, and those other tensors that are alive on all ranks.
+    """Tensors that user code derived from parameters: all aliases, and other tensors if they are alive on all ranks.
 
     Ranks match tensors by their order of creation. If ranks have derived different numbers of tensors from a parameter,
     only its aliases are returned.

@@ -32,7 +32,7 @@ class Source(NamedTuple):
 class MappedFiles:
     """The files that are mapped into this process's memory, by ``torch.load(mmap=True)`` or safetensors, for example.
 
-    They are listed by Linux, not by torch. On other systems no mapped file is found.
+    The list comes from Linux, since torch has none. On other systems no mapped file is found.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class MappedFiles:
                     self._mappings.append((start, stop, int(line[2], 16), path))
 
     def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """The file range that a tensor maps, for ranks to compare; None if it maps none or was written to."""
+        """Identify the file range that a tensor maps, for ranks to compare; None if there is none or it was changed."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -72,7 +72,7 @@ def _is_written(start: int, stop: int) -> bool:
         with open("/proc/self/pagemap", "rb", buffering=0) as file:
             file.seek(8 * first)
             entries = bytearray(file.read(8 * (last - first)))
-            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # 1: file-backed, 2: swapped out, 4: present
+            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # bits: 1 file-backed, 2 swapped out, 4 present
             return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
     except (OSError, ValueError):
         return True
@@ -82,7 +82,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
     """Raise a ValueError if a parameter is neither an ordinary tensor nor, where allowed, a DTensor."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
-            raise ValueError(f"{name} is sharded already: a module belongs to one engine at a time.")
+            raise ValueError(f"{name} is sharded already: a module can have only one engine at a time.")
         if is_dtensor(parameter) and not may_be_divided:
             raise ValueError(
                 f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
@@ -93,7 +93,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
 
 
 def common_device(plans: list[UnitPlan]) -> torch.device:
-    """The device of all parameters that have values, else the CPU. Raises a ValueError if there are several devices."""
+    """The device of all parameters with values; the CPU if there are none. Raises a ValueError for several devices."""
     found = None
     for name, parameter in (named for plan in plans for named in plan.parameters.items()):
         if not is_on_meta(parameter):
@@ -115,7 +115,7 @@ def leave_in_files(module: nn.Module) -> None:
 
 
 def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
-    """Where in a file values are stored, for ranks to compare; None if other ranks cannot read the values there."""
+    """The place in a file where values are stored, for ranks to compare; None if other ranks cannot read it."""
     origin = values.origin if isinstance(values, LazyTensor) else values
     return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
 
@@ -137,7 +137,7 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin
-    # Usually all ranks agree, and comparing hashes shows it: the descriptions are gathered only if they differ.
+    # Usually all ranks agree, as a comparison of hashes shows; the descriptions are gathered only if ranks differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
     _check_alike(everywhere)
@@ -175,7 +175,7 @@ def _check_alike(everywhere: list[dict[str, tuple[Any, Any]]]) -> None:
                 )
         if list(first) != list(other):
             raise ValueError(
-                f"The module differs between ranks: rank {rank} has the parameters of rank 0, but in another order. "
+                f"The module differs between ranks: rank {rank} has the same tensors as rank 0 in a different order. "
                 "Construct the same module on every rank."
             )
 

@@ -28,7 +28,7 @@ class Memory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device=self.device)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> Tensor:
-        """Store the bytes of a buffer, complete after the event ``filled`` if given; return a key for ``get``."""
+        """Store a buffer's bytes, complete once the event ``filled`` occurs (None: now); return a key for ``get``."""
         return memory
 
     def get(self, where: Tensor, deliver: Callable[[Tensor], Any]) -> Future[Any]:
@@ -52,7 +52,7 @@ class Disk:
         self._is_pinned, self._file = is_pinned, SwapFile(folder)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()
-        # Start positions of freed ranges, by size. Any thread may free a range, when an autograd graph is freed.
+        # Start positions of freed ranges, by size. Any thread may add one, since any thread may free an autograd graph.
         self._free: dict[int, deque[int]] = {}
         self._end = 0
 
@@ -63,7 +63,7 @@ class Disk:
         return self._aligned(nbytes)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> _Stored:
-        """Store the bytes of a buffer, complete after the event ``filled`` if given; return a key for ``get``."""
+        """Store a buffer's bytes, complete once the event ``filled`` occurs (None: now); return a key for ``get``."""
         start = self._claim(len(memory))
         written = self._thread.submit(self._write, memory, start, filled)
         self._writes.append(written)
@@ -114,7 +114,7 @@ class Disk:
         return deliver(memory)
 
     def _error(self, number: int | None, reason: str | None) -> OSError:
-        advice = "free space on this disk, give a folder on another disk, or offload activations to the CPU"
+        advice = "free space on this disk, set path= to a folder on another disk, or write activations='cpu'"
         return OSError(number, f"{reason}: {advice}", self._file.path)
 
 

@@ -65,13 +65,13 @@ class Swap:
 
 
 class DiskStates:
-    """Tensors of equal length, called fields, stored by sub-groups in a file.
+    """Tensors of equal length, called fields, stored in a file, one sub-group after another.
 
     Args:
         name: the bucket's name, for errors.
         numel: elements of each field.
         dtype: the dtype of the master weights, which are the first field.
-        fields: dtypes of the other fields, by name. The attribute ``fields`` also has the first field.
+        fields: dtypes of the other fields, by name. The attribute ``fields`` also contains the first field.
 
     Raises:
         OSError: if the disk lacks space.
@@ -86,7 +86,7 @@ class DiskStates:
         self._file = swap.open(sum(map(self._nbytes, range(self.count))))
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Add missing fields, filled with zeros. Raises an OSError if the disk lacks space; nothing is changed then."""
+        """Add missing fields, filled with zeros. Raises an OSError, and changes nothing, if the disk lacks space."""
         if not all(field in self.fields for field in fields):
             self._lay_out({**self.fields, **fields})
 
@@ -152,15 +152,15 @@ class DiskStates:
         return out
 
     def write(self, field: str, start: int, values: Tensor) -> None:
-        """Write the elements of a field from ``start`` on."""
+        """Write values to the elements of a field from ``start`` on."""
         for part, position, memory, elements in self._parts(field, start, start + values.numel()):
             if elements.nbytes < len(memory):
-                self._file.read(memory, position)  # to preserve the bytes around the elements
+                self._file.read(memory, position)  # preserves the bytes around the elements
             elements.copy_(values[part])
             self._file.write(memory, position)
 
     def _parts(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
-        """The part of ``[start, stop)`` in each sub-group: (part, aligned file position, memory, its tensor)."""
+        """Split ``[start, stop)`` by sub-group: yield (part, aligned file position, memory, the part in memory)."""
         dtype, sub_group = self.fields[field], self.swap.sub_group
         for index in range(start // sub_group, -(-stop // sub_group)):
             first, last = self.range_of(index)
@@ -173,7 +173,7 @@ class DiskStates:
             yield slice(low - start, high - start), position, memory, elements
 
     def tensor(self, field: str, start: int, stop: int) -> LazyTensor:
-        """A range of a field as a lazy tensor: each use reads the values from the disk, each write goes to the disk."""
+        """A range of a field as a lazy tensor: each use reads values from the disk, and each write goes to the disk."""
 
         def read(low: int, high: int) -> Tensor:
             return self.read(field, start + low, start + high)

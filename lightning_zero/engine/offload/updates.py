@@ -39,7 +39,7 @@ class Updates:
         self._streams: list[DiskUpdate] = []
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
-        """Run a function in the thread, after all functions submitted earlier; return work to wait for."""
+        """Run a function in the thread, after all functions submitted earlier; return a ``BackgroundWork`` for it."""
         work = BackgroundWork(self)
 
         def run() -> None:
@@ -50,7 +50,7 @@ class Updates:
         return work
 
     def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
-        """Start to copy gradients to host memory; return the copies, and work to wait for before reading these."""
+        """Start to copy gradients to host memory; return the copies, and the work to wait for before reading them."""
         device = sources[0].device if sources else torch.device("cpu")
         targets = [torch.empty(t.shape, dtype=t.dtype, pin_memory=device.type != "cpu", device="cpu") for t in sources]
 
@@ -62,7 +62,7 @@ class Updates:
         return targets, self._copier.submit(on_own_stream(device, copy))
 
     def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
-        """Start reading states from a disk, in this order, for an update."""
+        """Start an update of states on a disk, which are read in the order given."""
         update = DiskUpdate(states, self)
         self._streams = [*(each for each in self._streams if each.waiting), update]
         self._put(update.run)
@@ -114,7 +114,7 @@ OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
 
 
 class DiskUpdate:
-    """An update of states on a disk: streams sub-groups through memory; changes each once its gradient is available.
+    """An update of states on a disk: streams sub-groups through memory, and changes each when its gradient arrives.
 
     Args:
         states: the states of buckets, in the order in which their gradients arrive.
@@ -188,9 +188,9 @@ class DiskUpdate:
 
 
 def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
-    """Wrap a function to run on a separate stream, after the work that the device has queued now.
+    """Wrap a function to run on a separate stream, after the work now queued on the device's current stream.
 
-    Copies to and from the host in the function then overlap with the device's later computation.
+    The function's copies to and from the host then overlap with the device's later computation.
     """
     if device.type == "cpu":
         return act
@@ -217,7 +217,7 @@ class Update(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
-        """Make an update that runs on the CPU, by default with a fused kernel unless the module is on the CPU, too."""
+        """Make an update that runs on the CPU; for a module on another device, a fused kernel is the default."""
         kind: Any = type(optimizer)
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
@@ -266,7 +266,7 @@ class Update(NamedTuple):
 def fields_by_parameter(
     optimizers: Sequence[Optimizer],
 ) -> Callable[..., dict[str, torch.dtype]]:
-    """Make a function of (parameters, master dtype) that returns the dtypes of their optimizer states, by name."""
+    """Make a function of (parameters, master dtype) that returns the dtypes of the optimizer states, by name."""
     group_of = {
         id(parameter): (optimizer, group)
         for optimizer in optimizers
@@ -299,7 +299,7 @@ def _without_hooks(kind: Any) -> type[Optimizer]:
         return step.__wrapped__ if getattr(step, "hooked", False) else step
 
     bases = [base for base in kind.__mro__[:-1] if "step" in vars(base)]
-    # each class that defines ``step`` gets a subclass with the unwrapped one, so ``super().step()`` calls no hooks
+    # each class that defines ``step`` gets a subclass with the unwrapped step, so ``super().step()`` calls no hooks
     between = [type(base.__name__, (base,), {"step": unhooked(base)}) for base in bases if base is not kind]
     return type(kind.__name__, (kind, *between), {"step": unhooked(bases[0])})
 

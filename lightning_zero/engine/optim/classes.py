@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Need(Enum):
-    """What an optimizer needs to update one element of a parameter as it would without sharding."""
+    """What an optimizer must see to update one element of a parameter as it would without sharding."""
 
     ELEMENT = "the element's own gradient and state"
     PARAMETER = "the whole parameter"
@@ -119,7 +119,7 @@ _TABLE: dict[tuple[str, str], tuple[Need, str]] = {
 _OPTIONS: dict[str, tuple[Need, str]] = {
     "use_gc": (Need.PARAMETER, "use_gc subtracts the mean of each gradient"),
     "adanorm": (Need.PARAMETER, "adanorm uses the norm of each gradient"),
-    "cautious": (Need.PARAMETER, "cautious divides by the mean of a mask over each parameter"),
-    "pre_norm": (Need.MODEL, "pre_norm divides by the norm of all gradients"),
+    "cautious": (Need.PARAMETER, "cautious divides the update by the mean of a mask over each parameter"),
+    "pre_norm": (Need.MODEL, "pre_norm divides each gradient by the norm of all gradients"),
 }
-"""Options, of an optimizer or of a group, that raise the need above that of the class in ``_NEEDS``."""
+"""Options of optimizers or param groups with which an optimizer needs more than ``_NEEDS`` says for its class."""

@@ -21,7 +21,7 @@ ELEMENTWISE = frozenset(TORCHS_ELEMENTWISE)
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
-    """Refuse optimizers that would give other results with sharding than without.
+    """Raise a TypeError for optimizers that would give different results with sharding than without.
 
     Args:
         ranks: the number of ranks that shard parameters. A single rank has whole parameters, so its optimizers are
@@ -71,19 +71,19 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
         )
     if _has_overrides(optimizer):
         raise TypeError(
-            f"{name} has overrides of bitsandbytes' GlobalOptimManager for some parameters. Overrides are found "
-            "by a tensor's identity or position, but shards are different tensors. Give these parameters to a separate "
+            f"{name} has overrides in bitsandbytes' GlobalOptimManager for some parameters. They are looked up by a "
+            "tensor's identity or position, but shards are different tensors. Give these parameters to a separate "
             f"optimizer, such as {name.removesuffix('8bit')}32bit, or {instead}."
         )
     if config.offloads_optimizer and getattr(optimizer, "is_paged", False):
         raise TypeError(
-            f"{name} keeps its states in memory that CUDA pages, and such memory cannot be offloaded: leave offload "
+            f"{name} keeps its states in CUDA unified memory, which cannot be offloaded: leave offload "
             f"out, or use {name.removeprefix('Paged')} with is_paged=False."
         )
 
 
 def _has_overrides(optimizer: Optimizer) -> bool:
-    """Whether bitsandbytes has settings for single parameters, which override those of the optimizer's groups."""
+    """Whether bitsandbytes overrides the optimizer's options for individual parameters."""
     manager: Any = getattr(optimizer, "mng", None)
     if type(manager).__name__ != "GlobalOptimManager":
         return False
@@ -136,14 +136,14 @@ def check_not_divided(
     for name, parameter, share in parameters:
         if is_kept_whole(name, parameter):
             raise TypeError(
-                f"The optimizer of '{name}' needs whole parameters, but tensor parallelism gives each of {share.count} "
-                "ranks only a part of this one. Give such parameters to an elementwise optimizer "
+                f"The optimizer of '{name}' needs the whole parameter, but tensor parallelism gives each of "
+                f"{share.count} ranks only a part. Give such parameters to an elementwise optimizer "
                 f"({', '.join(sorted(ELEMENTWISE))}), or leave them out of the tensor-parallel plan."
             )
 
 
 def is_torchs_elementwise(cls: type) -> bool:
-    """Whether a class is an elementwise optimizer of torch itself."""
+    """Whether a class is one of torch's own elementwise optimizers."""
     return cls.__name__ in ELEMENTWISE and cls.__module__.partition(".")[0] == "torch"
 
 
@@ -177,7 +177,7 @@ def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
     if any(ast.unparse(decorator) not in _HARMLESS_DECORATORS for decorator in function.decorator_list):
         return False
     own, plain = function.args.args[0].arg, (bool, int, float, str, type(None))
-    allowed: set[int] = set()  # ids of the allowed uses of the optimizer and of ``super()``
+    allowed: set[int] = set()  # ids of nodes: allowed uses of the optimizer and of ``super()``
     for node in (node for node in ast.walk(function) if isinstance(node, ast.Attribute)):
         if node.attr == "step" and _is_super(node.value):
             allowed |= {id(node.value), *(id(argument) for argument in node.value.args)}

@@ -23,8 +23,8 @@ class Master:
     Attributes:
         first, last: indices of the first and last segment, inclusive.
         range: the slice of the shard that belongs to the segments.
-        tensor: the tensor that the optimizer updates. It is 1-D, unless the optimizer updates whole parameters; empty
-            if this rank owns no part of the segments.
+        tensor: the tensor that the optimizer updates. It is 1-D unless the optimizer updates whole parameters, and
+            empty if this rank owns no part of the segments.
         device: the device on which the tensor is updated.
     """
 
@@ -47,7 +47,7 @@ class Master:
 
     @property
     def is_here(self) -> bool:
-        """Whether this rank updates the master: it owns elements, or no rank does since the parameters are empty."""
+        """Whether this rank updates the master: this rank owns elements of it, or the parameters are empty."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
     def values(self) -> Tensor:
@@ -57,12 +57,12 @@ class Master:
         return self.tensor.detach()
 
     def stored(self, key: str) -> Tensor:
-        """A state of this master, stored on a disk, as a lazy tensor."""
+        """This master's state ``key``, which is on a disk, as a lazy tensor."""
         assert self.bucket.states is not None
         return self.bucket.states.tensor(key, self.range.start, self.range.stop)
 
     def part_of(self, slot: BucketSlot) -> slice:
-        """The range of one segment within this master's flattened tensor."""
+        """The range of a slot's segment within this master's flattened tensor."""
         if slot.local_numel == 0:
             return slice(0, 0)
         return slice(slot.local_range.start - self.range.start, slot.local_range.stop - self.range.start)
@@ -79,11 +79,11 @@ def is_alone(bucket: Bucket) -> bool:
 
 
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
-    """Maximal runs of adjoining segments, in the order of each bucket.
+    """Group slots into maximal runs of adjacent segments, in each bucket's order.
 
     A run never spans a gap: kernels may round the last elements of a tensor differently (see ``ALIGNMENT``), so the
-    elements before a gap must be last in a master, too. With one rank or in a whole bucket, each segment is a separate
-    run; with one rank, gradients are not in a flat buffer.
+    elements before a gap must be last in a master, too. In a whole bucket each segment is a separate run, and also with
+    one rank, since gradients are then not in a flat buffer.
     """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
@@ -103,9 +103,9 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
 
 @torch.no_grad()
 def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
-    """Restore a parameter's saved master weight, except for elements whose rounded value has changed since.
+    """Restore a parameter's saved master weight, except for elements whose rounded value has changed since saving.
 
-    If a parameter is now in fp32, elements that hold a rounded value regain the digits of the saved weight.
+    If the parameter is now in fp32, only elements that equal the saved weight in low precision are restored.
 
     Args:
         saved: the saved master weight, in full.
@@ -141,7 +141,7 @@ class SparseRows:
         if slot is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             self._rows = None
             return None
-        gradient = gradient.coalesce()  # adds up the parts of a row in the same order as the optimizer
+        gradient = gradient.coalesce()  # sums duplicate rows in the same order as the optimizer would
         (rows,) = gradient.detach().indices()
         if self._rows is not None and slot.parameter.grad is not None:
             rows = torch.cat([self._rows, rows]).unique()
@@ -149,7 +149,7 @@ class SparseRows:
         return gradient
 
     def of(self, gradient: Tensor) -> Tensor:
-        """The dense gradient as a sparse tensor of these rows; unchanged if backward gave no sparse gradient."""
+        """Return a gradient as a sparse tensor of these rows, or unchanged if backward gave no sparse gradient."""
         if self._rows is None:
             return gradient
         return torch.sparse_coo_tensor(

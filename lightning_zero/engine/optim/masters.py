@@ -2,8 +2,8 @@
 
 Between steps, an optimizer's ``param_groups`` hold the module's own parameters, so that user code finds these as usual.
 During the update, each group holds its masters instead. A master is a 1-D tensor: this rank's part of a run of
-neighbouring segments of a bucket. The update thus needs few kernels, over 1/N of the elements (P_os in the ZeRO paper,
-section 5.1). With one rank, each parameter has a master of the same shape, and the order is kept.
+neighbouring segments of a bucket. The update thus needs few kernels, over 1/N of the elements on each of N ranks (P_os
+in the ZeRO paper, section 5.1). With one rank, each parameter has a master of the same shape, in the same order.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Masters:
         self._replaced: list[list[Any]] | None = None  # during a step: the module's parameters, by group
         self._active: list[Master] = []
         self._signature: Any = None
-        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters of no engine
+        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without one
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()
         self._offloaded = OffloadedStep()
@@ -81,7 +81,7 @@ class Masters:
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, owner: Owner) -> None:
-        """Add another engine whose module's parameters the optimizer updates, too. Collective."""
+        """Add another engine, whose module's parameters this optimizer also updates. Collective."""
         self.states.join(owner)
         self._signature = None
         state: dict[Any, dict[str, Any]] = self.states.by_master
@@ -121,7 +121,7 @@ class Masters:
             self._swap_in()
             return None
 
-        # Swap inside a closure, even if the user gave none, so that users' step pre-hooks see the module's parameters.
+        # Swap inside a closure, even if the user passed none, so that user step pre-hooks see the module's parameters.
         def closure_then_swap() -> Any:
             if self._replaced is not None:  # LBFGS calls the closure again, after writing values
                 self._put_back()
@@ -166,7 +166,7 @@ class Masters:
     def _updated_by_optimizer(
         self, bucket: Bucket, master: Tensor, gradient: Tensor | None, group: dict[str, Any]
     ) -> list[Tensor]:
-        """Update a master in chunks if that is faster; otherwise return it with its gradient, for ``step``."""
+        """Update a master in chunks if that is faster; otherwise set its gradient and return it for ``step``."""
         optimizer, states = self.states.optimizer, self.states.by_master
         if gradient is not None and gains_by_chunks(type(optimizer), group, master):
             update = Update.of(optimizer, group, master.device)
@@ -264,7 +264,7 @@ class Masters:
                 master.tensor.grad = None
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
-        """Choose the masters of each group, for its parameters that have a gradient; usually those of the last step."""
+        """Choose each group's masters, which cover its parameters with a gradient; usually they stay the same."""
         signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
@@ -291,8 +291,8 @@ class Masters:
         if (shard := shard_of_all(master.slots)) is not None:
             values = shard.range_of(master.range)
         else:
-            # User code has assigned ``p.grad``. Ranks that own no part of the master run this code, too, since it
-            # gathers a gradient that was derived from another parameter.
+            # User code has assigned ``p.grad``. Ranks that own no part of the master run this code, too, since
+            # ``local_range_of`` gathers a gradient that was derived from another parameter.
             values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
@@ -342,7 +342,7 @@ _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDict
 
 
 def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
-    """An optimizer's masters, with this engine added; made if the optimizer has none yet. Collective."""
+    """Return an optimizer's masters, created if there are none yet, after adding an engine to them. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
         return Masters(optimizer, owner)
@@ -353,7 +353,7 @@ def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
 def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) -> RemovableHandle:
     """Register a hook to call after each update by an optimizer, before the new parameters are gathered.
 
-    The gather then also sends elementwise writes of the hook to parameters (``p.mul_(mask)``) to all ranks.
+    If the hook writes to parameters elementwise (``p.mul_(mask)``), the gather also sends these writes to all ranks.
 
     Args:
         optimizer: any optimizer, with or without an engine.
@@ -371,7 +371,7 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
 def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:
     """Reshard some of an engine's buckets so that each of their parameters is whole on one rank. Collective."""
     ranks = late[0].layout.world_size
-    loads = [0] * ranks  # elements by position, since owners are positions
+    loads = [0] * ranks  # numbers of elements owned so far, by position among the shards
     for layout in (bucket.layout for bucket in buckets if bucket.layout.is_whole):
         for rank in range(ranks):
             loads[layout.position(rank)] += layout.shard_numel(rank)

@@ -22,7 +22,7 @@ class Refutation(str):
     """The observation, in words, that contradicts the user's ``whole_parameters``.
 
     Attributes:
-        is_of_parts: whether a part of a parameter alone was updated differently than as part of the whole parameter.
+        is_of_parts: whether separate updates of a parameter's parts differ from an update of the whole parameter.
     """
 
     is_of_parts = False
@@ -35,7 +35,7 @@ def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | 
         is_elementwise: whether the optimizer is declared to be elementwise; parts are compared only then.
 
     Returns:
-        The observed difference; None if there is none, or if the optimizer cannot be tried.
+        The observed difference, in words; None if updates are equal, or if the optimizer cannot be tried.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -56,8 +56,8 @@ def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
             (alone,) = _updated(optimizer, group, [value], [[step[index]] for step in gradients])
             if not torch.equal(alone, together[index]):
                 return Refutation(
-                    "the update of a parameter depends on other parameters: on random gradients, it differs by "
-                    f"{(alone - together[index]).abs().max():.1e} from the update of the same parameter alone"
+                    "the update of a parameter depends on other parameters: with random gradients, separate updates "
+                    f"of two parameters differ by up to {(alone - together[index]).abs().max():.1e} from joint updates"
                 )
         if is_elementwise:
             half = values[0].numel() // 2
@@ -70,8 +70,8 @@ def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
             difference = (torch.cat(parts) - together[0].view(-1)).abs().max()
             if difference > 0:
                 refutation = Refutation(
-                    "the update of an element depends on other elements of the parameter: on random gradients, "
-                    f"separate updates of the two halves of a matrix differ by {difference:.1e} from one update"
+                    "the update of an element depends on other elements of the parameter: with random gradients, "
+                    f"separate updates of the two halves of a matrix differ by up to {difference:.1e} from one update"
                 )
                 refutation.is_of_parts = True
                 return refutation

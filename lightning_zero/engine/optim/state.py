@@ -1,4 +1,4 @@
-"""The state of an optimizer. The optimizer has it by master; torch and user code access it by parameter."""
+"""The state of an optimizer: held by master, but accessed by parameter from torch and user code."""
 
 from __future__ import annotations
 
@@ -59,9 +59,9 @@ class Owner(Protocol):
 
 
 class StateMapping(defaultdict[Any, dict[str, Any]]):
-    """``optimizer.state``, whose keys are masters. A lookup by a module's parameter gives its state in sharded tensors.
+    """``optimizer.state``, whose keys are masters. A lookup by a module's parameter returns state in sharded tensors.
 
-    With one rank without offload, where each parameter has its own master, the lookup gives the master's own state.
+    On a single rank without offload, where each parameter has its own master, the lookup returns that master's state.
 
     Raises:
         TypeError: if user code replaces or removes the state of a single parameter of a sharded module.
@@ -130,7 +130,7 @@ class MasterStates:
         self.reference = weakref.ref(optimizer)
         self._ledger, self._owners = owner.ledger, [weakref.ref(owner)]
         self._master_of: dict[BucketSlot, Master] = {}
-        self._own: Any = None  # during ``state_dict()``: the optimizer's own mapping, which another replaces
+        self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         self._measured = 0
         self._bytes: Counter[str] = Counter()
@@ -152,19 +152,19 @@ class MasterStates:
         return [owner for reference in self._owners if (owner := reference()) is not None]
 
     def join(self, owner: Owner) -> None:
-        """Add an engine, whose module's parameters the optimizer holds, too."""
-        if not self.owners:  # the modules have been deleted
+        """Add an engine, whose module's parameters the optimizer also holds."""
+        if not self.owners:  # the earlier engines are gone
             self._ledger, self._bytes = owner.ledger, Counter()
         self._owners = [weakref.ref(each) for each in (*self.owners, owner)]
 
     def synchronize(self) -> None:
-        """Wait for all background work, and raise the errors of work for these engines."""
+        """Wait for all background work, and raise the errors of the ``owners``' work."""
         synchronize(*(owner.background for owner in self.owners))
 
     # -- masters ----------------------------------------------------------------------------------------------------
 
     def masters_over(self, slots: list[BucketSlot]) -> list[Master]:
-        """The masters that cover exactly these slots. Masters with other slots are split; missing masters are made."""
+        """Return masters of exactly these slots: split masters that have other slots, too, and create missing ones."""
         wanted = set(slots)
         for master in dict.fromkeys(self._master_of[slot] for slot in slots if slot in self._master_of):
             if not wanted.issuperset(master.slots):
@@ -232,7 +232,7 @@ class MasterStates:
         return self.masters_over([slot])[0].tensor
 
     def by_parameter(self, leaf: Leaf, parameters: Sequence[Tensor] | None = None) -> States:
-        """The state by parameter: first of parameters without an engine, then of modules' parameters. Collective.
+        """The state by parameter: first of parameters without an engine, then of parameters with one. Collective.
 
         Args:
             leaf: converts each tensor; with ``in_parts``, entries by element are sharded tensors that share memory with
@@ -270,7 +270,7 @@ class MasterStates:
             self.optimizer.state, self._own = self._own, None
 
     def _met(self, slots: list[BucketSlot]) -> AbstractContextManager[None]:
-        """Context for collectives on the state of these parameters, which every rank must request."""
+        """Context for collectives on these parameters' state; every rank must enter it."""
         what = f"the state of {type(self.optimizer).__name__}"
         return slots[0].bucket.rendezvous.met(what) if slots else nullcontext()
 
@@ -323,7 +323,7 @@ class MasterStates:
     # -- by master --------------------------------------------------------------------------------------------------
 
     def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hook before ``load_state_dict()``: change the keys of states from numbers to parameters of an engine.
+        """Hook before ``load_state_dict()``: key states of an engine's parameters by parameter, not by number.
 
         torch casts states that are keyed by number to the parameter's dtype, but keeps other states unchanged.
         """
@@ -337,14 +337,14 @@ class MasterStates:
         for index, parameter in zip(saved, parameters):
             if index in state_dict["state"]:
                 state, is_ours = state_dict["state"][index], slot_of(parameter) is not None
-                # a copy, since torch replaces counts in this dict that are not tensors
+                # a copy, since torch replaces those counts in this dict that are not tensors
                 states[parameter if is_ours else index] = dict(state) if is_ours else state
         return {**state_dict, "state": states}
 
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
         """Load a state dict with the optimizer class's own ``load_state_dict``, which may write to ``state``.
 
-        That method is called on a stand-in optimizer, whose parameters have the same shapes but almost no memory.
+        That method is called on a stand-in optimizer, whose parameters have the same shapes but take almost no memory.
 
         Args:
             hooks: the optimizer's load hooks except the engine's, by the name of the attribute that holds them.
@@ -370,7 +370,7 @@ class MasterStates:
         self.adopt({parameter_of.get(key, key): state for key, state in alone.state.items()})
 
     def adopt(self, states: States) -> None:
-        """Replace all state by the given state by parameter, converted to state by master."""
+        """Replace all state by ``states``, converted from state by parameter to state by master."""
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
@@ -412,7 +412,7 @@ class MasterStates:
         }
 
     def _cut_entry(self, key: str, master: Master, group: dict[str, Any], values: list[Tensor]) -> Tensor:
-        """An entry by element: this rank's part of the values of a master's parameters."""
+        """A master's entry by element: this rank's parts of ``values``, the entries of the master's parameters."""
         own, first, on_disk = master.tensor, values[0], master.bucket.states
         dtype = torch.promote_types(first.dtype, own.dtype) if first.is_floating_point() else first.dtype
         if on_disk is not None:
@@ -455,7 +455,7 @@ def make_room(optimizer: Optimizer) -> None:
         if slot is not None and slot.bucket.states is not None:
             members.setdefault(slot.bucket.states, []).append(parameter)
     if not members:
-        return  # nothing is on a disk: return fast, since this function may be called at every step
+        return  # no state is on a disk: return early, since this function may be called at every step
     fields_of = fields_by_parameter([optimizer])
     for states, parameters in members.items():
         fields = fields_of(parameters, states.dtype)

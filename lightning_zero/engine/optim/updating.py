@@ -21,7 +21,7 @@ from lightning_zero.engine.optim.master import Master
 from lightning_zero.engine.state.bucket import Bucket
 
 CHUNK_NUMEL = 2**18
-"""Elements of a chunk, a multiple of ``ALIGNMENT``. In fp32: 1 MiB each of values, gradient and two states."""
+"""Size of a chunk in elements, a multiple of ``ALIGNMENT``. In fp32: 1 MiB each of values, gradient and two states."""
 
 
 def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
@@ -74,7 +74,7 @@ class OffloadedStep:
             bucket: bucket.states
             for bucket in buckets
             if bucket.states is not None
-            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # not being read
+            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # not queued yet
         }
         if on_disk:
             stream = next(iter(on_disk)).background.stream(list(on_disk.values()))
@@ -94,7 +94,7 @@ class OffloadedStep:
         gradients: Mapping[Master, Any],
         shown: Tensor | None,
     ) -> BackgroundWork:
-        """Start to update the masters of a bucket in a thread, with their groups' present options.
+        """Start to update the masters of a bucket in a thread, with the current options of their groups.
 
         Args:
             masters: the bucket's masters, each preceded by the number of its group.

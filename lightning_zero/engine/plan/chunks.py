@@ -25,14 +25,14 @@ class Box(NamedTuple):
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> list[Box]:
     """Divide the elements ``[start, stop)`` of a flattened tensor into at most ``2 * len(shape) - 1`` boxes, in order.
 
-    With ``most``, each box of more elements is split further, along its first dimension whose size is above 1.
+    A box of more than ``most`` elements is split further, but only along its first dimension whose size is above 1.
     """
     found = _tiles(tuple(shape), start, stop, 0) if stop > start else iter(())
     return [part for box in found for part in (_cut(box, most) if most is not None else [box])]
 
 
 def boxes_of(share: Share, start: int, stop: int, most: int | None = None) -> list[Box]:
-    """Like ``boxes``, for a range of this rank's flattened share of a tensor; box offsets are in the whole tensor."""
+    """Like ``boxes``, for a range of this rank's flattened share of a tensor; offsets are in the whole tensor."""
     found = boxes(share.own_shape, start, stop, most)
     if not share.is_divided:
         return found

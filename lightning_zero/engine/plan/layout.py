@@ -66,7 +66,7 @@ class BucketLayout:
     Attributes:
         segments: the ranges of the parameters, ascending.
         world_size: the number of ranks, each of which has one shard.
-        owners: in a whole bucket, the position of each segment's owner, ascending; None if shards have equal lengths.
+        owners: in a whole bucket, each segment's owner as a position (see ``order``), ascending; None in other buckets.
         padded_to: the length of the flat buffer; None for the smallest length that holds all shards.
         rank: this rank.
         order: the position of each rank's shard among the shards; None if positions equal ranks.
@@ -191,7 +191,7 @@ class BucketLayout:
         return ShardRanges(self)
 
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
-        """``[start, stop)`` of what a rank owns of segments ``first`` to ``last`` (inclusive); may be empty."""
+        """``[start, stop)`` of a rank's elements in segments ``first`` to ``last`` (inclusive); may be empty."""
         low, high = self.shard_range(rank)
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))
@@ -221,7 +221,7 @@ class BucketLayout:
         return spans
 
     def sizes(self) -> list[int]:
-        """The numbers of elements of each segment and of the gap after it, alternating, for the entire bucket."""
+        """The number of elements of each segment and of the gap after it, alternating, for the entire bucket."""
         sizes = []
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]

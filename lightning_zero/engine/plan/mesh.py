@@ -54,6 +54,6 @@ class Mesh:
         return number
 
     def order(self, over: Sequence[str]) -> tuple[int, ...] | None:
-        """Every rank's position along these dimensions, which must be all there are; None if positions equal ranks."""
+        """Every rank's position along all dimensions, in the order of ``over``; None if positions equal ranks."""
         positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
         return None if positions == tuple(range(len(positions))) else positions

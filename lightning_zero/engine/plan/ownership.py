@@ -23,7 +23,7 @@ def balanced_owners(
     """Choose the owner of each segment, as a position in the order of shards. Owners ascend in each bucket.
 
     Thus a rank's shard of a bucket is one run of consecutive segments, and segments keep their places. Buckets are
-    assigned one after another, those with the largest segments first, each in the best way for the ranks' present
+    assigned one after another, those with the largest segments first, each in the best way for the ranks' current
     loads. Then all buckets are assigned again, since the loads have changed. With enough candidates, the largest load
     comes as close to the mean as if segments were assigned freely (largest first, to the least loaded rank).
 
@@ -67,8 +67,8 @@ def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
         largest = max((segment for layout in whole for segment in layout.segments), key=lambda segment: segment.numel)
         warnings.warn(
             f"Parameters that are updated as a whole are unevenly distributed over {ranks} ranks: one rank owns "
-            f"{uneven:.1f} times the mean number of elements, so the other ranks wait for it. The largest "
-            f"parameter, '{largest.name}', has {largest.numel / sum(map(sum, numels)):.0%} of these elements. Use "
+            f"{uneven:.1f} times the mean number of elements, so the other ranks wait for it. The largest of these "
+            f"parameters, '{largest.name}', has {largest.numel / sum(map(sum, numels)):.0%} of their elements. Use "
             "fewer ranks for this model, or give large parameters to an elementwise optimizer such as AdamW, whose "
             "parameters are sharded evenly.",
             stacklevel=2,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Where a range of this rank's share lies in the whole tensor. Both are viewed as matrices with equally many rows.
+    """Where a range of this rank's share lies in the tensor; share and tensor are viewed with the same number of rows.
 
     Attributes:
         start, stop: the rows that contain the range.
@@ -50,7 +50,7 @@ class Share:
 
     @property
     def is_counted_here(self) -> bool:
-        """Whether sums over all ranks include this rank's elements: of ranks with equal elements, one is included."""
+        """Whether sums over all ranks include this rank's elements: of ranks with equal elements, only the first is."""
         return self.is_divided or self.index == 0
 
     def of_another(self, shape: torch.Size) -> Share:

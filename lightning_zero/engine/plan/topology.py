@@ -29,7 +29,7 @@ class Topology:
 
     @property
     def has_two_levels(self) -> bool:
-        """Whether there are several machines that run equally many ranks, two or more each."""
+        """Whether there are several machines with the same number of ranks, which is at least two."""
         sizes = {len(ranks) for ranks in self.nodes}
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 
@@ -61,11 +61,11 @@ class Topology:
         return Topology(tuple(number_of[rank] for rank in range(ranks)))
 
     def within(self, rank: int) -> list[int]:
-        """The ranks on the same machine as a rank, in ascending order."""
+        """The ranks on the machine of ``rank``, including ``rank``, in ascending order."""
         return next(ranks for ranks in self.nodes if rank in ranks)
 
     def across(self, rank: int) -> list[int]:
-        """The ranks that have the same local index as a rank: one per machine, in the order of machines."""
+        """The ranks that have the same local index as ``rank``: one per machine, in the order of machines."""
         local = self.within(rank).index(rank)
         return [ranks[local] for ranks in self.nodes]
 

@@ -18,10 +18,10 @@ UNIT_NUMEL = 2**20
 """Neighbouring blocks are merged into units of up to this many elements: latency dominates in smaller messages."""
 
 LEAST_UNITS = 4
-"""Minimum number of units after merging, if there are that many blocks. Fewer would gather most of a model at once.
+"""Minimum number of units after merging, if there are enough blocks. With fewer, a unit would hold most of a model.
 
-On two ranks with default options and four equal units, the gradients in reduction at one time take at most the bytes
-of all parameters. Together with gathered parameters (stage 3), they take at most 7/4 of these bytes. These limits are
+On two ranks with default options and four equal units, the gradients being reduced at one time take at most as many
+bytes as all parameters. Together with gathered parameters (stage 3), they take at most 7/4 as many. These limits are
 1/4 and 7/16 of DDP's 16 bytes per parameter."""
 
 TINY = 2**16
@@ -66,14 +66,14 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
     Automatic blocks are modules that every rank runs regardless of its data: the children of an ``nn.Sequential``,
     composite modules repeated in an outermost ``nn.ModuleList``, and large layers outside such containers. The stages
     of a hierarchical vision model, each wider than the previous stage, are divided into their blocks. A list of modules
-    that are chosen by data (experts, heads) stays inside its block. Each block becomes a unit, or several small blocks
+    selected at run time (experts, heads) stays in its block. Each block becomes a unit, or several small blocks
     become one unit. Parameters tied across units belong to the root unit.
 
     Args:
         root: the whole module.
         units: ``"auto"``, one or more module classes, or a predicate of (qualified name, module).
         unit_numel: neighbouring blocks in a list or sequence are merged into units of up to this many elements, and a
-            module of up to this many elements is one unit. With None, automatic units are merged up to
+            root of up to this many elements is one unit. With None, automatic units are merged up to
             ``UNIT_NUMEL``, or less if fewer than ``LEAST_UNITS`` would remain besides the root unit; other units are
             not merged.
     """
@@ -159,10 +159,10 @@ def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tup
         assert not isinstance(wanted, str)
         classes = (wanted,) if isinstance(wanted, type) else tuple(wanted)
         matches = list(_outermost("", root, lambda _, module: isinstance(module, classes)))
-        what = ", ".join(sorted(cls.__name__ for cls in classes))
+        what = " or ".join(sorted(cls.__name__ for cls in classes))
     if not matches:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
-        raise ValueError(f"{option}: no module matches {what}. The model is made of: {present}.")
+        raise ValueError(f"{option}: no submodule with parameters matches {what}. The model contains: {present}.")
     return matches
 
 
@@ -190,7 +190,7 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
         elif repeated or (in_sequence and not _holds_units(child)):
             yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
-            continue  # heads or experts, chosen by data: they belong to the unit of the module that chooses
+            continue  # heads or experts, selected at run time: they stay in the enclosing unit
         elif not _is_composite(child) and _numel(child, recurse=False) >= large:
             yield path, child
         else:

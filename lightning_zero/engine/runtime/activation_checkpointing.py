@@ -1,4 +1,4 @@
-"""Activation checkpointing of chosen modules with torch's checkpoint, which recomputes their forward in backward.
+"""Activation checkpointing of selected modules with torch's checkpoint, which recomputes their forward in backward.
 
 (Chen et al., "Training Deep Nets with Sublinear Memory Cost", 2016.) Checkpointing is applied by hooks, so
 module names, classes and state dicts do not change.
@@ -21,7 +21,7 @@ from lightning_zero.engine.runtime.activation_offload import ActivationStore
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import is_watched_by_others
 
-# Hooks can drive ``checkpoint_generator``, which takes options by position; newer torch versions have more options.
+# Hooks can advance ``checkpoint_generator``. Its options are passed by position; newer versions of torch have more.
 _OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(checkpoint_generator).parameters.items()
@@ -61,9 +61,9 @@ class CheckpointedModule:
             if from_compiled and not is_compiled(module):
                 # the recomputation would run uncompiled, and would save different tensors
                 raise RuntimeError(
-                    f"activation_checkpointing= cannot be used on a {type(module).__name__} inside compiled "
-                    "code: compile the checkpointed modules themselves (block.compile()) instead of the modules around "
-                    "them."
+                    f"activation_checkpointing: {type(module).__name__} cannot be checkpointed inside compiled "
+                    "code. Compile the checkpointed modules themselves (block.compile()) instead of the modules "
+                    "that contain them."
                 )
             region = self._region(module, args, kwargs)
             next(region)
@@ -101,7 +101,7 @@ def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Modu
     blocks = [block for plan in plans for block in plan.blocks]
     if not blocks:
         raise ValueError(
-            "activation_checkpointing='units': the module has no unit but the root unit, so nothing would be "
-            "checkpointed. Name the module classes instead, for example activation_checkpointing=[Block]."
+            "activation_checkpointing='units': the module's only unit is the root unit, so nothing would be "
+            "checkpointed. Name classes of modules instead, for example activation_checkpointing=[Block]."
         )
     return blocks

@@ -156,7 +156,7 @@ class ActivationStore:
                 self._has_warned = True
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
-                    "ranks, for example because sequence parallelism has already divided them. These inputs are not "
+                    "ranks, perhaps because sequence parallelism has already divided them. These inputs are not "
                     "partitioned.",
                     stacklevel=2,
                 )
@@ -224,7 +224,7 @@ class _Region:
 
     def __init__(self, previous: weakref.ref[_Region] | None) -> None:
         self._kept: list[weakref.ref[Kept]] = []  # in the same order on every rank
-        self.previous = previous  # the region of the module before, which comes next in backward
+        self.previous = previous  # the region of the previous module, which comes next in backward
 
     def add(self, kept: Kept) -> None:
         self._kept.append(weakref.ref(kept))
@@ -263,7 +263,7 @@ class Kept:
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
         if self._original is not None and not self._stays:
-            # First wait, then compare: earlier writes have changed the version, and later ones run after the copy.
+            # First wait, then compare: writes before the wait have changed the version; later writes follow the copy.
             assert self._copied is not None
             self._copies.wait(self._copied)
             if self._copied.event is None or self._original.is_unchanged:
@@ -301,7 +301,7 @@ class Kept:
         before = self.region.previous() if self.region.previous is not None else None
         if before is not None:
             before.fetch()
-        if self._original is not None:  # the last module's input, or an input of several modules
+        if self._original is not None:  # not released: the last module's input, a shared one, or a changed one
             return self._original.unpack()
         assert self._arriving is not None
         (target, arrival), self._arriving = self._arriving, None
@@ -314,7 +314,7 @@ class Kept:
     def _forget(self) -> None:
         if self._arriving is not None:
             (_, arrival), self._arriving = self._arriving, None
-            if arrival.exception() is None:  # otherwise the read failed: nothing to wait for
+            if arrival.exception() is None:  # after a failed read, there is nothing to wait for
                 self._copies.wait(arrival.result())  # the memory is about to be reused
         if self._where is not None:
             where, self._where = self._where, None

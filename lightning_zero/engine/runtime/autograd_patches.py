@@ -24,7 +24,7 @@ _schedules: weakref.WeakSet[Schedule] = weakref.WeakSet()
 
 
 def install(schedule: Schedule) -> None:
-    """Patch torch's functions to include the views that a schedule's units use, as long as the schedule lives."""
+    """Patch torch's functions to include the views of a schedule's parameters, as long as the schedule exists."""
     _schedules.add(schedule)
     for patch in _PATCHES:
         patch.hold(schedule)
@@ -80,7 +80,7 @@ def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 @contextmanager
 def _disable_hooks_but_ours(disable_hooks: Callable[[str], Any], error_message: str) -> Iterator[None]:
-    """Set the engine's saved-tensor hooks aside for ``torch.func``, which refuses such hooks; units stay gathered."""
+    """Remove the engine's saved-tensor hooks during ``torch.func``, which forbids such hooks; units stay gathered."""
     with ExitStack() as stack:
         for schedule in _schedules:
             stack.enter_context(schedule.keeping_gathered())

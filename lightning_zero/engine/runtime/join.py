@@ -98,7 +98,7 @@ class Join:
 
     def _end(self) -> None:
         for unit in self._schedule.units:
-            self._schedule.release_if_idle(unit)  # gathered for a read, or prefetched but not run
+            self._schedule.release_if_idle(unit)  # units gathered for a read, or prefetched but not run
         absence = self._rendezvous.absence
         if absence.announce is not None:
             self._announce(_OVER)

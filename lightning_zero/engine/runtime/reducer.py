@@ -48,10 +48,10 @@ class _Backward:
     missing: list[int]  # by bucket, the number of parameters whose gradients are incomplete
     position: int = 0  # index of the next bucket in the order of reduction
     left: set[int] = field(default_factory=set)  # buckets reduced early because backward left their unit
-    sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) of gradients in a reduction
+    sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) whose reduction has begun
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
-    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # reductions over machines
+    crossing: deque[tuple[int, Pending]] = field(default_factory=deque)  # reductions across machines
     shards: dict[int, dict[int, GradientShard]] = field(default_factory=dict)
 
 
@@ -66,8 +66,8 @@ class GradientReducer:
         reduce_dtype, chunk_numel: see ``BucketGradients``.
         in_flight: maximum number of reductions, each with its own buffer, that run at one time.
         overlap: False to wait for each reduction right after starting it.
-        reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1, where they
-            accumulate locally.
+        reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1
+            without tensor parallelism, where they accumulate locally.
     """
 
     def __init__(
@@ -108,13 +108,13 @@ class GradientReducer:
                     self._hook(slot, number)
 
     def _hook(self, slot: BucketSlot, number: int) -> None:
-        # weakly: a leaf must not keep the engine alive
+        # weakly, since a leaf must not keep the engine alive
         slot.take_gradient = partial(weakly(self._take), number, slot.index)
         slot.add_gradient = partial(weakly(self._add), number, slot.index)
         for leaf in (slot.view, slot.parameter):
             requires_grad = leaf.requires_grad
             leaf.requires_grad_(True)  # required to register hooks; a frozen parameter may be unfrozen later
-            # calls ``Tensor``'s method, which sharded parameters override for user hooks
+            # ``Tensor``'s own method: sharded parameters override it for user hooks
             self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, slot.take_gradient))
             leaf.requires_grad_(requires_grad)
 
@@ -172,7 +172,7 @@ class GradientReducer:
         self._launch_in_order(backward)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
-        """Return the state of the running backward, or create it. Autograd has just set ``leaf.grad``, if given."""
+        """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
         if self._backward is None:
             counts = [
                 [int(bucket.parameter(i).requires_grad) for i in range(len(bucket.views))] for bucket in self._buckets
@@ -288,7 +288,7 @@ class GradientReducer:
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
         """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
         expectation, in_order = backward.expectation, set(backward.expectation.order)
-        # Launch these before the control message: another rank may be waiting for one of them to free a buffer.
+        # Launch these buckets before the control message: another rank may need one of them reduced to free a buffer.
         for number in expectation.order[backward.position :]:
             self._launch(backward, number)
         used = [
@@ -341,7 +341,7 @@ class GradientReducer:
                 expectation.counts[number][index] = max(seen, before, 1) if is_used else before
         in_use = {number for number, flags in enumerate(used) if any(flags)}
         if not expectation.observed or not in_use.issubset(expectation.order):
-            # All ranks adopt the order in which rank 0 completed buckets. Buckets without gradients there come last.
+            # All ranks adopt rank 0's order of completed buckets. Buckets without gradients on rank 0 come last.
             seen_order = [number for number in backward.completed if number in in_use]
             order = seen_order + sorted(in_use.difference(seen_order), reverse=True)
             expectation.order = self._communicator.control.numbers_of_first(order)

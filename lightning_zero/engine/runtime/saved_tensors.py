@@ -1,4 +1,4 @@
-"""Saved-tensor hooks that gather parameters again for backward, and copies of outputs that outlive their buffer."""
+"""Saved-tensor hooks that gather parameters again for backward, and copies of outputs that outlast their buffer."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 class SavedTensors:
     """Gathers a unit again when backward unpacks one of its saved tensors after the unit was released.
 
-    Usually the hook on the gradient of the unit's output has already gathered the unit. Exceptions are tensors that
-    leave the unit in another way (such as a loss kept as an attribute), and graphs that are used twice.
+    Usually the hook on the gradient of the unit's output has already gathered the unit, but not if a tensor leaves the
+    unit in another way (such as a loss stored as an attribute), or if a graph is used twice.
 
     Args:
-        buckets: all buckets. Saved tensors are watched if they lie in buffers that are released between uses.
+        buckets: all buckets. A saved tensor is watched only if it lies in a buffer that is released between uses.
     """
 
     def __init__(self, buckets: list[Bucket]) -> None:
@@ -41,7 +41,7 @@ class SavedTensors:
         self._bucket_of = {address_of(bucket.full.untyped_storage()): bucket for bucket in released}
 
     def watch(self) -> None:
-        """Start to watch the tensors that autograd saves."""
+        """Push saved-tensor hooks. No effect if no buffer is ever released."""
         if not self._bucket_of:
             return
         outer = hooks_on_top()
@@ -88,7 +88,7 @@ class SavedTensors:
         return stopped
 
     def outlive(self, output: Any) -> Any:
-        """Return a module's output, with tensors copied if they lie in buffers that are about to be released."""
+        """Return a module's output, with copies of the tensors that lie in buffers that are about to be released."""
         if isinstance(output, Tensor):  # the common case
             return output if self._bucket_showing(output) is None else output.clone()
         if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
@@ -125,11 +125,11 @@ class Attributes:
         self._found = [(weakref.ref(inner), 0, names) for inner in module.modules()]
 
     def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield ``vars(module)`` and the name for each attribute that may now hold tensors or a list, tuple or dict."""
+        """Yield ``(vars(module), name)`` for each attribute whose value is now a tensor, list, tuple or dict."""
         for position, (reference, count, names) in enumerate(self._found):
             holder = vars(module) if (module := reference()) is not None else {}
             if len(holder) != count:
-                # Few attributes remain without the numbers, strings and flags that constructors set.
+                # Skip numbers, strings and flags for speed: most attributes that constructors set are of these types.
                 of_interest = (name for name, value in holder.items() if not isinstance(value, (bool, int, float, str)))
                 names = [name for name in of_interest if name not in _OF_EVERY_MODULE]
                 self._found[position] = reference, len(holder), names
@@ -142,7 +142,7 @@ class Saved(NamedTuple):
     """A tensor saved by autograd, stored as autograd itself would store it without hooks.
 
     Attributes:
-        tensor: the saved tensor, detached: otherwise a node that saves its own output would form a reference cycle.
+        tensor: the saved tensor, detached: otherwise a node and its own saved output would form a reference cycle.
         version: the tensor's version when it was saved.
         bucket: the bucket whose buffer holds the tensor, if the buffer may be released before backward; else None.
     """
@@ -178,7 +178,7 @@ class Saved(NamedTuple):
 
 
 def is_watched_by_others() -> bool:
-    """Whether saved-tensor hooks of other code are active, such as a checkpointed region or ``save_on_cpu``."""
+    """Whether other code's saved-tensor hooks are active, such as those of activation checkpointing."""
     hooks = hooks_on_top()
     while hooks is not None and hasattr(hooks[0], "outer"):  # skip the engine's hooks, which call the outer hooks
         hooks = hooks[0].outer

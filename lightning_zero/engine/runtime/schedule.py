@@ -32,21 +32,21 @@ class Unit:
 
     Attributes:
         name: qualified name of the unit's module or modules; ``""`` for the root unit.
-        buckets: at least one for each combination of dtype and ``requires_grad`` of the parameters.
+        buckets: at least one for each combination of dtype and ``requires_grad`` that the parameters have.
     """
 
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.is_resident = plan.is_resident  # gathered from the start of a window to the end of the next backward
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.ran: set[Scope] = set()  # scopes that built a graph since the last backward
-        self.ran_twice = False  # whether one of its scopes ran twice since the last backward
-        self.turns = 0  # number of forwards with a graph whose backward has not ended
+        self.ran: set[Scope] = set()  # scopes whose forward built a graph since the last backward
+        self.ran_twice = False  # whether a scope in ``ran`` has run again since the last backward
+        self.turns = 0  # number of forwards that built a graph and whose backward has not ended
         self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered at rest
         self.held = False  # may not be released now: a resident unit in a window, or any unit under ``torch.func``
-        self.depth = 0  # number of nested forwards
-        self.outstanding = False  # ran with gradients enabled since the last backward
-        self.labels: list[Any] = []  # profiler labels of the nested forwards
+        self.depth = 0  # number of running forwards, one within another
+        self.outstanding = False  # whether the unit ran with gradients enabled since the last backward
+        self.labels: list[Any] = []  # profiler labels of the running forwards
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
@@ -63,8 +63,8 @@ class Unit:
     def prefetch(self) -> None:
         """Start to gather ahead of need, unless the gather might wait for an update that is still running.
 
-        All ranks must decide the same way, but an update may have ended on some ranks only. So whether it has ended is
-        not checked.
+        All ranks must decide the same way, but an update may have ended on only some ranks. So the decision does not
+        depend on whether the update has ended.
         """
         if not any(bucket.is_updated_late for bucket in self.buckets):
             self.gather()
@@ -81,8 +81,8 @@ class Unit:
 class Schedule:
     """Gathers each unit before its forward and its backward, and releases it when another unit begins.
 
-    A unit is not released as soon as its forward ends: backward begins with the last unit of forward, and several
-    modules of one unit may run one after another.
+    A unit is not released as soon as its forward ends, since it may be needed next: backward begins with the last unit
+    of forward, and several modules of one unit may run one after another.
 
     Args:
         units: the root unit first, if there is one.
@@ -101,7 +101,7 @@ class Schedule:
         self._is_backward = False
         self.on_left_in_backward: Callable[[Unit], None] = lambda unit: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
-        self.is_joining = False  # ranks run different numbers of forwards, which do not predict the next step's order
+        self.is_joining = False  # if True, ranks may run different numbers of forwards: the order is not recorded
         self._watched = False
         self._keeping = 0  # number of nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
@@ -110,7 +110,7 @@ class Schedule:
     # -- hooks ------------------------------------------------------------------------------------------------------
 
     def install(self, root: nn.Module, plans: list[UnitPlan]) -> None:
-        """Register hooks on the modules. The hooks keep units alive; the schedule keeps no module alive."""
+        """Register hooks on the modules. The hooks keep the units alive; the schedule keeps no module alive."""
         for plan, unit in zip(plans, self.units):
             block_of = {id(inner): block for block in plan.blocks for inner in block.modules()}
             slots = {slot.name: slot for bucket in unit.buckets for slot in slots_of(bucket)}
@@ -140,7 +140,7 @@ class Schedule:
             scope.remove()
 
     def recover(self, windows: int) -> None:
-        """Reset after Ctrl-C or ``sys.exit`` has interrupted forwards, for which torch calls no forward hooks.
+        """Reset after Ctrl-C or ``sys.exit`` has interrupted forwards: torch then skips even ``always_call`` hooks.
 
         Args:
             windows: number of windows that stay open.
@@ -184,7 +184,7 @@ class Schedule:
 
         def after(from_compiled: bool, module: nn.Module, args: Any, output: Any) -> Any:
             if not calls:
-                return None  # no entries, or the forward failed before the engine's hook
+                return None  # no entries, or the forward failed before the engine's pre-hook ran
             call = calls.pop()
             if call is Call.REPLACED:
                 return None
@@ -205,12 +205,12 @@ class Schedule:
 
         scope.handles = [
             module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True),
-            # Called even after exceptions: checkpointing ends a recomputation with one as soon as it has all tensors.
+            # Called even after exceptions: activation checkpointing raises one to stop a recomputation early.
             module.register_forward_hook(OwnHook(after), always_call=True),
         ]
 
     def _take_over(self, module: nn.Module, region: Scope) -> None:
-        """Let ``region``, where compiled code begins, swap in root parameters: hooks inside would break the graph."""
+        """Merge root scopes within ``module`` into its own, ``region``: inner hooks would break the compiled graph."""
         region.may_take_over = False
         inside = {id(inner) for inner in module.modules()}
         for scope in [scope for scope in self._scopes if scope.is_root]:
@@ -229,7 +229,7 @@ class Schedule:
                 name = parameter.slot.name  # type: ignore[attr-defined]
                 raise RuntimeError(
                     f"'{name}' was replaced by another parameter while the module was sharded; the new parameter would "
-                    "not be trained. Write the values into the old parameter (with torch.no_grad(): "
+                    "not be trained. Write new values into the original parameter (with torch.no_grad(): "
                     "parameter.copy_(values), or load_state_dict without assign=True), or replace the parameter in "
                     "configure_model(), before the strategy sets up the module."
                 )
@@ -294,7 +294,7 @@ class Schedule:
             unit.gather()
             unit.held = True
         elif not unit.depth and not (unit.is_resident and unit.held):
-            is_turn = self.windows and not in_backward()  # a recomputation is not a turn
+            is_turn = self.windows and not in_backward()  # not in a recomputation
             if is_turn:
                 if unit is not self._current and torch.is_grad_enabled():
                     unit.turns += 1
@@ -315,7 +315,7 @@ class Schedule:
             if not in_backward():
                 unit.ran_twice = unit.ran_twice or scope in unit.ran
                 unit.ran.add(scope)
-        # Not after a recomputation, since the unit's backward follows. In a window, the next unit releases this unit.
+        # No release after a recomputation, since backward follows; in a window, not until another unit begins.
         if not in_backward() and (not self.windows or unit is not self._current):
             self.release_if_idle(unit)
 
@@ -341,10 +341,10 @@ class Schedule:
         if self._is_backward and unit is self._current:
             return
         if torch.is_grad_enabled() and not self.windows:
-            # Tensors saved for a second backward would not be watched, so backward would read released buffers.
+            # No hooks would see the tensors saved for the second backward, which would then read released buffers.
             raise RuntimeError(
-                f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released, works "
-                "only inside training_step, or inside 'with engine.window():' around forward and both backward passes."
+                f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released after use, is "
+                "possible only in training_step, or in 'with engine.window():' around forward and both backward passes."
             )
         if not self._is_backward:
             queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
@@ -370,7 +370,7 @@ class Schedule:
     def keeping_gathered(self) -> Iterator[None]:
         """Context for a ``torch.func`` transform: removes the engine's saved-tensor hooks and keeps units gathered.
 
-        Units that run in the context stay gathered until the next window, since graphs made there cannot gather them.
+        Units that run in the context stay gathered until the next window, since graphs built there cannot gather them.
         """
         self._keeping += 1
         for unit in self.units:
@@ -410,7 +410,7 @@ def in_backward() -> bool:
 
 
 def weakly(method: Any) -> Callable[..., None]:
-    """Return a function that calls a bound method as long as the method's object lives, without keeping it alive."""
+    """Return a function that calls a bound method while the method's object lives, without keeping the object alive."""
     owner, function = weakref.ref(method.__self__), method.__func__
 
     def call(*args: Any) -> None:

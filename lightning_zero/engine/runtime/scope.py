@@ -20,7 +20,7 @@ class Call(Enum):
     """How a running forward of a module treats parameters."""
 
     REPLACED = "the user has replaced all parameters"
-    WATCHED = "views replace parameters, and tensors that autograd saves are watched: outside a window"
+    WATCHED = "outside a window: views replace parameters, and saved-tensor hooks are active"
     ORDINARY = "views replace parameters"
 
 
@@ -28,11 +28,11 @@ class Scope:
     """A module in whose forward views replace some of a unit's parameters, and the dicts that hold these parameters."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
-        self.module, self.is_root = weakref.ref(module), is_root  # ``is_root``: whether it is the root unit's
+        self.module, self.is_root = weakref.ref(module), is_root  # ``is_root``: whether the unit is the root unit
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        # Maps a view to a function that makes a tensor to use instead. ``_shown_now`` lists where these are set.
+        # By view: a function that returns the DTensor to use in place of the view. ``_shown_now``: those in use now.
         self.shown: dict[Tensor, Callable[[], Tensor]] = {}
         self._shown_now: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
@@ -41,7 +41,7 @@ class Scope:
 
     @cached_property
     def attributes(self) -> Attributes:
-        """The module's attributes that ``outlive_attributes`` checks; needed only for units that are released."""
+        """The module's attributes that ``outlive_attributes`` checks; only units that are released need them."""
         module = self.module()
         assert module is not None, "the module was deleted in its forward"
         return Attributes(module)
@@ -68,7 +68,7 @@ class Scope:
             if holder.get(attribute) is not parameter:
                 continue  # already replaced: within ``full_parameters`` or ``torch.func.functional_call``
             if view.dtype is not parameter.dtype and not torch.is_autocast_enabled(view.device.type):
-                continue  # gathered in autocast's dtype; outside autocast, the parameter's own dtype is used
+                continue  # gathered in autocast's dtype; outside autocast, modules use the sharded parameter
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
             if self.shown and view in self.shown:
@@ -100,7 +100,7 @@ class Scope:
 
 
 def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules where compiled code may begin, if a submodule is among ``owners`` (given by ``id``).
+    """Yield the modules where compiled code may begin and that have a submodule whose ``id`` is in ``owners``.
 
     Compiled code may begin in the root, in its children (called by compiled methods of the root), and in modules that
     are already compiled.

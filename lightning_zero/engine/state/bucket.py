@@ -9,7 +9,7 @@ stage and state                 masters                ``full``              ``v
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
-If each machine has all parameters (``shard_within``), masters in fp32 are a slice of ``part`` instead.
+If each machine has all parameters (``shard_within``), masters in ``full``'s dtype are a slice of ``part`` instead.
 
 ``residency`` describes where the master weights are stored. The state of ``full`` is a ``BucketState``::
 
@@ -95,7 +95,7 @@ class Bucket:
 
     Attributes:
         update: the last background update, if ``full`` does not show its result yet; else None.
-        views: views of ``full`` by parameter, with which modules compute.
+        views: one view of ``full`` for each parameter, in the order of the layout; modules compute with these views.
         parameters: weak references to the module's parameters; an empty list once these are ordinary again.
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
         was_written: whether anything except updates has written values since the last ``refresh``; may differ between
@@ -148,7 +148,7 @@ class Bucket:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The mesh dimensions along which the bucket is gathered and its gradients are reduced first."""
+        """The mesh dimensions along which the bucket is gathered and its gradients are reduced in the first step."""
         return (LOCAL,) if self.part is not None else ALL
 
     @property
@@ -181,7 +181,7 @@ class Bucket:
         return parameter
 
     def whole_of(self, index: int, share: Tensor) -> Tensor:
-        """Gather a tensor shaped like a parameter from the ranks' shares. Collective if the parameter is divided."""
+        """Gather a tensor from the tensor-parallel ranks' shares of it. Collective if the parameter is divided."""
         return self.communicator.tensor.whole(share, self.layout.segments[index].share)
 
     def segment_view(self, index: int) -> Tensor:
@@ -227,14 +227,14 @@ class Bucket:
         if self.has_begun:
             raise RuntimeError(
                 f"Unit {self.unit_name!r} is used again in a backward pass in which its update has begun. Set "
-                "OffloadConfig(overlap=False): updates then begin after backward."
+                "OffloadConfig(overlap=False), so that updates begin only after backward."
             )
         self._finish_gather()
         update = self.update
         if update is not None:
             with self.phases("wait for update", self.unit_name):
                 update.work.wait()
-        # Autograd may have saved views of this storage, which are valid again once the storage holds the same values.
+        # The version is kept: views that autograd has saved are valid again once the storage holds the same values.
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
@@ -255,7 +255,7 @@ class Bucket:
         return self.part.values()
 
     def _start_gather(self, own: Tensor | None, by_changes: bool) -> Pending:
-        """Copy this rank's values ``own`` to its slice of ``full``, unless None, and start the all-gather."""
+        """Copy ``own``, this rank's values, to ``full``, unless ``own`` is None; then start the all-gather."""
 
         def gather() -> Pending:
             if own is not None and by_changes and not self._is_left:
@@ -287,7 +287,7 @@ class Bucket:
         return Pending(what, Started([], [own], finish))
 
     def wait(self) -> None:
-        """Wait until ``full`` and ``part`` are filled with the result of the last update."""
+        """Wait until ``part``, and ``full`` if a gather of it has begun, contain the result of the last update."""
         if self.part is not None:
             self.part.values()
         if self.state is BucketState.STALE:
@@ -325,7 +325,7 @@ class Bucket:
             mark_seen(view)
 
     def follow(self, part: slice, written: Tensor) -> None:
-        """Copy values written to a range of the parameters to the master weights."""
+        """Copy ``written``, values that were written to a range of the parameters, to the master weights."""
         synchronize(self.background)
         self.residency.follow(part, written)
 
@@ -367,24 +367,24 @@ class Bucket:
         # not if the update begins in backward, which still needs the former values in ``full``
         writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
         was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over ``full``
-        # ``data``, so that the update is not taken for a write by a module
+        # through ``data``, which has its own version: the update must not look like a write by a module
         shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
         self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
 
     def correct_update(self, part: slice, values: Tensor) -> None:
-        """Repeat a write to a range of the master weights in ``full``, if the last update wrote to ``full``."""
+        """Copy new values of a range of the master weights to ``full``, if the last update wrote to ``full``."""
         if self.update is not None and self.update.writes_to_buffer:
             self.full.data[self._shard][part].copy_(values)
 
     @property
     def sends_changes(self) -> bool:
-        """Whether gathers after updates send changes of values to other machines, unless other code wrote values."""
+        """Whether gathers after updates send only changes, unless something else has written values."""
         return self.residency.plan.sends_changes
 
     def refresh(self, by_changes: bool = False) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
 
-        With one rank, the next ``wait`` gathers instead: no other rank is involved, and the update may still run.
+        With one rank, a background update may still be running, so the next ``wait`` gathers instead.
 
         Returns True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (for
         example, a module has stored a row of its weight) and may read this tensor at any time.
@@ -438,7 +438,7 @@ class Bucket:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Remain sharded after a failure. Does not wait for a running gather: other ranks may never take part."""
+        """Become sharded after a failure. A running gather is not awaited: other ranks may never take part."""
         self._pending.clear()
         if not self.is_replicated and self.is_ready:
             self._free()

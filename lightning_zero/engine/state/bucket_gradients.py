@@ -24,9 +24,9 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _SMALL, _SMALL_BUCKET = 2**13, 2**20
-"""Gradients of up to ``_SMALL`` elements are kept separately and copied into the flat buffer together, as are all
-gradients of a bucket with up to ``_SMALL_BUCKET`` elements and ``_SMALL`` on average. If each gradient were copied
-alone, the calls would take longer than the copies."""
+"""In elements. Gradients of up to ``_SMALL`` are kept separately, then copied into the flat buffer in one call, since
+a call for each would take longer than its copy. So are all gradients of a bucket of up to ``_SMALL_BUCKET`` if its
+parameters have up to ``_SMALL`` on average."""
 
 
 class BucketGradients:
@@ -34,11 +34,11 @@ class BucketGradients:
 
     Args:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
-        chunk_numel: a parameter alone in its bucket is reduced in chunks of about this many elements if it has more.
+        chunk_numel: a bucket of one parameter with more elements than this is reduced in chunks of about this size.
 
     Attributes:
         reduces: whether the current backward reduces gradients.
-        crosses: whether these gradients are also summed over machines, where each machine has all parameters.
+        crosses: whether the current backward also sums over machines, if each machine has all parameters.
         flat: the flat buffer, if there is one.
     """
 
@@ -57,7 +57,7 @@ class BucketGradients:
         # If a sum over machines follows, gradients are not compressed within a machine.
         self._first_codec = Cast(self._dtype) if bucket.part is not None else self._codec
         are_small = layout.numel <= _SMALL * len(layout.segments)
-        # A large gradient is reduced in chunks, so that its reduction does not take as much memory again.
+        # A large gradient is reduced in chunks, so that its reduction needs no buffer as large as the gradient.
         is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
         # Gradients are reduced without a copy into one buffer, except if they are small (the calls would cost more than
         # the copy), or if a large one would have to be cast all at once.
@@ -80,8 +80,8 @@ class BucketGradients:
         self.flat: Tensor | None = None
         self._apart: dict[int, Tensor] = {}  # separately kept gradients, by parameter index
         self._filled = [False] * len(layout.segments)
-        self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the stream before
-        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set, and its version
+        self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
+        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # the engine's ``p.grad``, its version
         self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -95,9 +95,7 @@ class BucketGradients:
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        if (
-            share := self._shares.get(index)
-        ) is not None and gradient.shape == share.shape:  # the whole parameter was used
+        if (share := self._shares.get(index)) is not None and gradient.shape == share.shape:  # not yet divided
             gradient = share.own(gradient)
         stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
         if stays_apart and self.reduces and not self._filled[index]:
@@ -154,7 +152,7 @@ class BucketGradients:
         return any(self._filled)
 
     def show_unsynchronised(self) -> list[BucketSlot]:
-        """Make ``p.grad`` the local gradient, as DDP does under ``no_sync``. Return the slots with user hooks."""
+        """Set ``p.grad`` to local gradients, as DDP does under ``no_sync``. Return the slots that have user hooks."""
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
             gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
@@ -165,9 +163,9 @@ class BucketGradients:
         return [slot for slot in shown if slot.hooks_after_reduction]
 
     def resume_unsynchronised(self, leaf: Tensor | None) -> None:
-        """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, with changes by the user.
+        """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, with the user's changes.
 
-        Autograd has already added a gradient of this backward to ``leaf.grad``.
+        Autograd has already added a gradient of this backward to ``leaf.grad``, unless ``leaf`` is None.
         """
         for index, (shown, version) in self._unsynchronised.items():
             parameter = self.bucket.parameter(index)
@@ -178,9 +176,9 @@ class BucketGradients:
                 continue
             if not self.shows_unsynchronised(index, gradient):
                 if parameter is leaf:
-                    self._filled[index] = False  # the gradient to be taken next includes the earlier one
+                    self._filled[index] = False  # ``leaf.grad``, accumulated next, includes the earlier gradient
                     continue
-                if gradient is not shown() or gradient._version != version:  # set by the user, perhaps in low precision
+                if gradient is not shown() or gradient._version != version:  # replaced or changed by the user
                     self._flat_view(index).copy_(gradient)
             parameter.grad = None
             if self._can_take_mean_first and self.reduces:
@@ -194,7 +192,7 @@ class BucketGradients:
         return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
 
     def _take_local(self) -> None:
-        """Accumulate each ``p.grad`` that is an ordinary tensor: it is local to this rank, and DDP would reduce it."""
+        """Accumulate each ``p.grad`` that is an ordinary tensor: its values are local, and DDP would reduce them."""
         for slot in slots_of(self.bucket):
             gradient = slot.parameter.grad
             if gradient is not None and not isinstance(gradient, WrapperTensor):
@@ -294,7 +292,7 @@ class BucketGradients:
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
-        """Wait for the first reduction, and divide by the number of ranks: a later sum over machines gives the mean."""
+        """Like ``_sum_of``, but divided by the number of all ranks: a later sum over machines then gives the mean."""
         total = self._sum_of(pending)
         if isinstance(total, Tensor) and not self._can_take_mean_first:
             total.mul_(self._mean)
@@ -325,7 +323,7 @@ class BucketGradients:
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Return the sum over machines of sums within machines. Collective."""
         self.bucket.rendezvous.meet(
-            f"the gradients of unit {self.bucket.unit_name!r}, which are summed within machines"
+            f"the gradients of unit {self.bucket.unit_name!r}, so far summed only within each machine"
         )
         with torch.no_grad():
             total = self._sum_of(self._reduce_across(part))
@@ -404,7 +402,7 @@ class BucketGradients:
         return flat
 
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
-        """Wait for a reduction, add the mean over ranks to the gradient shards, and return them by parameter index."""
+        """Wait for a reduction, add its result to the gradient shards, and return the shards by parameter index."""
         with torch.no_grad():
             has_crossed = self.bucket.part is not None and self.crosses
             total = self._sum_of(pending) if has_crossed else self._mean_of(pending)
@@ -414,7 +412,7 @@ class BucketGradients:
                 incomplete = self._accumulate_within(total, slots)
                 return {slot.index: incomplete for slot in slots}
             reduced: list[tuple[list[BucketSlot], Spans, int]]
-            if isinstance(total, dict):  # one rank: a separate gradient for each parameter that got one
+            if isinstance(total, dict):  # one rank: gradients by parameter index
                 totals = list(total.values())
                 reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
             else:
@@ -446,7 +444,7 @@ class BucketGradients:
         return shard
 
     def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
-        """The shard that all ``.grad`` except None show, zeroed where ``.grad`` is None. None if there is none."""
+        """The shard that every ``.grad`` except None shows, zeroed where ``.grad`` is None; None if there is none."""
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard, dropped = shard_of_all(held), set(slots).difference(held)
         if shard is not None:
@@ -463,7 +461,7 @@ class BucketGradients:
         """Set ``p.grad`` to the reduced gradient, for the parameters that had a gradient on any rank."""
         parts: dict[GradientShard, dict[int, Tensor]] = {}
         for slot, is_used in zip(slots_of(self.bucket), used):
-            shard = shards.get(slot.index)  # with one rank, None if the gradient comes late
+            shard = shards.get(slot.index)  # with one rank, None if the gradient is computed only later
             # after the first of several micro-batches, ``p.grad`` already shows the shard
             if is_used and shard is not None and shown_by(slot.parameter.grad, slot) is None:
                 parts[shard] = parts.get(shard) or shard.parts()

@@ -26,16 +26,16 @@ def without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
 class GatheredBuffer:
     """The full parameters of a bucket, one after another.
 
-    Device memory is allocated and freed on one stream. Before freeing, this stream waits for all streams that used the
-    memory. ``masters`` are the master weight tensors that are views of the buffer.
+    Device memory is allocated and freed on one stream. Before it is freed, this stream waits for all streams that used
+    it. ``masters`` are the master weight tensors that are views of the buffer.
     """
 
     def __init__(self, tensor: Tensor, layout: BucketLayout, ledger: Ledger, stays: bool) -> None:
         self.tensor, self._layout, self._ledger = tensor, layout, ledger
         self._nbytes = tensor.numel() * tensor.element_size()
-        self.segments: list[Tensor] = []  # made at the first allocation, before which views fail
+        self.segments: list[Tensor] = []  # created at the first allocation: without memory, views fail
         self.masters: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._own_holders: int | None = None  # number of the engine's tensors, except masters; None: not counted
+        self._own_holders: int | None = None  # number of the engine's tensors, except masters; None: not yet counted
         self._allocated_on: torch.Stream | None = None  # None on the CPU
         self._arrived: torch.Event | None = None  # recorded after the first stream's wait for the gather
         self._used_on: list[torch.Stream] = []
@@ -82,11 +82,11 @@ class GatheredBuffer:
     # -- tensors over the buffer ------------------------------------------------------------------------------------
 
     def count_holders(self, others: int) -> None:
-        """Count the engine's own tensors over the buffer, unless already counted, before user code can have any.
+        """Count the engine's own tensors over the buffer, unless already counted. Call before user code has any.
 
         Args:
-            others: the number of tensors over the buffer in addition to ``tensor`` and ``segments``, as a limit: more
-                may exist briefly, since a Gloo thread drops a broadcast's tensor only after the wait has ended.
+            others: the engine's number of tensors over the buffer besides ``tensor`` and ``segments``. Any more are not
+                counted: a Gloo thread may drop a broadcast's tensor only after the wait has ended.
         """
         if self._own_holders is None:
             of_this_call = 1

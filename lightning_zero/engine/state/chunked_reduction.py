@@ -1,7 +1,7 @@
 """Reduction of one very large gradient in chunks, with buffers that do not grow with the gradient.
 
-(Constant-size buffers, C_B in Rajbhandari et al., "ZeRO", SC20, section 6.2.) Each chunk contains a piece of every
-rank's range, so that each chunk's reduction gives every rank a piece of its own shard.
+These are the constant-size buffers (C_B) of Rajbhandari et al., "ZeRO", SC20, section 6.2. Each chunk contains a piece
+of every rank's range, so that each chunk's reduction gives every rank a piece of its own shard.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ _IN_FLIGHT = 2
 
 
 class ChunkedReduction:
-    """Sums a gradient over ranks.
+    """Sums a gradient over ranks, chunk by chunk.
 
     Args:
         gradient: a 1-D tensor in any dtype, without padding at its end; None for zeros.
         ranges: ``[start, stop)`` for each rank; all ranges have equal length, or all but one are empty.
         own_numel: number of elements in this rank's range.
-        collectives: the collectives between these ranks.
+        collectives: collectives between the ranks whose gradients are summed.
         codec: encodes the chunks that are sent.
         factor: the gradient is multiplied by this number before the sum.
         chunk_numel: approximate number of elements in a chunk.
         like: an empty tensor with the dtype and device of the result.
-        ledger: counts the buffers.
+        ledger: counts the bytes of the chunks' buffers.
         what: describes the sum, for error messages.
     """
 
@@ -85,7 +85,7 @@ class ChunkedReduction:
         self._running.append((start, self._collectives.reduce_scatter(flat, ranges, self._codec, self._what), nbytes))
 
     def _copy_into(self, chunk: Tensor, start: int) -> None:
-        """Fill each row of ``chunk`` with a range's elements from ``start``, cast and multiplied; zero the padding."""
+        """Fill row i of ``chunk`` with range i's elements from ``start``, cast and multiplied; zero the padding."""
         filled, width, length = 0, chunk.shape[1], self._length
         if self._gradient is not None:
             whole = len(self._gradient) // length

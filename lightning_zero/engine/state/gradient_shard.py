@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class ShownGradient(Deferred):
     """The values of one ``p.grad``. The ``p.grad`` tensor and all its aliases refer to this object.
 
-    ``local`` is this rank's range of the values, 1-D, a view of ``shard``. It remains the same tensor object when
+    ``local`` is this rank's range of the values, 1-D, a view of ``shard``. ``local`` stays the same tensor object when
     another reduction moves the values to a new shard, so that aliases show the new values.
     """
 
@@ -36,7 +36,7 @@ class ShownGradient(Deferred):
 
 
 class _Count:
-    """A number of bytes in a ledger, which ``set`` changes."""
+    """One object's bytes in a category of a ledger; ``set`` changes the number."""
 
     def __init__(self, ledger: Ledger, category: str) -> None:
         self._ledger, self._category, self._nbytes = ledger, category, 0
@@ -71,7 +71,7 @@ class GradientShard:
 
     Attributes:
         accumulated: sums within this machine, of which ``flat`` is a range; None if there are none.
-        is_taken: whether ``take`` was called, so that a reduction includes the values.
+        is_taken: whether ``take`` has returned ``accumulated``, which a running reduction then includes.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class GradientShard:
             return
         self._count.set(part.nbytes)
         before, mine = self.flat, part[own]
-        if before.data_ptr() != mine.data_ptr():  # ``before`` is a complete sum, which no other rank adds
+        if before.data_ptr() != mine.data_ptr():  # ``before`` is already summed over machines; no other rank adds it
             mine.add_(before.to(mine.device))
         self._move(mine)
         self.accumulated = Accumulated(part, sum_over_machines)
@@ -144,7 +144,7 @@ class GradientShard:
         return any(shown.slot is slot for shown in self._shown)
 
     def clear(self, index: int, in_part: slice) -> None:
-        """Set one parameter's gradient to zero. Valid only if nothing shows this gradient any more.
+        """Set one parameter's gradient to zero. Valid only if no live tensor shows this gradient.
 
         Args:
             in_part: the parameter's range within this rank's part of the bucket.
@@ -154,14 +154,14 @@ class GradientShard:
             self.accumulated.part[in_part].zero_()
 
     def take(self) -> Tensor | None:
-        """Return the sums within this machine, for a reduction whose result replaces this shard; None without sums."""
+        """Return the sums within this machine, for a reduction whose result replaces this shard; None if none exist."""
         if self.accumulated is None:
             return None
         self.is_taken = True
         return self.accumulated.part
 
     def complete(self) -> None:
-        """Complete accumulated sums: sum them over machines. Collective if there are any."""
+        """Sum ``accumulated`` over machines, unless it is None or was taken. Collective if it is summed."""
         if self.accumulated is not None and not self.is_taken:
             total = self.accumulated.sum_over_machines(self.accumulated.part)
             self.accumulated = None  # only after the sum, which may raise
@@ -176,8 +176,8 @@ class GradientShard:
             shown.local.data = parts[shown.slot.index]
 
     def take_over(self, slots: list[BucketSlot]) -> None:
-        """Add the sharded gradients in ``.grad`` to this shard; those that show an earlier shard now show this one."""
-        # An ordinary tensor in ``.grad`` was local to this rank, and has already been reduced with the gradients.
+        """Add the sharded ``.grad`` values that this shard lacks; those that showed an earlier shard now show this."""
+        # An ordinary tensor in ``.grad`` was local to this rank; the reduction has already included it.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
         parts = self.parts() if held else {}
         for slot, gradient in held:
@@ -195,7 +195,7 @@ class GradientShard:
         self._shown.add(shown)
         gradient = slot.parameter.grad
         if isinstance(gradient, ShardedTensor) and gradient.slot is slot and not gradient.is_parameter:
-            gradient.show(part, keep=shown)  # as autograd adds in place
+            gradient.show(part, keep=shown)  # the same object, as when autograd adds in place
         else:
             slot.parameter.grad = ShardedTensor(slot, part, dtype, keep=shown)
 
@@ -207,7 +207,7 @@ def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
 
 
 def shard_of_all(slots: list[BucketSlot]) -> GradientShard | None:
-    """The shard that all these parameters' ``.grad`` show; None if they do not all show the same one."""
+    """The shard that all these parameters' ``.grad`` show; None if they do not all show the same shard."""
     shown = [shown_by(slot.parameter.grad, slot) for slot in slots]
     shards = {each.shard if each is not None else None for each in shown}
     return shards.pop() if len(shards) == 1 else None

@@ -15,7 +15,7 @@ from lightning_zero.engine.tensor.sharded_tensor import flat_range
 
 
 class NodePart:
-    """Parameter values of this rank's shard and of the shards of the ranks with its local index on other machines.
+    """Parameter values of this rank's shard, and of the shards of ranks with the same local index on other machines.
 
     The bucket is gathered from the parts of one machine's ranks. After each change of the parameters, machines exchange
     shards once; then all ranks with the same local index hold the same values.
@@ -23,7 +23,7 @@ class NodePart:
     Args:
         values: the part's values, a 1-D tensor in the dtype of the gathered buffer.
         number: the bucket's number among all buckets, the same on every rank.
-        what: what is exchanged, in words, for error messages.
+        what: describes the exchange, for error messages.
 
     Attributes:
         own: this rank's shard, a view of ``values``.
@@ -44,7 +44,7 @@ class NodePart:
         ledger.add("parameters", values.nbytes)
 
     def refresh(self, new: Tensor | None, by_changes: bool) -> None:
-        """Start to fetch the other shards of this part. Every rank has changed its own shard before.
+        """Start to fetch the other shards of this part, after every rank has updated its own shard. Collective.
 
         Args:
             new: the new values of this rank's shard; None if they are in ``own`` already.
@@ -66,11 +66,11 @@ class NodePart:
             self._pending.pop().wait()
             self._arrived = stream.record_event() if stream is not None else None
         elif self._arrived is not None and stream is not None:
-            stream.wait_event(self._arrived)  # that wait may have been on another stream
+            stream.wait_event(self._arrived)  # the wait may have been on another stream
         return self._values
 
     def exchange(self, segment: Segment) -> None:
-        """Fetch a parameter's values in this part from their owners, which have changed their ``own``. Collective."""
+        """Fetch a parameter's values in this part, after each rank has written its range to ``own``. Collective."""
         start, stop = self._range_of(segment)
         ranges = [
             (min(max(low, start), stop) - start, min(max(high, start), stop) - start) for low, high in self._ranges
@@ -89,7 +89,7 @@ class NodePart:
         return start, stop
 
     def cut_anew(self, flat: Tensor, layout: BucketLayout) -> NodePart:
-        """Return the part for a new layout, which replaces this part.
+        """Return a part with a new layout, to use instead of this part.
 
         Args:
             flat: the values of all parameters in the new layout, 1-D.

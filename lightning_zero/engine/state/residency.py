@@ -109,7 +109,7 @@ class ResidencyPlan:
         """Whether a background update may write its result to the gathered buffer as well as to the master weights.
 
         True only if the buffer keeps all values at rest. Even then, False if gathers start from a copy or from master
-        weights in memory in the compute dtype, or if they send changes of the buffer's values.
+        weights in memory in the compute dtype, or if gathers send changes of the buffer's values.
         """
         if self.sends_changes:
             return False
@@ -188,11 +188,11 @@ class Residency:
         return self._values[part] if self.states is None else self.states.read(MASTERS, part.start, part.stop)
 
     def at_rest(self, part: slice) -> Tensor:
-        """Like ``part``, but for master weights on a disk a lazy tensor, which is read when its values are used."""
+        """Like ``part``, but a lazy tensor, read when its values are used, if the master weights are on a disk."""
         return self._values[part] if self.states is None else self.states.tensor(MASTERS, part.start, part.stop)
 
     def leaf(self, part: slice) -> Tensor:
-        """Like ``part``, but for master weights on a disk a meta tensor of the same shape."""
+        """Like ``part``, but a meta tensor of the same shape if the master weights are on a disk."""
         if self.states is None:
             return self._values[part]
         return torch.empty(part.stop - part.start, dtype=self.plan.master_dtype, device="meta")
@@ -212,7 +212,7 @@ class Residency:
             self.states.write(field, start, values)
 
     def follow(self, part: slice, written: Tensor) -> None:
-        """Copy new values of parameters to master weights. A master weight that rounds to its new value is kept."""
+        """Copy new parameter values to master weights. A master weight that already rounds to its new value is kept."""
         master = self.part(part)
         written = written.to(master.device)
         if written.dtype == master.dtype:
@@ -247,7 +247,7 @@ class Residency:
         self._fetched = states.swap.reader.submit(read)
 
     def forget_fetched(self) -> None:
-        """Drop values read by ``fetch``, which a change of the master weights makes stale."""
+        """Drop the values that ``fetch`` has read, before a change of the master weights makes them stale."""
         self._fetched = None
 
     def promote(self) -> None:

@@ -102,7 +102,7 @@ class BucketSlot:
         bucket = self.bucket
         if self.share.is_divided:
             return None
-        if bucket.layout.world_size == 1:  # this rank has the master weights in full precision
+        if bucket.layout.world_size == 1:  # this rank has all master weights, in full precision
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
@@ -178,12 +178,12 @@ class BucketSlot:
         return self.bucket.background
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
-        self.bucket.rendezvous.meet(what or f"a sum or norm over parts of '{self.name}'")
+        self.bucket.rendezvous.meet(what or f"a sum, norm or other reduction of '{self.name}'")
         return self.bucket.communicator.all_reduce(value, op)
 
 
 class OwnedSlot(BucketSlot):
-    """Slot of an optimizer state of a parameter with one owner: the owner holds the full state, other ranks nothing.
+    """Slot of an optimizer state of a parameter with one owner: the owner holds the full state, other ranks hold none.
 
     Args:
         slot: the parameter's slot, in a bucket whose parameters each have one owner.
@@ -218,7 +218,7 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
 
 @torch.no_grad()
 def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
-    """Reshard a bucket: each parameter is then held in full by its owner. Collective. Every ``p.grad`` must be None."""
+    """Reshard a bucket so that each parameter's owner holds all of it. Collective. Every ``p.grad`` must be None."""
     slots = slots_of(bucket)
     values = [slot.collect_share(slot.local_parameter()) for slot in slots]
     derived = [(each, each.whole()) for slot in slots for each in slot.derived.values() if not each.is_parameter]

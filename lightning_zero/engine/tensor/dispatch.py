@@ -71,8 +71,8 @@ def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
     """How an operator is handled.
 
     Returns:
-        The handler to try before the operator runs on full values, or None; and whether full values that need no
-        communication can be used without trying the handler, since the operator writes nothing.
+        The handler to try first, or None to run the operator on full values; and whether full values that need no
+        communication are used before the handler is tried, which requires that the operator writes nothing.
     """
     if func in _HANDLERS:
         return _HANDLERS[func], False
@@ -146,11 +146,10 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     plain = [tensor for tensor in tensors if not isinstance(tensor, ShardedTensor)]
     # A plain tensor, such as a loss or an incoming gradient, may differ between ranks. The result then differs, too,
-    # and cannot be a sharded tensor. Operators are assumed to write the same values on all ranks, as under DDP.
+    # and cannot be a sharded tensor. In-place operators are assumed to write equal values on all ranks, as in DDP.
     if plain and not in_place or slot.shape != torch.broadcast_shapes(slot.shape, *(tensor.shape for tensor in plain)):
         return NotImplemented
-    # Full values that need no communication are cheaper, and give the same bits as under DDP. But writes must reach
-    # master weights of a wider dtype.
+    # Full values at hand are cheaper and give the same bits as under DDP, but writes must reach wider master weights.
     is_wider = in_place and sharded[0].local.dtype != sharded[0].dtype
     if not is_wider and all(tensor.whole_at_hand() is not None for tensor in sharded):
         return NotImplemented
@@ -183,7 +182,7 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``_foreach_*`` operators on local ranges, with one call per group of ranks and device."""
     first, in_place = args[0], bool(_targets(func))
-    members: dict[Any, list[int]] = {}  # positions in the first list; those under None use full values
+    members: dict[Any, list[int]] = {}  # positions in ``first`` by (group, device); None: full values
     for position, tensor in enumerate(first):
         sharded = _communicating(tensor)
         # devices differ if some ranges are offloaded to the host
@@ -238,7 +237,8 @@ def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
     names = [tensor.slot.name for tensor in tensors]
     # Identifies the operation in the rendezvous: ranks must compute norms of the same parameters in the same order.
     what = (
-        f"the norms of {len(names)} tensors, '{names[0]}' to '{names[-1]}' ({zlib.crc32(' '.join(names).encode()):x})"
+        f"the norms of {len(names)} tensor(s) from '{names[0]}' to '{names[-1]}' "
+        f"(checksum of all names: {zlib.crc32(' '.join(names).encode()):x})"
     )
     return list(_finish_norm(torch.stack(parts), order, slot, what).to(tensors[0].dtype.to_real()).unbind())
 
@@ -249,7 +249,7 @@ def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
 
 
 def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
-    """This rank's part of a vector norm. Parts are summed over ranks or, for an infinite order, compared."""
+    """This rank's part of a vector norm. Parts are added or, for an infinite order, their maximum or minimum taken."""
     local = tensor.local
     if local.dtype in LOW_PRECISION:
         local = local.float()  # powers in a norm would overflow in fp16
@@ -270,7 +270,7 @@ def _finish_norm(parts: Tensor, order: float, slot: Slot, what: str | None = Non
 
 
 def _extreme_over_ranks(parts: Tensor, slot: Slot, sign: int, what: str | None = None) -> Tensor:
-    """Maximum over ranks, or minimum if ``sign`` is -1. NaN is reduced separately: backends treat it differently."""
+    """Maximum over ranks, or minimum if ``sign`` is -1. NaN is reduced separately: backends treat NaN differently."""
     nan = parts.isnan()
     flagged = torch.stack([(sign * parts).masked_fill(nan, -float("inf")), nan.to(parts.dtype)])
     found, nan = slot.reduce(flagged, ReduceOp.MAX, what).unbind()
@@ -318,7 +318,7 @@ def _alias(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``add_``. In backward, ``add_`` on a parameter's ``.grad`` is autograd accumulating a local gradient."""
+    """Run ``add_``. In backward, autograd calls ``add_`` on ``.grad`` to accumulate a local gradient."""
     target = args[0]
     if isinstance(target, ShardedTensor) and current_graph_task() != -1:
         leaf = getattr(current_autograd_node(), "variable", None)  # ``.grad`` may have another parameter's slot
@@ -360,7 +360,7 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
         found = _beside(found_inf, parts[0])  # gradients may be offloaded to the host
         func(parts, found, _beside(inverse_scale, parts[0]))
         if found is not found_inf:
-            found_inf.copy_(found)  # keeps an earlier inf: ``found`` is a changed copy of ``found_inf``
+            found_inf.copy_(found)  # keeps an earlier inf, since ``found`` was copied from ``found_inf``
     sharded[0].slot.reduce(found_inf, ReduceOp.MAX)
     return None
 
@@ -393,7 +393,7 @@ _HANDLERS: dict[Any, _Handler] = {
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}
 _OF_MEMORY = ("layout", "memory_format", "pin_memory")  # arguments that do not apply to a local range
 
-# Pointwise operators that torch does not tag as such.
+# Operators that run on the local range, although torch does not tag them as pointwise.
 _LOCAL = {
     aten.clone.default,
     aten.empty_like.default,

@@ -16,7 +16,7 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 @dataclass
 class _Source:
-    """Where a lazy tensor and its aliases read their values; ``use`` replaces stored values with values in memory."""
+    """Where a lazy tensor and its aliases read their values; ``use`` switches to values in memory."""
 
     name: str
     dtype: torch.dtype

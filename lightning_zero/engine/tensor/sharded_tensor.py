@@ -100,7 +100,7 @@ class ShardedTensor(WrapperTensor):
             self.written(local)
 
     def written(self, local: Tensor) -> None:
-        """After values were written to ``local``, which the property returned, update all copies of the range."""
+        """Update all copies of this rank's range, after values were written to ``local`` (the property's result)."""
         if self.is_parameter:
             self.slot.written_locally(local)
 
@@ -168,8 +168,8 @@ class ShardedTensor(WrapperTensor):
     def data(self, value: Tensor) -> None:
         if value.dtype != self.dtype:
             raise TypeError(
-                f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; .data cannot be {value.dtype}. "
-                "Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
+                f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; .data cannot be set to "
+                f"{value.dtype}. Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
             )
         if value.shape != self.shape:
             raise ValueError(

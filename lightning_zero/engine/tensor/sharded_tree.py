@@ -20,7 +20,7 @@ Leaf = Callable[[Tensor], Any]
 def walk(
     tree: Any, act: Callable[[Any], Any], wanted: Callable[[Any], bool] = lambda leaf: isinstance(leaf, Tensor)
 ) -> Any:
-    """The tree with converted leaves. Containers with a change are replaced by shallow copies; others are kept.
+    """The tree with converted leaves. Changed containers are replaced by shallow copies; others are kept.
 
     Args:
         tree: nested dicts, lists and tuples of any class.
@@ -55,7 +55,7 @@ def walk(
 
 
 def identity(tensor: ShardedTensor) -> Any:
-    """A key that is equal for all aliases of a parameter, on every rank; any other tensor has a unique key."""
+    """A key that all aliases of a parameter in one dtype share; any other tensor has a key of its own."""
     return (id(tensor.slot), tensor.dtype) if tensor.is_parameter else id(tensor)
 
 

@@ -21,7 +21,7 @@ class Deferred(ABC):
 
 
 class Slot(Protocol):
-    """A parameter's range of a bucket. All tensors that are sharded with the parameter refer to the same slot object.
+    """A parameter's range of a bucket. The parameter, its gradient and copies of them refer to the same slot object.
 
     Attributes:
         name, shape, dtype, device: those of the parameter.
@@ -74,7 +74,7 @@ class Slot(Protocol):
         """After ``values`` were written to this rank's range of the parameter, update all copies of the range."""
 
     def collect(self, local: Tensor) -> Tensor:
-        """Gather a tensor with this sharding from the ranks' local ranges. Collective."""
+        """Gather the full tensor of which ``local`` is this rank's range. Collective."""
 
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened share that each rank holds, in the order of ranks."""

@@ -81,9 +81,9 @@ class WrapperTensor(torch.Tensor):
     def storage(self) -> Any:
         # called by safetensors, and by save_pretrained() of transformers and PEFT
         raise RuntimeError(
-            f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: run "
-            "the reading or saving code within 'with lightning_zero.full_parameters(module):', on every rank, or "
-            "after the run."
+            f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: "
+            "read or save it after the run, or enter 'with lightning_zero.full_parameters(module):' on every rank and "
+            "read or save the parameters there."
         )
 
     def tolist(self) -> Any:
@@ -154,7 +154,7 @@ class RecordedView(WrapperTensor):
 
 
 def new_wrapper(cls: Any, shape: torch.Size, **options: Any) -> Any:
-    """Make a wrapper. Like views of normal tensors, it is not an inference tensor, even in inference mode."""
+    """Create a wrapper tensor. Like views of normal tensors, it is never an inference tensor."""
     if not torch.is_inference_mode_enabled():
         return make_wrapper(cls, shape, **options)
     with torch.inference_mode(False):
