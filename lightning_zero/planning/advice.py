@@ -283,9 +283,9 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             if rival is not None and rival.samples_per_second is not None:
                 slower = 100 * (1 - rival.samples_per_second / ddp.samples_per_second)
                 saved = ddp.peak_bytes["total"] - rival.peak_bytes["total"]
+                less = f"; it would save {in_gb(saved)} a rank" if saved > 0 else ""
                 said.append(
-                    f"ZeRO does not help here: its fastest plan, {rival.name}, is {slower:.0f} % slower than "
-                    f"DDP; it would save {in_gb(saved)} a rank."
+                    f"ZeRO does not help here: its fastest plan, {rival.name}, is {slower:.0f} % slower than DDP{less}."
                 )
         elif ddp.fits is False:
             said.append(f"DDP does not fit: it needs {in_gb(ddp.peak_bytes['total'])}.")

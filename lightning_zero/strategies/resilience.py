@@ -242,7 +242,7 @@ class Resilience:
         own = [f"{self._rank}.{index}" for index in (0, 1)]
         if self._mirror is not None:
             own += [f"{self._mirror.of_rank}.m{index}" for index in (0, 1)]
-        for fit in sorted(os.listdir(self._job.path)):
+        for fit in sorted(os.listdir(self._job.path), key=lambda name: (len(name), name)):  # fit-10 is newer than fit-9
             folder = os.path.join(self._job.path, fit)
             if fit.startswith("fit-") and folder != self._folder:
                 slots = [path for name in own if os.path.exists(path := os.path.join(folder, name))]

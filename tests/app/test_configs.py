@@ -116,7 +116,7 @@ def test_compression_reaches_the_strategy(tmp_path: Path) -> None:
     ):
         config = composed(*arguments, folder=tmp_path)
         assert instantiate(config.trainer.strategy).config.compression == meant
-    with pytest.raises(ConfigError, match="at stage 3 they do not. Write shard_within='node'"):
+    with pytest.raises(ConfigError, match="at stage 3 without shard_within they do not. Write shard_within='node'"):
         check(composed('stage="3"', "compression=exact", "data.max_bytes=500_000", folder=tmp_path))
 
 

@@ -185,7 +185,7 @@ def test_export_reports_weights_that_overflow_in_fp16(tmp_path, capsys):
     )
     assert run("export", path, tmp_path / "w.safetensors", "--dtype", "fp16") == 0
     said = capsys.readouterr().err
-    assert "so now infinite: big; --dtype bf16" in said
+    assert "became infinite in big; --dtype bf16" in said
 
 
 def test_export_keeps_every_dtype_and_shape(tmp_path):

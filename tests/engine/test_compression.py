@@ -316,7 +316,7 @@ def test_an_overflow_in_quantised_gradients_skips_the_step_on_all_ranks(run_on):
         ),
         (
             {"compression": "exact", "stage": 3},
-            "at stage 3 they do not. Write shard_within='node', stage=1 or stage=2",
+            "at stage 3 without shard_within they do not. Write shard_within='node', stage=1 or stage=2",
         ),
         ({"compression": "int8", "stage": 2, "reduce_dtype": "bf16"}, "both determine how gradients are sent"),
     ],

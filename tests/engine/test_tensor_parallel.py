@@ -468,7 +468,7 @@ def alike_at_first() -> None:
     engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
     model(torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(0))).backward()
     loss = model(torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(1 + rank())))
-    with pytest.raises(RuntimeError, match="module in their first forward, and have different ones now"):
+    with pytest.raises(RuntimeError, match="in the first forward, but now differ"):
         loss.backward()
     engine.close(communicate=False)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, SparseAdam
 
+from lightning_zero.engine import Engine
 from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
@@ -239,6 +240,40 @@ def lbfgs(model: nn.Module) -> Optimizer:
 
 def lbfgs_with_line_search(model: nn.Module) -> Optimizer:
     return LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
+
+
+def add_dense_and_sparse(optimizer: Any, stage: int | None) -> tuple[str, Tensor]:
+    """Add a sparse gradient to a dense one, and step; return the error, or "stepped", and the weights."""
+    torch.manual_seed(0)
+    module = Rows()
+    made = optimizer(module)
+    engine = Engine(module, [made], stage=stage) if stage else None
+    module.embed.weight.square().sum().backward()
+    module(torch.tensor([[1, 2]]), torch.zeros(1)).backward()
+    try:
+        made.step()
+        outcome = "stepped"
+    except RuntimeError as error:
+        outcome = str(error)
+    if engine is not None:
+        engine.close()
+    return outcome, module.embed.weight.detach().clone()
+
+
+def add_as_in_plain_torch() -> None:
+    for optimizer in (sparse_adam, adagrad):
+        expected = add_dense_and_sparse(optimizer, None)
+        for stage in (1, 2, 3):
+            same_values(add_dense_and_sparse(optimizer, stage), expected, f"stage {stage}")
+    assert "dense gradients" in add_dense_and_sparse(sparse_adam, None)[0]
+
+
+def test_a_dense_gradient_plus_a_sparse_one_is_dense_as_in_plain_torch(run_on):
+    run_on(1, add_as_in_plain_torch)
+
+
+def adagrad(model: nn.Module) -> Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.01)
 
 
 def adafactor(model: nn.Module) -> Optimizer:

@@ -235,7 +235,7 @@ def test_unmodified_projects_are_planned(project, stage):
 def test_values_that_a_project_reads_are_assumed_and_the_line_is_named():
     run = fake_run(Reading, batch(), ranks=2, stage=2)
     read, masked = sorted(run.assumptions)
-    assert read.startswith("a mask selects every element") and masked.startswith("a value that is read")
+    assert read.startswith("a mask selects every element") and masked.startswith("a value read from a tensor")
     assert all("projects.py:" in assumption for assumption in run.assumptions)
 
 

@@ -255,7 +255,7 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
     ("arguments", "said"),
     [
         (["--tensor-parallel", "3"], "tensor_parallel_size=3 cannot be used with 8 ranks"),
-        (["--configuration", "C2"], "these only over several tensor-parallel ranks"),
+        (["--configuration", "C2"], "partitioned checkpointing requires several tensor-parallel ranks"),
         (["--tensor-parallel", "2", "--stage", "0"], "Nothing is left to plan"),
     ],
     ids=str,

@@ -74,7 +74,7 @@ class Rendezvous:
                 f"Rank {self._rank} needs every rank for {what}, but the run that sharded the module over {self._size} "
                 "ranks has ended. If the run failed, call Trainer.fit, validate, test or predict again with this "
                 "module on all ranks: the call unshards the module first. Or create a new module, and load a "
-                "checkpoint. If the module is a copy, make the copy on every rank; otherwise it stays sharded."
+                "checkpoint. Make copies on every rank: a copy made on only some ranks stays sharded."
             )
         watch = self._watch
         assert watch is not None, "with several ranks there is a watch"

@@ -123,7 +123,9 @@ class UncutBucket:
         part, own = None, flat[low:high]
         if self.layout.nodes > 1:
             in_part = flat[slice(*self.layout.own_part)].to(plan.compute_dtype, copy=True)
-            part = NodePart(in_part, self.layout, communicator, self._number, f"unit {self._unit_name!r}", ledger)
+            part = NodePart(
+                in_part, self.layout, communicator, self._number, f"unit {self._unit_name or 'root'!r}", ledger
+            )
             own = part.own if plan.masters is Medium.PART else own
         residency = Residency(plan, own, self._states, ledger, part.own if part is not None else None)
         full = self._full

@@ -141,6 +141,8 @@ class SparseRows:
         if slot is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
             self._rows = None
             return None
+        if self._rows is None and slot.parameter.grad is not None:
+            return None  # a dense gradient plus a sparse one is dense, as in plain torch
         gradient = gradient.coalesce()  # sums duplicate rows in the same order as the optimizer would
         (rows,) = gradient.detach().indices()
         if self._rows is not None and slot.parameter.grad is not None:

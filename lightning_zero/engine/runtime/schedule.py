@@ -343,7 +343,7 @@ class Schedule:
         if torch.is_grad_enabled() and not self.windows:
             # No hooks would see the tensors saved for the second backward, which would then read released buffers.
             raise RuntimeError(
-                f"backward(create_graph=True) through unit {unit.name!r}, whose parameters are released after use, is "
+                f"backward(create_graph=True) through unit {unit.name or 'root'!r}, whose parameters are released after use, is "
                 "possible only in training_step, or in 'with engine.window():' around forward and both backward passes."
             )
         if not self._is_backward:

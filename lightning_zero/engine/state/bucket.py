@@ -226,7 +226,7 @@ class Bucket:
     def _gather(self, by_changes: bool) -> None:
         if self.has_begun:
             raise RuntimeError(
-                f"Unit {self.unit_name!r} is used again in a backward pass in which its update has begun. Set "
+                f"Unit {self.unit_name or 'root'!r} is used again in a backward pass in which its update has begun. Set "
                 "OffloadConfig(overlap=False), so that updates begin only after backward."
             )
         self._finish_gather()
@@ -270,7 +270,7 @@ class Bucket:
                 return Pending(what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, self._number, what)
 
-        what = f"the gather of unit {self.unit_name!r}"
+        what = f"the gather of unit {self.unit_name or 'root'!r}"
         if own is None or own.device == self.full.device:
             return gather()
         # A copy from the host runs on a separate stream, so that it overlaps with computation.

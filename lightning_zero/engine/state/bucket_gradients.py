@@ -258,7 +258,7 @@ class BucketGradients:
 
     @property
     def _what(self) -> str:
-        return f"the gradient reduction of unit {self.bucket.unit_name!r}"
+        return f"the gradient reduction of unit {self.bucket.unit_name or 'root'!r}"
 
     def start_crossing(self, pending: Pending) -> Pending | None:
         """Wait for the sum within the machine, add accumulated earlier sums, and start to sum the total over machines.
@@ -323,7 +323,7 @@ class BucketGradients:
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Return the sum over machines of sums within machines. Collective."""
         self.bucket.rendezvous.meet(
-            f"the gradients of unit {self.bucket.unit_name!r}, so far summed only within each machine"
+            f"the gradients of unit {self.bucket.unit_name or 'root'!r}, so far summed only within each machine"
         )
         with torch.no_grad():
             total = self._sum_of(self._reduce_across(part))
