@@ -136,7 +136,7 @@ def compare(
     if alone := sorted(before.keys() ^ after.keys()):
         notes.append(f"found in only one of {old} and {new}: {_listed(alone)}")
     if not changes:
-        beside = f" that can be compared with those of {relative_to}" if relative_to else ""
+        beside = f" that can be expressed relative to {relative_to}" if relative_to else ""
         raise ValueError(f"{old} and {new} have no readings in common{beside}")
     if few := [each for each in changes if each.unit != "bytes" and _least_p(*each.samples) > alpha]:
         names = _listed([f"{each.name} ({each.samples[0]} and {each.samples[1]})" for each in few])
@@ -262,7 +262,7 @@ def _runs(folder: Path) -> dict[str, _Result]:
         raise ValueError(str(error)) from None
     found = {run.label if len(runs) > 1 else "": _Result(_logged(run.metrics), None) for run in runs}
     if not any(result.series for result in found.values()):
-        raise ValueError(f"{folder} has no figures from ZeroMonitor: add the callback, and a logger such as CSVLogger")
+        raise ValueError(f"{folder} has no metrics from ZeroMonitor: add the callback, and a logger such as CSVLogger")
     return found
 
 

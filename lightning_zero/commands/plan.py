@@ -26,7 +26,7 @@ def main(arguments: list[str]) -> int:
     if parsed.paper:
         return _paper(parsed)
     if not parsed.project:
-        parser().error("specify what to plan: package.module:Module, train.py or model=gpt_small; or --paper")
+        parser().error("name a project (package.module:Module, train.py or model=gpt_small), or pass --paper")
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans

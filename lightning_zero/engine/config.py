@@ -394,12 +394,12 @@ def default_folder() -> str:
     """The default folder for offloaded files: one for this user, in the folder for temporary files (``$TMPDIR``).
 
     Raises:
-        ValueError: if the folder is on a file system in memory.
+        ValueError: if the folder is on an in-memory file system.
     """
     folder = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     if is_in_memory(folder):
         raise ValueError(
-            f"offload='nvme' would write to {folder}, which is on a file system in memory: write "
+            f"offload='nvme' would write to {folder}, which is on an in-memory file system: write "
             "offload=OffloadConfig(optimizer='nvme', path=...) with a folder on a local disk, or set TMPDIR to one."
         )
     return folder

@@ -60,7 +60,7 @@ def free_bytes(place: str | int) -> int:
 
 
 def is_in_memory(path: str) -> bool:
-    """Whether a path, which need not exist yet, is on a file system in memory (tmpfs, ramfs); False if unknown."""
+    """Whether a path, which need not exist yet, is on an in-memory file system (tmpfs, ramfs); False if unknown."""
     path = os.path.abspath(path)
     while not os.path.exists(path):
         path = os.path.dirname(path)
@@ -94,8 +94,8 @@ def make_private_folder(path: str) -> None:
     if reason is not None:
         raise PermissionError(
             errno.EACCES,
-            f"{reason}, and every user may write to its parent folder, so other users might read or change its files: "
-            "remove the folder or link, or choose another path",
+            f"{reason}, and every user may write to its parent folder, so others might read or change the files: "
+            "remove this folder or link, or choose another path than this one",
             path,
         )
 

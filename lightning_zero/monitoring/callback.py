@@ -145,7 +145,7 @@ class Monitor:
         self.counted = getattr(pl_module, "counted", "steps")
         self.numel = sum(p.numel() for p in pl_module.parameters())
         if not trainer.loggers:
-            rank_zero_info("ZeroMonitor: the Trainer has no logger, so figures are only in the callback's `metrics`.")
+            rank_zero_info("ZeroMonitor: the Trainer has no logger, so values are only in the callback's `metrics`.")
         self._find_flops(trainer, pl_module)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -351,7 +351,7 @@ class Monitor:
             slowest = ""
             if "straggler/rank" in found:
                 times = 1 + found["straggler/slower"]
-                slowest = f" Rank {found['straggler/rank']} computed {times:.2f} times as long as the others' median."
+                slowest = f" Rank {found['straggler/rank']} computed for {times:.2f} times the others' median."
             rank_zero_warn(
                 f"ZeroMonitor: throughput fell to {1 / seconds:.4g} samples/s per rank at step {self._step}, below its "
                 f"recent band of {low:.4g} to {high:.4g}.{slowest}"

@@ -15,10 +15,10 @@ def disk_bandwidth(folder: str) -> float:
     """Bytes per second, read plus written, that the pipeline for offloaded states achieves in a folder.
 
     Raises:
-        OSError: if the folder is on a file system in memory, or a file of 128 MiB cannot be created in it.
+        OSError: if the folder is on an in-memory file system, or a file of 128 MiB cannot be created in it.
     """
     if is_in_memory(folder):
-        raise OSError(f"{folder} is on a file system in memory")
+        raise OSError(f"{folder} is on an in-memory file system")
     file = SwapFile(folder, _BYTES)
     extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _BYTES, _EXTENT)], Ring(_EXTENT)
     seconds = []

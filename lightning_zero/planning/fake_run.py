@@ -471,9 +471,8 @@ def fake_run(
     peak["parameters"] -= offloaded
     if stage is not None and transport != "nccl":
         assumptions.made[
-            "freed memory returns to the system; by default, a process on the CPU keeps some of it, "
-            f"up to {in_bytes(whole)} after setup alone (to return it, set "
-            "MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=65536)"
+            "freed memory returns to the system; by default, a process on the CPU keeps some of it, up to "
+            f"{in_bytes(whole)} after setup alone (MALLOC_TRIM_THRESHOLD_=65536 MALLOC_MMAP_THRESHOLD_=65536 return it)"
         ] = None
     return FakeRun(
         peak_bytes=peak,

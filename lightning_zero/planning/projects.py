@@ -63,7 +63,9 @@ def of_script(script: Path, arguments: list[str]) -> Project:
         ValueError: if there is no such script, or it ends without a call to ``Trainer.fit``.
     """
     if not script.is_file():
-        raise ValueError(f"there is no script {str(script)!r}: pass a script's path, package.module:Name or name=value")
+        raise ValueError(
+            f"there is no script {str(script)!r}: pass a script's path, package.module:Name or Hydra overrides"
+        )
     given: dict[str, Any] = {}
 
     def fit(

@@ -198,9 +198,9 @@ class KeptStates:
         if deaths >= limit:
             raise RuntimeError(
                 f"This job has died {deaths} times after step {newest} without keeping a newer state, so it stops. "
-                f"Kept states are in {self._folder}. Look for the cause in the last output of the processes. "
-                "To try again, increase ResilienceConfig(deaths_at_one_step=...). To start over, give the job "
-                f"another name, or remove that folder and {os.path.dirname(self._record)}."
+                "Look for the cause in the last output of the processes. To try again, increase "
+                "ResilienceConfig(deaths_at_one_step=...). To start over, give the job another name, or remove its "
+                f"folders {self._folder} and {os.path.dirname(self._record)}."
             )
         return index
 

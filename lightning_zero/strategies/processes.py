@@ -177,7 +177,8 @@ class ZeroProcesses(ParallelStrategy):
         if own and not self._has_default_io:
             raise ValueError(
                 f"{' and '.join(own)} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the "
-                "strategy writes such checkpoints itself. Remove one or the other."
+                "strategy writes such checkpoints itself. Remove the plugin, or leave out "
+                f"{' and '.join(own)}."
             )
         if self._is_single:
             return

@@ -271,7 +271,7 @@ class TrainerCheckpoints(ZeroProcesses):
             for other in others:
                 with suppress(Exception):
                     checkpoint = self._opened(other, weights_only).checkpoint
-                    rank_zero_warn(f"{error} Resuming from {other} instead, the newest undamaged checkpoint.")
+                    rank_zero_warn(f"{error} Resuming instead from {other}, the newest undamaged checkpoint.")
                     return checkpoint
             if others:
                 raise DamagedCheckpointError(

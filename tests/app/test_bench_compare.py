@@ -192,7 +192,7 @@ def test_runs_with_the_monitor_are_compared(tmp_path: Path, capsys: pytest.Captu
         ("{", [], "cannot be read as JSON"),
         ("[1, 2]", [], "is not a benchmark result of this project: it has no 'about' entry"),
         ('{"about": {}, "systems": {"zero1": {"seconds": [1.0]}}}', [], "have no readings in common"),
-        (..., ["--relative-to", "ddp2"], "have no readings in common that can be compared with those of ddp2"),
+        (..., ["--relative-to", "ddp2"], "have no readings in common that can be expressed relative to ddp2"),
         (..., ["--threshold", "0.9"], "--threshold 0.9 must be >= 1, and --alpha 0.05 between 0 and 1"),
     ],
 )

@@ -210,7 +210,7 @@ def damaged(folder: Path, form: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         trainer = run(folder, form, "last", max_epochs=4)
-    told = [str(each.message) for each in told if "Resuming from" in str(each.message)]
+    told = [str(each.message) for each in told if "Resuming instead from" in str(each.message)]
     assert trainer.current_epoch == 4 and trainer.global_step == 8
     assert len(told) == (1 if rank() == 0 else 0), told
     assert all("last.ckpt" in each and "epoch=2.ckpt" in each for each in told)
@@ -264,7 +264,7 @@ def garbage(folder: Path, form: str) -> None:
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             trainer = run(folder, form, "last", max_epochs=2)
-        said = [str(each.message) for each in told if "Resuming from" in str(each.message)]
+        said = [str(each.message) for each in told if "Resuming instead from" in str(each.message)]
         assert trainer.global_step == 4, kind
         assert len(said) == (1 if rank() == 0 else 0), (kind, said)
         assert all(str(last) in each and "epoch=1.ckpt instead" in each for each in said), (kind, said)

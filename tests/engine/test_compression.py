@@ -346,7 +346,7 @@ def refuse(machines: str, recipe: Recipe, said: str, **options: Any) -> None:
             {"gradients": "int8"},
             r"compression=CompressionConfig\(.*\) has no effect .* no gradients: every trained",
         ),
-        ("int4", "no parameters: .*; no gradients: every trained .* fewer than exempt_numel=65536 elements"),
+        ("int4", "no parameters: .*; and no gradients: every trained .* fewer than exempt_numel=65536 elements"),
     ],
     ids=str,
 )

@@ -273,7 +273,7 @@ def warned(strategy: str, module: LightningModule) -> list[str]:
 
 def warnings_of_a_delay() -> None:
     said = warned("zero2", Delayed(1, range(41, 45), delay=1.0))
-    found = [re.search(r"at step (\d+),.* computed ([\d.]+) times", text) for text in said]
+    found = [re.search(r"at step (\d+),.* computed for ([\d.]+) times", text) for text in said]
     # other programs that occupy the machine for a moment cause warnings, too, but not of a rank that was so much slower
     late = [text for text, match in zip(said, found) if match and int(match[1]) > 40 and float(match[2]) > 10]
     assert len(late) == (1 if rank() == 0 else 0), said
@@ -334,7 +334,7 @@ def test_available_flops_are_read_from_a_file_written_by_the_doctor_command(
     file.write_text(json.dumps({"resources": {"flops": 2e9}}))
     found = [_mfu(ZeroMonitor(1, available_flops=given, flops_per_batch=1e6)) for given in (2e9, file, str(file))]
     assert all(value > 0 for value in found)
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
     assert _mfu(ZeroMonitor(1)) is None
     said = [record.message for record in caplog.records if "MFU" in record.message]
     assert len(said) == 1 and "available_flops" in said[0]
@@ -359,10 +359,10 @@ QUIET: dict[str, Any] = {
 
 
 def test_a_trainer_without_a_logger_is_reported_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.INFO, logger="lightning.pytorch")
     _mfu(ZeroMonitor(1))
     (said,) = [record.message for record in caplog.records if "no logger" in record.message]
-    assert said == "ZeroMonitor: the Trainer has no logger, so figures are only in the callback's `metrics`."
+    assert said == "ZeroMonitor: the Trainer has no logger, so values are only in the callback's `metrics`."
 
 
 class Attention(nn.Module):

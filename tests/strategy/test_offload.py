@@ -66,9 +66,11 @@ def test_a_string_or_mapping_stands_for_an_offload_config(on_a_disk, tmp_path: P
 @pytest.mark.parametrize("strategy", [ZeroStrategy, lightning_zero.fabric.ZeroStrategy])
 def test_a_default_folder_that_lies_in_memory_is_refused(monkeypatch: pytest.MonkeyPatch, strategy):
     monkeypatch.setattr(tempfile, "tempdir", "/dev/shm")
-    with pytest.raises(ValueError, match=r"/dev/shm/lightning_zero-offload-\d+, which is on a file system in memory: "):
+    with pytest.raises(
+        ValueError, match=r"/dev/shm/lightning_zero-offload-\d+, which is on an in-memory file system: "
+    ):
         strategy(offload="nvme")
-    with pytest.raises(ValueError, match="which is on a file system in memory"):
+    with pytest.raises(ValueError, match="which is on an in-memory file system"):
         make_trainer("zero3_nvme_spawn")
     strategy(offload="cpu")
 

@@ -252,7 +252,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     idle = []
     if compression.parameters is not None and not any(bucket.plan.sends_changes for bucket in buckets):
         idle.append(
-            "no parameters: for that, trained parameters must be in 16 bits (precision='bf16-mixed' or 'bf16-true') "
+            "no parameters: trained parameters must be in 16 bits (precision='bf16-mixed' or 'bf16-true') "
             "and have a copy on every machine (stage=1, stage=2, or shard_within with several ranks per machine)"
         )
     if compression.gradients is not None and not any(bucket.gradient_codec for bucket in buckets):
@@ -268,7 +268,9 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
             "reduce_dtype='bf16' to send gradients in 16 bits."
         )
     elif len(idle) == sum(each is not None for each in (compression.parameters, compression.gradients)):
-        raise NothingToCompressError(f"{given} has no effect between these machines. It compresses {'; '.join(idle)}.")
+        raise NothingToCompressError(
+            f"{given} has no effect between these machines. It compresses {'; and '.join(idle)}."
+        )
     elif idle:
         said = f"{given} compresses {idle[0]}."
     else:

@@ -52,7 +52,7 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
                 f"{name} is not known to be elementwise, that is, to update each element from its own gradient and "
                 "state alone. If it is elementwise, pass ZeroStrategy(whole_parameters=False). If it updates each "
                 "parameter from that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): "
-                f"one rank then updates each whole parameter. Otherwise {instead}."
+                f"each parameter is then updated by one rank. Otherwise {instead}."
             )
         refuted = what_refutes(optimizer, is_elementwise=declared is False)
         if refuted is not None:
@@ -71,9 +71,9 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
         )
     if _has_overrides(optimizer):
         raise TypeError(
-            f"{name} has overrides in bitsandbytes' GlobalOptimManager for some parameters. They are looked up by a "
-            "tensor's identity or position, but shards are different tensors. Give these parameters to a separate "
-            f"optimizer, such as {name.removesuffix('8bit')}32bit, or {instead}."
+            f"{name} has overrides in bitsandbytes' GlobalOptimManager for some parameters. Overrides are looked up "
+            "by a tensor's identity or position, but shards are different tensors. Give these parameters to a separate "
+            f"optimizer, such as {name.removesuffix('8bit').removesuffix('32bit')}32bit, or {instead}."
         )
     if config.offloads_optimizer and getattr(optimizer, "is_paged", False):
         raise TypeError(

@@ -343,8 +343,9 @@ class Schedule:
         if torch.is_grad_enabled() and not self.windows:
             # No hooks would see the tensors saved for the second backward, which would then read released buffers.
             raise RuntimeError(
-                f"backward(create_graph=True) through unit {unit.name or 'root'!r}, whose parameters are released after use, is "
-                "possible only in training_step, or in 'with engine.window():' around forward and both backward passes."
+                f"backward(create_graph=True) through unit {unit.name or 'root'!r}, whose parameters are released "
+                "after use, is possible only in training_step, or in 'with engine.window():' around forward and both "
+                "backward passes."
             )
         if not self._is_backward:
             queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive

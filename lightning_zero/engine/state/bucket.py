@@ -226,7 +226,7 @@ class Bucket:
     def _gather(self, by_changes: bool) -> None:
         if self.has_begun:
             raise RuntimeError(
-                f"Unit {self.unit_name or 'root'!r} is used again in a backward pass in which its update has begun. Set "
+                f"Unit {self.unit_name or 'root'!r} is used again after its update has begun in backward. Set "
                 "OffloadConfig(overlap=False), so that updates begin only after backward."
             )
         self._finish_gather()
