@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 for _package, _ours in (
     ("lightning.fabric", "strategies.fabric"),
     ("lightning.pytorch", "strategies.trainer"),
-    # not after lightning.pytorch: strategies.trainer, which planning.automatic needs, may still be importing it
+    # not after lightning.pytorch: planning.automatic needs strategies.trainer, whose import may be unfinished then
     ("lightning_zero.strategies.trainer", "planning.automatic"),
     ("lightning_fabric", "lightning_fabric"),
     ("pytorch_lightning", "pytorch_lightning"),

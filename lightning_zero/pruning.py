@@ -31,7 +31,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
     """Return masks that prune the elements with the least magnitude among all parameters. Collective.
 
     The pruned elements are those that ``torch.nn.utils.prune.global_unstructured`` with ``L1Unstructured`` selects in
-    unsharded parameters. Of equal magnitudes, the first in the order of parameters and elements are pruned.
+    unsharded parameters. Among equal magnitudes, those that come first (by parameter, then element) are pruned.
 
     Args:
         parameters: sharded parameters, or ordinary parameters that are the same on every rank.
@@ -92,7 +92,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
         need -= int(up_to[digit - 1]) if digit else 0
         threshold = threshold << _DIGIT | digit
 
-    # Only the first ``need`` elements equal to the threshold are pruned: count, per tensor, those before this rank's.
+    # Of elements equal to the threshold, prune the first ``need``. Per tensor, count those before this rank's shard.
     ties = [sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks]
     own = torch.tensor(ties, device="cpu")
     in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
@@ -107,7 +107,7 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
 
 
 def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield chunks of this rank's magnitudes, as integers in the same order (NaN last), and of the mask."""
+    """Yield chunks of this rank's magnitudes and mask; magnitudes become integers in the same order (NaN last)."""
     for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
         magnitudes = values.to(parameter.dtype).abs().to(dtype)  # round wider masters to the parameter's dtype
         yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
@@ -118,7 +118,7 @@ def _are_sharded(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
-    """Return the slot of any sharded tensor, for reductions over ranks; None if no tensor is sharded."""
+    """Return the slot of one sharded tensor, for reductions over ranks; None if no tensor is sharded."""
     return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 

@@ -106,9 +106,9 @@ class Layout(NamedTuple):
 
 
 def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor:
-    """Load an archive's only tensor, usually as a view of ``buffer``: it must not be modified, and may be unaligned.
+    """Load an archive's only tensor, usually as a view of ``buffer``: do not modify the tensor, which may be unaligned.
 
-    ``torch.load`` would copy the values, and take fifty times as long as this function does with a cached layout.
+    With a cached layout, this is fifty times as fast as ``torch.load``, which would also copy the values.
 
     Args:
         known: cache of layouts, to which the archive's layout is added.
@@ -135,7 +135,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
 
 
 def archived(tensor: Tensor) -> bytearray:
-    """Return what ``torch.save`` writes for a contiguous CPU tensor, except the serialization id; 40 times as fast."""
+    """Archive a contiguous CPU tensor 40 times as fast as ``torch.save``; only the serialization id differs."""
     template, start, checksums = _template(tensor.dtype, tuple(tensor.shape))
     archive = bytearray(template)
     values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()

@@ -27,7 +27,7 @@ class DamagedCheckpointError(ValueError):
 
 
 class NoCheckpointError(ValueError):
-    """The path contains no checkpoint, or too little of one for it to be recognised."""
+    """The path contains no checkpoint, or only fragments that cannot be recognised as one."""
 
 
 @dataclass(slots=True)
@@ -37,7 +37,7 @@ class Extent:
     Attributes:
         file: the file's name in the folder; empty for a checkpoint that is a single file.
         crc32: None if the range has no checksum.
-        holds: names, for messages, of the tensors and other values in the range, or a function that returns the names.
+        holds: the names of the tensors and other values in the range, for messages; or a function that returns them.
         is_checked: whether the range has been verified.
     """
 
@@ -64,7 +64,7 @@ def verify(
         share: ``(number, of)``: divide the extents into ``of`` shares, and verify share ``number``, counted from 0.
 
     Raises:
-        DamagedCheckpointError: naming the damaged extents.
+        DamagedCheckpointError: if extents are damaged; the message names them.
     """
     wrong = []
     room = memoryview(bytearray(_AT_ONCE))
@@ -94,7 +94,7 @@ def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
         by_file.setdefault(extent.file, []).append(extent)
     ordered = [extent for parts in by_file.values() for extent in sorted(parts, key=lambda extent: extent.start)]
     ends = list(accumulate(extent.length for extent in ordered))
-    middles = [2 * end - extent.length for extent, end in zip(ordered, ends)]  # doubled, to remain integers
+    middles = [2 * end - extent.length for extent, end in zip(ordered, ends)]  # doubled, so that they are integers
     return [
         extent for extent, middle in zip(ordered, middles) if min(middle * of // (2 * ends[-1] or 1), of - 1) == number
     ]

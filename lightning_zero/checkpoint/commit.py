@@ -25,7 +25,7 @@ _OF_A_CHECKPOINT = re.compile(
 """Matches the names of all files that may be in the folder of a sharded checkpoint."""
 
 _LONGEST = 120
-"""Checkpoint names of more bytes than this are shortened in temporary names, which file systems limit to 255 bytes."""
+"""Length in bytes above which a checkpoint's name is shortened in temporary names, to stay below 255 bytes."""
 
 
 class Destination:
@@ -52,7 +52,7 @@ class Destination:
         self._old = os.path.join(self._parent, _put_aside(self._name, label))
 
     def check_replaceable(self) -> None:
-        """Refuse to replace a special file, or a folder with contents other than a checkpoint, which would be lost."""
+        """Raise an OSError if a special file, or folder contents other than a checkpoint, would be lost."""
         if self._is_local and os.path.islink(self._place):
             return  # only the link would be replaced
         is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
@@ -150,7 +150,7 @@ class Destination:
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Delete dead processes' partial files next to the path, and restore checkpoints that they moved aside."""
+        """Clean up after dead processes: delete partial files next to the path, and restore checkpoints moved aside."""
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):
@@ -204,7 +204,7 @@ class Stream:
 def stand_in(path: str) -> str | None:
     """Return the path to which the checkpoint at ``path`` was moved while being replaced; None if it was not moved.
 
-    It stays at that path if the process died while replacing it on a file system that cannot swap two names atomically.
+    The old checkpoint stays there if a process dies while replacing it on a file system that cannot swap two names.
     """
     fs, place = url_to_fs(path)
     parent, name = os.path.split(place.rstrip("/"))

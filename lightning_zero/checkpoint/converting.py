@@ -93,7 +93,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the contents of a full checkpoint, and each optimizer's parameter names by its key in the sharded form.
+    """Return the contents in full form, and a dict from each optimizer's key (in sharded form) to its parameter names.
 
     A Trainer's checkpoint, whatever its strategy, becomes the dictionary of an ordinary Trainer file. Other
     checkpoints, such as Fabric's, keep the keys that their project chose.

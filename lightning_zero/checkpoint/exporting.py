@@ -55,7 +55,7 @@ _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass
 class Weight:
-    """A tensor to write: its name, its values, the dtype to write and, if they are needed, its fp32 master weights."""
+    """A tensor to write: its name, values and target dtype, and its fp32 master weights if ``converted`` uses them."""
 
     name: str
     values: Tensor
@@ -69,7 +69,7 @@ class Weight:
         return self.values.numel() * self.dtype.itemsize
 
     def converted(self, part: Tensor, start: int) -> Tensor:
-        """Convert ``part``, whose flat offset is ``start``, to ``dtype``; use the master weights if there are any."""
+        """Convert ``part``, with flat offset ``start``, to ``dtype``; use the master weights if there are any."""
         if self.master is not None:
             master = flat_range(self.master.detach(), start, start + part.numel())
             # A value that differs from its rounded master weight was changed after the last step, so the value is used.
@@ -106,7 +106,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
 
     Args:
         opened: a checkpoint in any form.
-        dtype: of the exported floating-point weights; None keeps the saved dtype. Conversions start from the fp32
+        dtype: the dtype of exported floating-point weights; None keeps saved dtypes. Conversions start from the fp32
             master weights if the checkpoint has them.
         prefix: export only names with this prefix, and remove it. None means the name of the transformers model within
             the module if there is exactly one, otherwise no prefix.
@@ -249,7 +249,7 @@ def write_values(
     """Write a tensor's values in the order of the flattened tensor, one part at a time.
 
     Args:
-        advance: called with the number of bytes written.
+        advance: called after each part with the number of bytes in the part.
         convert: called with a 1-D part and its offset in the flattened tensor; returns the values to write instead.
     """
     flat = tensor if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
@@ -271,7 +271,7 @@ def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:
 
 
 def _aligned(weights: list[Weight]) -> list[Weight]:
-    """Sort by descending element size: memory mapping needs every offset to be a multiple of the element size."""
+    """Sort by descending element size, so that each offset is a multiple of that size, as memory mapping requires."""
     return sorted(weights, key=lambda weight: -weight.dtype.itemsize)
 
 

@@ -40,7 +40,7 @@ class Files:
         return self._root
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes in bytes of the folder's entries by name; names of subfolders end with a slash."""
+        """Return the size in bytes of each entry in the folder, by name; names of subfolders end with a slash."""
         found = {}
         for entry in self._fs.ls(self._root, detail=True):
             name = entry["name"].rstrip("/").rsplit("/", 1)[-1]

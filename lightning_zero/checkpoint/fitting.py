@@ -15,7 +15,7 @@ from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Raise errors of ``load_state_dict`` before any tensor changes; alone, it loads fitting tensors before raising."""
+    """Raise ``load_state_dict`` errors before any tensor changes; torch raises them after loading tensors that fit."""
     own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
         return
@@ -25,7 +25,7 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
         except RuntimeError as error:
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise
-        except Exception:  # raised by a custom module; if loading really fails, it raises the error again
+        except Exception:  # raised by a custom module, which raises it again if the actual load fails
             pass
 
 

@@ -108,7 +108,7 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
 
 @dataclass
 class _Chunk:
-    """A rectangle of a tensor, the flat range from its first to its last element, and its location in a file."""
+    """A rectangular piece of a tensor, its flat range (from first to last element), and its location in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -298,7 +298,7 @@ class Folder:
     def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Return the elements ``[start, stop)`` of a flattened tensor, read from the pieces that overlap this range.
 
-        If one contiguous, aligned piece contains the range, the result is a view of the piece's mapped memory.
+        If one contiguous, aligned piece contains the range, the result is a view of this piece, not a copy.
         """
         chunks = [chunk for chunk in self._chunks[name] if chunk.start < stop and start < chunk.stop]
         if len(chunks) == 1 and chunks[0].stop - chunks[0].start == prod(chunks[0].sizes):

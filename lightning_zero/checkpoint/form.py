@@ -1,4 +1,4 @@
-"""Names and manifest of our checkpoint formats; the manifest shows whether a sharded checkpoint is complete."""
+"""Names used in our checkpoint formats, and the manifest, by which a sharded checkpoint is checked for completeness."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = 1
-"""Format version that is written; this version and earlier ones can be read."""
+"""Format version of new checkpoints; checkpoints of this version and earlier ones can be read."""
 
 CHECKPOINT_KEY = "lightning_zero"
 """Key of our own entry in a Lightning checkpoint."""
@@ -34,7 +34,7 @@ SAVE_ID = "lightning_zero"
 
 
 def configs_of_models(module: Any) -> dict[str, str]:
-    """Map the name of each transformers model in a module to its configuration: the contents of its ``config.json``.
+    """Map the name of each outermost transformers model in a module to its configuration, the text of ``config.json``.
 
     If the module itself is such a model, its name is the empty string.
     """

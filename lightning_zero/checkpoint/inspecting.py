@@ -33,7 +33,7 @@ class Row:
 
     @property
     def part(self) -> str:
-        """The tensor's entry, such as ``state_dict``, ``optimizer_states.0`` or ``lightning_zero.masters``."""
+        """The entry with the tensor, such as ``state_dict``, ``optimizer_states.0`` or ``lightning_zero.masters``."""
         first, _, rest = self.name.partition(".")
         return f"{first}.{rest.partition('.')[0]}" if first in ("optimizer_states", CHECKPOINT_KEY) else first
 

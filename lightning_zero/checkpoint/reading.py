@@ -37,8 +37,8 @@ class OpenedCheckpoint:
             and all other entries. Tensors of a sharded checkpoint are ``LazyTensor``; those of a local file are
             memory-mapped.
         as_saved: contents as passed to the saving function; in the sharded form, optimizer states are keyed by name.
-        names_of_optimizers: each optimizer's parameter names in the order of their numbers; None if unknown.
-        trust: function to call once all shares have been verified; pieces are then read without verification.
+        names_of_optimizers: each optimizer's parameter names, ordered by parameter number; None if unknown.
+        trust: function to call once every share is verified (see ``verify``); later reads then skip verification.
         pieces: maps the ``stored_name`` of each ``LazyTensor`` to the files of its pieces, one file name per piece.
     """
 
@@ -71,7 +71,7 @@ class OpenedCheckpoint:
             share: ``(number, of)``: verify share ``number``, counted from 0, when ``of`` processes divide the work.
 
         Raises:
-            DamagedCheckpointError: naming the damaged contents.
+            DamagedCheckpointError: if contents are damaged; the message names them.
         """
         verify(self._files, self._extents(), progress, share)
 
@@ -95,8 +95,8 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
     Args:
         path: a Lightning file, or a ``torch.distributed.checkpoint`` folder written by this package, FSDP2 or another
             program; a local path or an fsspec URL.
-        weights_only: ``False`` unpickles objects of any class, for example from the project's hooks. Unpickling can run
-            code, so use ``False`` only for trusted checkpoints. Without it, such classes must be allowed by
+        weights_only: ``False`` unpickles objects of any class, for example those added by hooks. Unpickling can run
+            code, so use ``False`` only for trusted checkpoints. Otherwise, such classes must be allowed with
             ``torch.serialization.add_safe_globals``.
 
     Raises:
@@ -173,7 +173,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
 
 
 def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
-    """List an archive's records, and verify all records except those with the values of tensors."""
+    """List an archive's records, and verify all records except those that hold tensor values."""
     try:
         records = records_of(file)
         for record in records:
@@ -222,7 +222,7 @@ def _names_by_offset(files: Files) -> dict[int, list[str]]:
 
 
 def opened_folder(folder: Folder) -> OpenedCheckpoint:
-    """Open a folder's contents in the form of Lightning's dictionary."""
+    """Open a sharded checkpoint, and convert its contents to Lightning's dictionary."""
     tree = folder.tree()
     checkpoint, names = _number_parameters(folder.files.path, tree)
     return OpenedCheckpoint(
@@ -251,7 +251,7 @@ def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[str]]:
-    """Return an optimizer state in numbered form (see ``by_number``), and the parameters' names in the same order.
+    """Return an optimizer state in numbered form (see ``by_number``), and the parameters' names, ordered by number.
 
     Args:
         what: description of the state, for the error message.

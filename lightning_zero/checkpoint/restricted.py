@@ -62,7 +62,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member  # Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr
         if module.split(".")[0] == "pathlib" and name in _PATHS:
-            # pure paths, which are only displayed: a WindowsPath cannot be created on other systems
+            # pure paths suffice for display, and a concrete WindowsPath cannot be created on other systems
             return pathlib.PureWindowsPath if "Windows" in name else pathlib.PurePosixPath
         raise ForbiddenClassError(f"{module}.{name}")
 
@@ -115,7 +115,7 @@ def load_torch(
 
 
 def with_way_out(error: ForbiddenClassError) -> str:
-    """Return the error's message with the advice to pass ``weights_only=False``, for callers that have this option."""
+    """Return the error's message, with the advice to pass ``weights_only=False`` unless loading would run code."""
     if isinstance(error, CodeToRunError):
         return str(error)
     return f"{error}, or pass weights_only=False if you trust the source of the file"
@@ -147,7 +147,7 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
 
 
 def _not_allowed(uses: list[Use]) -> list[Use]:
-    """Return the uses that torch refuses. Since torch only checks files, their names are put into a file in memory."""
+    """Return the uses that torch refuses. The names are put into a file in memory, since torch only checks files."""
     named = b"".join(f"c{use.module}\n{use.name}\n".encode() for use in uses if "\n" not in use.kind)
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as made:

@@ -55,7 +55,7 @@ class Saver:
     """Saves checkpoints. Before each save, call ``finish`` on all ranks to raise errors from earlier saves.
 
     Args:
-        in_background: whether a save returns once the values are copied, while a background thread writes the copies.
+        in_background: whether a background thread writes the checkpoints, while training continues.
     """
 
     def __init__(self, in_background: bool) -> None:
@@ -303,7 +303,7 @@ class StoreExchange:
 
     Args:
         store: see ``own_connection``.
-        name: a name that is the same on every rank, and different for each exchange.
+        name: identifies this exchange on every rank; must be different for each exchange.
         abandoned: once set, the exchange waits for other ranks for only a few more seconds.
     """
 
@@ -339,7 +339,7 @@ class StoreExchange:
                 self._wait("left")
 
     def _wait(self, what: str) -> list[int]:
-        """Wait until all other ranks have set a key, or one has ended or failed; return the ranks without the key."""
+        """Wait until all other ranks have set a key, or a rank has ended or failed; return the ranks without a key."""
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:

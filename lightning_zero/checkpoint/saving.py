@@ -182,7 +182,7 @@ def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
 
 
 def _split(value: Any) -> tuple[Any, Any]:
-    """Split nested dicts and lists into two trees: one without sharded tensors, one with only these (None if none)."""
+    """Split nested dicts and lists into a tree without sharded tensors, and one of sharded tensors only (or None)."""
     if isinstance(value, WrapperTensor):
         return None, value
     if isinstance(value, (dict, list, tuple)):
@@ -273,7 +273,7 @@ class CopyBuffer:
             position += _aligned(entry.nbytes)
             copied.append(replace(entry, values=target))
             if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one at a time, since all may exceed memory
+                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
                 continue
             targets.append(target)
             sources.append(entry.values.detach().reshape(-1)[: target.numel()])
@@ -323,7 +323,7 @@ def save_in_parts(
 
     Args:
         content: the part of the checkpoint that this rank writes.
-        destination: has the same path and label on every rank.
+        destination: where to write; its path and label must be the same on every rank.
         written_by: versions, stage and world size, for the manifest.
 
     Raises:
@@ -383,7 +383,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
     except BaseException as error:
         destination.discard()
         if not isinstance(error, (OSError, RuntimeError)):
-            raise  # for example a pickling error, caused by an object of the project
+            raise  # for example, a pickling error caused by one of the user's objects
         raise CheckpointNotSavedError(
             f"The checkpoint {destination.path} was not saved: {_reason(error)}. Its partial file was removed; any "
             "earlier checkpoint at this path is unchanged."
@@ -391,7 +391,7 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
 
 
 def _reason(error: BaseException) -> str:
-    # If a write fails, torch.save raises an error about file positions, whose context is the real error.
+    # If a write fails, torch.save raises an error about file positions; its ``__context__`` is the real error.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__context__
@@ -458,7 +458,7 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
 
 
 def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> Metadata:
-    """Return DCP's metadata for what all ranks have written; ``paths`` is as in ``Content``.
+    """Return DCP's metadata for all ranks' files; ``paths`` is as in ``Content``.
 
     Raises:
         ValueError: if a tensor lacks the shards of some ranks.

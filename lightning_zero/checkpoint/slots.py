@@ -44,9 +44,9 @@ class About(NamedTuple):
 
     Attributes:
         attempt: number of the job's attempt; each restart of the job's processes begins the next attempt.
-        number: number of the copy of the state within the attempt.
+        number: number of this copy of the state, counted within the attempt.
         step: number of optimizer steps so far.
-        world_size: number of ranks, and so of the slots that make up one copy.
+        world_size: number of ranks, which is also the number of slots that make up one copy.
     """
 
     attempt: int
@@ -78,15 +78,15 @@ class SlotWriter:
         self._tensors = b""
 
     def begin(self, content: Content, about: About, own: Any) -> Callable[[], None]:
-        """Begin to replace the slot's contents: copy unguarded values, which may change at any time; pickle the rest.
+        """Begin to replace the contents: copy unguarded values, which may change at any time, and pickle non-tensors.
 
         Args:
             content: what to write; guarded values are copied later.
             own: this rank's own state, such as its position in the data.
 
         Returns:
-            A function that copies the guarded values and completes the slot. Another thread must call this function,
-            since training waits for its copy before changing guarded values.
+            A function that copies the guarded values and completes the slot. Another thread must call this function:
+            before training changes guarded values, it waits until they have been copied.
 
         Raises:
             OSError: if the file system has too little space.
@@ -143,7 +143,7 @@ class SlotWriter:
         return self._memory
 
     def _copied(self, entries: list[Entry], positions: Sequence[int]) -> list[tuple[int, int, int]]:
-        """Copy values to their positions, and return where each copied piece begins and ends, and its sum.
+        """Copy values to their positions, and return (begin, end, sum) of each copied piece.
 
         Each piece is summed while it is in the processor's cache, which takes half as long as reading it again.
         """
@@ -162,7 +162,7 @@ class SlotWriter:
         for entry, position in zip(entries, positions):
             target = memory[position : position + entry.nbytes].view(entry.dtype)
             if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one at a time, since all may exceed memory
+                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
                 continue
             source = entry.values.detach().reshape(-1)[: target.numel()]
             for start in range(0, target.numel(), _PIECE // entry.dtype.itemsize):
@@ -267,7 +267,7 @@ class Slot:
 
 
 class _SlotFolder(Folder):
-    """Reads the slots of all ranks, which make up one copy of the state, as a sharded checkpoint."""
+    """Reads one slot per rank, together a copy of the state, as a sharded checkpoint."""
 
     def __init__(self, folder: str, slots: Sequence[Slot]) -> None:
         self.files, self.written_by = Files(folder), {}

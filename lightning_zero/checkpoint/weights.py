@@ -31,13 +31,13 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
 
     Within ``configure_model`` under ZeRO, the values stay in the file until the module is sharded; then each rank reads
     its shard. For a module that is already sharded, each rank reads its shard at once. Otherwise, parameters on the
-    meta device use the file's mapped memory, and values are copied to all others. Parameters keep their dtypes.
+    meta device use the file's mapped memory; values are copied into other parameters. Parameters keep their dtypes.
 
     Args:
         module: an ordinary module, one on the meta device, or one that is fully or partly sharded.
         path: a ``.safetensors`` file; a ``torch.save`` file with a state dict or a Lightning checkpoint; or a folder
             written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. For tied
-            parameters, the file needs only one of their names.
+            parameters, it is enough if the file contains one of their names.
         strict: raise an error if a name is only in the file or only in the module. If False, one common name suffices.
 
     Returns:

@@ -50,7 +50,7 @@ class Change:
         interval: 95 % confidence interval of the ratio, by resampling; None if there are fewer than two old or new
             readings, or if ``old`` is zero.
         p: p-value of a two-sided Mann-Whitney U test; None if there are fewer than two old or new readings.
-        verdict: ``"slower"`` or ``"larger"``, ``"faster"`` or ``"smaller"``, or empty if nothing changed.
+        verdict: ``"slower"`` or ``"larger"``, ``"faster"`` or ``"smaller"``, or empty if unchanged or uncertain.
     """
 
     name: str
@@ -110,7 +110,7 @@ def compare(
     """Compare all readings that two files or folders have in common.
 
     Args:
-        notes: list to which a line is added about everything that cannot be compared, or only with caution.
+        notes: list to which warnings are appended, for example about readings that are missing or too few.
 
     Raises:
         ImportError: if scipy is not installed.
@@ -234,10 +234,10 @@ def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:
 
 
 def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[tuple[Path_, float, bool]]:
-    """Yield each number, its path, and whether a list contains it. List items share a path: they repeat one reading.
+    """Yield each number, its path, and whether a list contains it. Numbers that share a path repeat one reading.
 
-    Dictionaries in a list are repeats only in the outermost list under ``rounds``. In any other list, each is a
-    separate reading, for example of one size.
+    Items of a list share a path. Dictionaries do so only in the outermost list under ``rounds``: in any other list,
+    each dictionary holds separate readings, for example those of one size.
     """
     if isinstance(value, list) and value and isinstance(value[0], Mapping) and (is_listed or "rounds" not in path):
         value = {str(place): each for place, each in enumerate(value)}

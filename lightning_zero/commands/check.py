@@ -60,7 +60,7 @@ def _are_betas(value: Any) -> bool:
     )
 
 
-# Rules for values that the configured objects accept, but that cause an error later, when processes have started.
+# Rules for values that the configured objects accept, but that cause an error later, once processes have started.
 RULES: dict[str, Rule] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "a whole number, 0 to 4294967295"),
     **dict.fromkeys(("model.warmup_steps", "data.workers"), _whole(0)),
@@ -223,7 +223,7 @@ _REFUSALS = (InstantiationException, ValueError, TypeError, OSError)
 
 
 def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[DictConfig], Any]) -> str:
-    """Return the error in one line that begins with the wrong key: if this key is removed, ``make`` succeeds."""
+    """Return the error as one line that begins with the invalid key: the key without which ``make`` succeeds."""
     from hydra.utils import get_object
 
     text = in_one_line(error)

@@ -227,7 +227,7 @@ def _write(opened: Any, options: Any) -> None:
     from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
 
     total = bytes_of(opened.checkpoint)
-    # if so, each value is written twice: first to a temporary file, then to OUT
+    # assembling a checkpoint writes each value twice: first to a temporary file, then to OUT
     is_assembled = options.to == "full" and opened.form == "sharded"
     with progress("converting", 2 * total if is_assembled else total) as advance:
         (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)

@@ -44,14 +44,14 @@ def answer(menu: Parser, request: list[str]) -> int:
         overrides = [word for word in before[1:] if word != "--json"]
         os.environ["COMP_LINE"] = " ".join(["lightning-zero", *overrides, current])
         return train.main(request)
-    # Nothing is completed for a subcommand that cannot be loaded, such as bench outside of a clone of the repository.
+    # Nothing is completed for a subcommand that cannot be loaded, such as bench outside a clone of the repository.
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stderr(nowhere), contextlib.suppress(SystemExit):
         print("\n".join(candidates(menu, before, current)))
     return 0
 
 
 def candidates(parser: argparse.ArgumentParser, before: list[str], current: str) -> list[str]:
-    """Completions of the word ``current`` after the words ``before``; none where any text is allowed, as for paths."""
+    """Completions of the word ``current`` after the words ``before``; empty where any text is allowed, as for paths."""
     positionals, options = _arguments(parser)
     pending = None  # the last option, if it takes further values
     for word in before:

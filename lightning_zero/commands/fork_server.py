@@ -1,7 +1,7 @@
 """Ends the fork server of ``lightning-zero launch`` when the launcher ends. The server imports this module first.
 
-Without this module, the server would notice the launcher's end, too. But with its many imports, it would take
-seconds to shut down, and its processes would continue in the meantime.
+Without this module, the server would also notice that the launcher has ended. But because of its many imports, the
+server would take seconds to shut down, and the processes that it has forked would continue in the meantime.
 """
 
 import ctypes

@@ -35,7 +35,7 @@ _PRELOADED = [
     "lightning_zero.strategies.trainer",
 ]
 _PATIENCE = "keep_alive_interval=2,keep_alive_max_attempt=3,last_call_timeout=5"
-"""Rendezvous settings, times in seconds. With torchrun's defaults, a lost machine is noticed after 15 s, and a
+"""Rendezvous settings (times in seconds). With torchrun's defaults, a lost machine is noticed after 15 s, and a
 replacement is awaited for another 30 s."""
 _GRACE = 2.0  # seconds for a hanging process to write its stack
 

@@ -190,7 +190,7 @@ def _memory(text: str) -> int:
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
-    """The machine's measured speeds, overridden by options; None if neither is given."""
+    """The machine's measured speeds, overridden by options; None if no speeds are given."""
     from lightning_zero.planning.timeline import Resources
 
     given = dict(measured)

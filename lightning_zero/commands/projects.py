@@ -84,7 +84,7 @@ def _found(name: str) -> Callable[..., Any]:
     """Import the object that `package.module:name` names.
 
     Raises:
-        ValueError: if there is no such object.
+        ValueError: if there is no such object, or if it is not callable.
     """
     if ":" not in name:
         raise ValueError(f"{name!r} must be package.module:Name")
@@ -98,7 +98,7 @@ def _found(name: str) -> Callable[..., Any]:
 
 
 def _batches(given: list[str]) -> Iterator[Any]:
-    """Batches from the project's function, or random batches of declared shapes: one tensor, or a tuple of several.
+    """Yield batches from the project's function, or random ones: a tensor of the declared shape, or a tuple of tensors.
 
     Raises:
         ValueError: if ``given`` names no function and declares no tensors.

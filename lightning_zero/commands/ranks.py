@@ -38,8 +38,8 @@ def ranks_exist() -> bool:
 def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
-    When a process fails, or on Ctrl-C or SIGTERM, the others are terminated within seconds. With ``resilience``, a
-    failure restarts all processes, which continue from the state that the previous processes have kept in memory.
+    If a process fails, or on Ctrl-C or SIGTERM, all remaining processes are terminated within seconds. With
+    ``resilience``, all processes are restarted after a failure, and continue from the state kept in memory.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 @contextmanager
 def progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Context with a progress bar; yields a function to call with the number of bytes done since its last call."""
+    """Context with a progress bar; yields a function to call with the number of bytes processed since its last call."""
     with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, delay=1) as bar:
         yield bar.update
 
@@ -35,7 +35,7 @@ def size_of(text: str) -> int:
 
 
 CLOSED_PIPE = 128 + signal.SIGPIPE
-"""Exit code if the reader of stdout has closed the pipe, as a shell reports for a program that SIGPIPE has ended."""
+"""Exit code if the reader of stdout has closed the pipe: the code that shells report for a program ended by SIGPIPE."""
 
 
 _stdout_for_json: TextIO | None = None

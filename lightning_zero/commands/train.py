@@ -157,7 +157,7 @@ def main(arguments: list[str]) -> int:
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
         if this_rank() != 0:
-            # Ranks that torchrun or SLURM has started run one job, whose results go to rank 0's folder only.
+            # Ranks started by torchrun or SLURM run the same job, whose results go only to the folder of rank 0.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
         sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]  # Hydra installs shell completion for this name

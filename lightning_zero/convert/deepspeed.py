@@ -216,7 +216,7 @@ def _load(file: Path) -> dict[str, Any]:
 
 
 def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
-    """Return a function that iterates over all records, in these files, that have a checksum."""
+    """Return a function that yields an extent for each record in these files that has a checksum."""
 
     def extents() -> Iterator[Extent]:
         for path in files:
@@ -262,7 +262,7 @@ class _Fragments(NamedTuple):
     """Locations of one parameter's elements in the ranks' flat vectors.
 
     Attributes:
-        ranges: (rank, start, stop) by fragment, in the order of the elements. The last ones may include padding.
+        ranges: (rank, start, stop) of each fragment, in the order of the elements. The last ranges may include padding.
     """
 
     shape: tuple[int, ...]
@@ -274,7 +274,7 @@ class _Fragments(NamedTuple):
 
 
 _FlatLayout = dict[str, _Fragments]
-"""Fragments by parameter name, in the order in which one sharded flat vector contains the parameters."""
+"""Fragments by parameter name, in the order of the parameters in one sharded flat vector."""
 
 
 def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]]) -> list[_FlatLayout]:
@@ -417,7 +417,7 @@ def _state_value(
     folder: Path, name: str, key: str, per_rank: list[dict[str, Any]], fragments: _Fragments, masters: list[Tensor]
 ) -> Any:
     value = per_rank[0][key]
-    if not isinstance(value, Tensor):  # such as the step count of DeepSpeed's Adam; in torch's, it is a tensor
+    if not isinstance(value, Tensor):  # such as the step count of DeepSpeed's Adam; torch stores a tensor
         return torch.tensor(float(value), device="cpu") if key == "step" else value
     if value.dim() == 0:
         return value.clone()

@@ -32,7 +32,7 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
 
     Raises:
         FileNotFoundError, DamagedCheckpointError: as in ``open_checkpoint``.
-        ValueError: as in ``open_checkpoint``; also if the weights are not found, ambiguous, or FSDP's flat parameters.
+        ValueError: as in ``open_checkpoint``; also if the weights are missing, ambiguous or stored in flat parameters.
     """
     opened = open_checkpoint(path)
     tree = dict(opened.as_saved)
@@ -122,7 +122,7 @@ def _names_in(optimizer: dict[str, Any], weights: dict[str, dict[str, Tensor]]) 
 
 
 def _split(key: str, names: Any) -> tuple[str, str]:
-    """Split ``state.NAME.exp_avg`` into ``NAME`` ("" if ``names`` lacks it) and ``exp_avg``."""
+    """Split ``state.NAME.exp_avg`` into ``NAME`` ("" if it is not in ``names``) and ``exp_avg``."""
     name, _, what = key.partition(".")[2].rpartition(".")
     return (name, what) if name in names else ("", what)
 

@@ -61,7 +61,7 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:
-    """The reduced gradient of a parameter in its full shape; None if there is no gradient. Collective.
+    """A parameter's reduced gradient, as a tensor of the full shape; None if there is no gradient. Collective.
 
     Args:
         parameter: a parameter of a sharded or unsharded module.
@@ -84,13 +84,13 @@ def full_grad(parameter: Tensor) -> Tensor | None:
 
 
 def full_optimizer_state(parameter: Tensor) -> dict[str, Any]:
-    """The optimizer state of a sharded parameter, each tensor in the full shape. Collective.
+    """The optimizer state of a sharded parameter, with sharded tensors gathered in full. Collective.
 
     Args:
         parameter: a parameter of a sharded module.
 
     Returns:
-        The state by name; empty before the first step, and for a parameter that is in no optimizer.
+        The state's entries by name; empty before the first step, and for a parameter that is in no optimizer.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)

@@ -57,7 +57,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 # -- autograd ----------------------------------------------------------------------------------------------------------
 
-# The id of the running backward pass; -1 if none is. Module hooks need it, since recomputation calls them in backward.
+# The id of the running backward pass, or -1. Module hooks need it, since recomputation calls them in backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
 
@@ -114,7 +114,7 @@ PARAMETER_MARK = "_is_param"
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:
-    """Number of tensors that use a tensor's storage; shows whether user code keeps such tensors."""
+    """Number of tensors that use a tensor's storage; the engine infers whether user code keeps such tensors."""
     return torch._C._storage_Use_Count(address_of(tensor.untyped_storage()))
 
 
@@ -234,7 +234,7 @@ def flatten_weights(module: torch.nn.RNNBase) -> None:
 
 
 def never_traced(function: Any) -> Any:
-    """Exclude a function's own code from ``torch.compile``. Its callees are compiled, unless it clears the eval frame.
+    """Exclude a function's own code from ``torch.compile``. Its callees are compiled unless it clears the eval frame.
 
     Uses the C interface, since importing the compiler would cost projects that do not compile half a second.
     """

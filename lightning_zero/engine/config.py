@@ -16,12 +16,12 @@ from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.names import suggestion
 
 Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
-"""How an option chooses modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
+"""How an option specifies modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
 
 OffloadTarget = Literal["cpu", "nvme"]
 
-# The paper's names (P_os, P_os+g, P_os+g+p), and names from other texts, after what each stage shards in addition to
-# the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
+# The paper's names (P_os, P_os+g, P_os+g+p), and names from other texts that say what each stage shards in addition
+# to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
@@ -182,7 +182,7 @@ class EngineConfig:
         return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
-        """Raise a ValueError if the options do not fit this number of tensor-parallel ranks; None for no mesh."""
+        """Raise a ValueError if the options do not allow this number of tensor-parallel ranks (None: no mesh)."""
         if self.partition_activations and tensor_parallel_size in (None, 1):
             raise ValueError(
                 "partition_activations=True divides inputs that tensor-parallel ranks share, but there is only one "
@@ -384,14 +384,14 @@ def name_of_compression(compression: CompressionConfig) -> str:
 
 
 def check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
-    """Raise a ValueError if the mapping ``given`` for an option has a key that is not a field of ``config``."""
+    """Raise a ValueError if an option's mapping has a key that is not a field of the dataclass ``config``."""
     known = names_of_options(config)
     if unknown := sorted(set(given) - set(known)):
         raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
 
 
 def default_folder() -> str:
-    """The default folder for offloaded files: one for this user, in the folder for temporary files (``$TMPDIR``).
+    """The default folder for this user's offloaded files, in the folder for temporary files (``$TMPDIR``).
 
     Raises:
         ValueError: if the folder is on an in-memory file system.

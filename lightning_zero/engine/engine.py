@@ -123,7 +123,7 @@ class Engine(Optimizers):
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
         self._buffers_follow = True
-        self._is_forward_a_step = True  # once ``window`` has been used, only windows are steps
+        self._is_forward_a_step = True  # whether a call of the module is a step; False once ``window`` is used
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             self._swap = self._open_swap(offload)
@@ -354,7 +354,7 @@ class Engine(Optimizers):
         Args:
             communicate: False avoids collectives, for use after a failure: parameters that this rank does not hold in
                 full stay sharded, and the optimizers lose their state.
-            device: the device of the full parameters and states; by default the engine's.
+            device: the device of the full parameters and states; by default the engine's device.
 
         Raises:
             Exception: the error of a failed update in the background, or else the first error while closing. The
@@ -387,10 +387,10 @@ class Engine(Optimizers):
         """Remove all hooks, and give the module and the optimizers ordinary tensors.
 
         Args:
-            alone: use no collectives, and ignore master weights that a failed update has left incomplete.
+            alone: whether to avoid collectives, and ignore master weights that a failed update has left incomplete.
         """
         for masters in self.masters:
-            if not masters.is_closed:  # an engine with the same optimizer may have closed them
+            if not masters.is_closed:  # another engine with the same optimizer may have closed them
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()

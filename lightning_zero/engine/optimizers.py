@@ -58,10 +58,10 @@ class Optimizers(StateDicts):
         self._give_owners()
 
     def _give_owners(self) -> None:
-        """Reshard evenly sharded buckets that contain parameters which an optimizer now needs as a whole. Collective.
+        """Reshard buckets so that each parameter that an optimizer now needs whole has one owning rank. Collective.
 
         Raises:
-            RuntimeError: if a parameter of such a bucket has a gradient; no bucket is changed in that case.
+            RuntimeError: if a parameter in a bucket to reshard has a gradient; no bucket is changed in that case.
         """
         self._check_not_divided(self.optimizers)
         self._group_sizes = self._sizes_of_groups()
@@ -148,7 +148,7 @@ class Optimizers(StateDicts):
         self.show(buckets)
 
     def show(self, buckets: list[Bucket]) -> None:
-        """After the masters of these buckets have changed, gather again those buckets that are gathered now."""
+        """After the masters of these buckets have changed, gather again those of them that are currently gathered."""
         changed, kept = set(buckets), []
         by_changes = self._agree_on_changes()
         for bucket in (bucket for bucket in self.buckets if bucket in changed):
@@ -160,7 +160,7 @@ class Optimizers(StateDicts):
             bucket.wait()
 
     def _agree_on_changes(self) -> set[Bucket]:
-        """The buckets whose changes alone can be sent, since only updates have written to them. Collective."""
+        """The buckets that can be gathered by sending only changes: only updates have written to them. Collective."""
         sending = [bucket for bucket in self.buckets if bucket.sends_changes]
         if not sending:
             return set()

@@ -24,7 +24,7 @@ class DeviceMemory:
         reserved_peak: the most bytes that the allocator held at one time.
         inactive_split_peak: the most unused bytes that the allocator could not return to the device, since tensors used
             other parts of the same segments.
-        retries: how often an allocation failed at first and was tried again after all cached memory was returned.
+        retries: how many allocations failed and were retried after cached memory was returned to the device.
     """
 
     allocated_peak: int

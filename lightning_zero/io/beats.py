@@ -69,7 +69,7 @@ def note_waiting(is_waiting: bool) -> None:
 
 
 def note_end() -> None:
-    """Record that this process starts no further steps for now, so that the launcher does not take it for hung."""
+    """Record that this process starts no further steps for now, so that the launcher does not report a hang."""
     if (writer := _writer(os.getpid())) is not None:
         writer.end()
 

@@ -131,7 +131,7 @@ class DirectFile:
         self.is_direct = self._direct is not None
 
     def reserve(self, nbytes: int) -> None:
-        """Set the size of a new file and allocate its blocks, so that no later write finds the disk full.
+        """Set the size of a new file and allocate its blocks, so that no later write fails on a full disk.
 
         If the file system cannot allocate blocks in advance, this method only checks the space that is free now.
         """

@@ -1,4 +1,4 @@
-"""Labels for names of temporary files: they show other processes whether a file's creator is still alive."""
+"""Labels for names of temporary files, by which other processes can tell whether a file's creator is still alive."""
 
 from __future__ import annotations
 

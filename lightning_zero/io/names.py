@@ -5,6 +5,6 @@ from collections.abc import Callable, Sequence
 
 
 def suggestion(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
-    """Suggest a replacement for an unknown name: the nearest known name, formatted by ``spell``, or all known names."""
+    """For an unknown name, suggest a similar known name, formatted by ``spell``; otherwise list all known names."""
     near = difflib.get_close_matches(name, known, n=1)
     return f"did you mean {spell(near[0])}?" if near else f"there are {', '.join(known)}"

@@ -1,4 +1,4 @@
-"""Replace files and folders so that other processes never see incomplete ones; remove and sync them."""
+"""Replace files and folders so that other processes never see incomplete ones; remove paths and sync folders."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
 
 def replace(new: str, place: str, aside: str) -> None:
-    """Rename ``new`` to ``place``. What was at ``place`` before is then at ``new`` or ``aside``, or has been deleted.
+    """Rename ``new`` to ``place``. Earlier contents of ``place`` are then at ``new`` or ``aside``, or are deleted.
 
     All three paths are in one folder. If the system cannot exchange two names, ``place`` is missing for a moment.
     """

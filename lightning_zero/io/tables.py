@@ -1,4 +1,4 @@
-"""Plain-text tables, printed without rich: if rich is installed, Lightning changes every run's progress bar."""
+"""Plain-text tables, printed without rich, since Lightning changes every run's progress bar if rich is installed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def show(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    """Print rows of cells in columns as wide as their longest cell.
+    """Print rows of cells in aligned columns, each as wide as its longest cell.
 
     Args:
         rows: rows with the same number of cells each; the first may be a heading.

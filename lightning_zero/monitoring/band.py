@@ -7,7 +7,7 @@ import statistics
 from collections import deque
 
 _FEWEST = 20  # minimum number of values for a meaningful range
-_LEAST = 0.1  # minimum half-width of a range, as a fraction of its median: less is not worth a warning
+_LEAST = 0.1  # minimum half-width, as a fraction of the median: smaller rises are not worth a warning
 _SIGMA = 1.4826  # the standard deviation of a normal distribution, in median absolute deviations
 
 

@@ -58,7 +58,7 @@ class Monitor:
     Every ``every_n_steps`` optimizer steps, rank 0 writes to all of the Trainer's loggers. The callback works with
     every strategy, but some figures require ZeRO: memory by category, traffic, waits and the slowest rank.
 
-    A module may define a unit of throughput by a method ``count(batch) -> int`` and an attribute ``counted``, for
+    A module may define a unit of throughput with a method ``count(batch) -> int`` and an attribute ``counted``, for
     example ``"tokens"``.
 
     Args:
@@ -174,7 +174,7 @@ class Monitor:
             self._losses.append((step, loss))
         if self._began is None:
             if engine_of_run(trainer) is None:
-                self._note_peak(model_state_bytes(trainer))  # has gradients, which Lightning drops before validation
+                self._note_peak(model_state_bytes(trainer))  # noted now: Lightning drops gradients before validation
             self._resume(trainer)
         else:
             part.steps += 1
@@ -210,7 +210,7 @@ class Monitor:
             )
             return
         report = engine.report()
-        # Only the engine sees peaks within a step.
+        # Peaks within a step are recorded only by the engine.
         self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
         self.ddp_bytes, self.units = report.replicated, report.units
         if total.steps:

@@ -1,4 +1,4 @@
-"""Drift of inputs or outputs: recent values compared with a saved reference."""
+"""Detect drift of inputs or outputs by comparing recent values with a saved reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torchmetrics import CatMetric
 from lightning_zero.monitoring.evaluation import EvaluationCallback
 
 _BINS = 10
-_LEAST = 1e-4  # least fraction of values assumed in a bin, since an empty bin would make the index infinite
+_LEAST = 1e-4  # minimum fraction of values assumed for a bin, since an empty bin would make the index infinite
 
 
 class Drift(NamedTuple):

@@ -11,7 +11,7 @@ from lightning_zero.engine.compat import TorchDispatchMode
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Floating-point operations in an operator call: those of matrix products, convolutions and attention."""
+    """Floating-point operations in an operator call; 0 unless it is a matrix product, convolution or attention."""
     count = flop_registry.get(func._overloadpacket)
     return count(*args, **kwargs, out_val=result) if count is not None else 0
 

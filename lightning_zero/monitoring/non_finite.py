@@ -79,7 +79,7 @@ class Finder:
     def _search(
         self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
     ) -> _Found | None:
-        """Return this rank's finding, or None if it has none. All ranks stop at the same micro-batch."""
+        """Return this rank's finding, or None. All ranks stop at the same micro-batch."""
         rank, found = trainer.global_rank, None
         names = {parameter: name for name, parameter in module.named_parameters()}
         if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
@@ -101,7 +101,7 @@ class Finder:
             watch, broken = _computed_again(trainer, module, micro_batch)
             if watch.first is not None:
                 found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
-            elif broken:  # true on every rank if gradients are averaged during backward
+            elif broken:  # the case on every rank, if gradients are averaged during backward
                 found = _Found(number, 1, rank, f"{place}: all modules' values and the loss are finite", broken)
             if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
@@ -114,7 +114,7 @@ class FindNonFinite(Finder, Callback):
 
 @dataclass(frozen=True)
 class _MicroBatch:
-    """The inputs and random states with which a micro-batch is computed again."""
+    """The inputs and RNG states with which a micro-batch is computed again."""
 
     batch: Any
     index: int

@@ -59,7 +59,7 @@ class SliceMetrics(EvaluationCallback):
         for each, metrics in self._metrics.items():
             samples = self._samples[each].compute()
             pl_module.log(f"{self._name}/{each}/samples", samples, sync_dist=True)
-            if samples:  # the same on all ranks: all join the collectives below, or none does
+            if samples:  # equal on all ranks, so that either all ranks or none join the collectives below
                 for metric, value in metrics.compute().items():
                     pl_module.log(
                         f"{self._name}/{each}/{metric}", torch.as_tensor(value, device=pl_module.device), sync_dist=True

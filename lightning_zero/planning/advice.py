@@ -25,7 +25,7 @@ _SUFFIXES = {"none": "", "cpu": "_offload", "nvme": "_nvme", "activations": ""}
 _OFFLOADS: dict[str, Any] = {
     "none": None,
     "cpu": "cpu",
-    "nvme": {"optimizer": "nvme", "path": "."},  # creates no file; the default folder may be refused, if in memory
+    "nvme": {"optimizer": "nvme", "path": "."},  # creates no file; the default folder, if in memory, would be refused
     "activations": {"optimizer": None, "activations": "cpu"},
 }
 
@@ -151,7 +151,7 @@ def make_plans(
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
-        if compress is not None and stage == 3 and within is None:  # changes require full parameters, kept by no rank
+        if compress is not None and stage == 3 and within is None:  # no rank keeps full parameters to compare with
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}

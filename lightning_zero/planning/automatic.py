@@ -210,7 +210,7 @@ def sample_batch(trainer: Trainer) -> Any:
 
 
 def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
-    """Choose the lowest stage whose formula plus 30 % fits; if none fits, choose stage 3 with ``offload``."""
+    """Choose the lowest stage whose model states plus 30 % fit in memory; if none fits, stage 3 with ``offload``."""
     mesh = Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {

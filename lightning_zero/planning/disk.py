@@ -1,4 +1,4 @@
-"""Measures a disk with the reads and writes of optimizer updates whose states are on the disk."""
+"""Measures a disk's speed, with the same reads and writes as in updates of optimizer states on a disk."""
 
 from __future__ import annotations
 

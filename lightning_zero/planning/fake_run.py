@@ -53,7 +53,7 @@ class _Pretending:
             yield
 
     def model_to_device(self) -> None:
-        """Replace meta tensors with fake ones, only now: the dtype of a module with fake tensors cannot be changed."""
+        """Replace meta tensors with fake ones: only now, since a module with fake tensors cannot change its dtype."""
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         assert self.model is not None
@@ -395,7 +395,7 @@ def fake_run(
         precision: the Trainer's ``precision``.
         clip: the Trainer's ``gradient_clip_val``.
         transport: ``"nccl"``, ``"gloo"`` or ``"shared memory"``; each uses different buffers to reduce gradients.
-        with_values: whether to compute with real tensors, to check the results of fake tensors.
+        with_values: whether to compute with real tensors, to check the results of a fake run.
         rank: the rank to simulate; with tensor parallelism, its position along the data-parallel dimension. If another
             rank holds more elements, because parameters stay whole, the run is repeated as that rank.
         machines: number of machines; the ranks are split evenly among them.

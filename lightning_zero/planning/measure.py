@@ -23,7 +23,7 @@ _SIZES = (2**14, 2**24)
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
-    """Measure this machine. Several ranks run in one process each, and communicate over the engine's transport.
+    """Measure this machine. If there are several ranks, each runs in its own process, and uses the engine's transport.
 
     Returns:
         The resources available to one rank while all ranks are busy, and a description of the measurement.
@@ -89,7 +89,7 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
 
 
 def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
-    """Measure the latency and bandwidth of all-gathers of two sizes; return both, and the transport's name."""
+    """Measure latency and bandwidth with all-gathers of two sizes; return both, and the transport's name."""
     communicator = Communicator(None, place)
     seconds = []
     for size in _SIZES:

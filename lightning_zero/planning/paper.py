@@ -27,7 +27,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         ("C5", 2, "partitioned", "activations"),
     )
 }
-"""The paper's Table 3, as choices for ``make_plans``. Its constant-size buffers (C_B) are always on in the engine."""
+"""The paper's Table 3, as choices for ``make_plans``. The engine always uses constant-size buffers (C_B)."""
 
 _STATES = ("parameters", "gradients", "optimizer")
 
@@ -55,7 +55,7 @@ def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
 
 
 def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
-    """Bytes of model states on a rank at the end of backward, found by two engine steps on fake tensors."""
+    """Run two engine steps on fake tensors; return the bytes of model states on a rank at the end of backward."""
     width = 2**14
     with torch.device("meta"):
         count, rest = divmod(round(parameters), 64 * width)

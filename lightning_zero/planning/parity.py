@@ -1,4 +1,4 @@
-"""The parity probe: checks that a few steps under DDP and ZeRO are bit-identical, or says where they differ."""
+"""The parity probe: check that a few steps under DDP and ZeRO are bit-identical, or report where they differ."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def probe(
 
 
 _Step = dict[str, Tensor]
-"""A rank's record of a micro-batch: the loss, under ``""``; on rank 0, also the weights after it, by name."""
+"""A rank's record of a micro-batch: the loss, under ``""``; on rank 0, also the weights afterwards, by name."""
 
 
 class _Shares(IterableDataset[Any]):

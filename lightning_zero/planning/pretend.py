@@ -82,8 +82,8 @@ class PretendWatch:
 
 
 _CHANGES = Quantised(4, 128)
-"""Simulates the encoding of parameter changes, whose length depends on values that fake tensors lack. With AdamW, real
-changes take 2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3; encoding takes about as long as here."""
+"""Simulates encoded parameter changes. Their real length depends on values, which fake tensors lack: with AdamW, it is
+2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3. Real encoding takes about as long."""
 
 
 _LENGTH = 8

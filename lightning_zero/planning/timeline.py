@@ -124,7 +124,7 @@ class Recorder(TorchDispatchMode):
         """Record a collective of tensor-parallel ranks over a full buffer of ``nbytes``; return its number.
 
         Args:
-            times: bytes sent, in multiples of the buffer less one rank's part: 1 for a gather, 2 for an all-reduce.
+            times: factor for the bytes sent: 1 for a gather (the buffer except one rank's part), 2 for an all-reduce.
         """
         sent = times * nbytes * (self._together - 1) / self._together
         return self.launch(sent, sent * self._leaving)

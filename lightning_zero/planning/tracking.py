@@ -28,10 +28,10 @@ aten = torch.ops.aten
 class MemoryTracker(TorchDispatchMode):
     """Counts the bytes of all live storages that operators have created in the context.
 
-    A storage counts with its current size, so a buffer that the engine has resized to zero does not count.
+    A storage is counted at its current size, which is zero for a buffer that the engine has resized to zero.
 
     Args:
-        by_category: function that returns the engine's bytes by category; ``"host"`` bytes do not count in ``peak``.
+        by_category: function that returns the engine's bytes by category; ``peak`` excludes ``"host"`` bytes.
         on_host: function that returns whether new storages are in the host's memory; if so, no peak is updated.
 
     Attributes:
@@ -108,10 +108,10 @@ class MemoryTracker(TorchDispatchMode):
 class Assumptions(TorchDispatchMode):
     """Assumes results for operators that depend on tensors' values, since fake tensors have no values.
 
-    Operators whose tensors are all real, such as a batch's token ids and masks, are executed.
+    An operator is executed if all its tensors are real, such as a batch's token ids and masks.
 
     Attributes:
-        made: the assumptions, as keys; each names the line of the project's code that reads the values.
+        made: the assumptions, as keys; each includes the line of the project's code that reads the values.
     """
 
     def __init__(self) -> None:

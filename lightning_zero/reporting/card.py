@@ -1,4 +1,4 @@
-"""Model card for a run: a README.md for the Hugging Face Hub. Needs huggingface_hub and jinja2."""
+"""Model card for a run: a README.md for the Hugging Face Hub. Requires huggingface_hub and jinja2."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A report's figures, as SVG to embed in a page. Needs matplotlib."""
+"""A report's figures, as SVG to embed in a page. Requires matplotlib."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ POINTS = 500
 """Maximum number of points drawn per curve; a longer curve is thinned evenly."""
 
 _LINES = ("-", "--", ":")
-# Text is stored in the SVG as text, not as paths. `$` in a name does not start a formula.
+# Text is stored in the SVG as text, not as paths. A `$` in a name is not parsed as the start of a formula.
 _STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "lightning_zero",
@@ -99,8 +99,8 @@ def _figure(named: Sequence[str], rows: Sequence[str] = ()) -> Iterator[tuple[Ax
     """Yield axes in the reports' style, and a function that returns the figure as SVG once the context has ended.
 
     Args:
-        named: legend entries, which need room under the axes.
-        rows: names of bars, which need height.
+        named: legend entries, for which room is left under the axes.
+        rows: names of bars, each of which adds to the height.
     """
     from matplotlib import rc_context
     from matplotlib.figure import Figure  # without pyplot, which may need a display

@@ -26,7 +26,7 @@ MOST_BYTES = 2**30
 MOST_FILES = 10_000
 """Maximum number of files whose contents are read; names and sizes of all files are hashed."""
 MOST_SAMPLES = 2_000
-"""Maximum number of samples read from a dataset. Fewer are read if so many would exceed ``SAMPLE_BYTES``."""
+"""Maximum number of samples read from a dataset. Fewer are read if this many samples would exceed ``SAMPLE_BYTES``."""
 LEAST_SAMPLES = 16
 SAMPLE_BYTES = 2**26
 

@@ -127,7 +127,7 @@ class RunManifest(Callback):
         names = {"class": ", ".join(_name(type(dataset)) for dataset in datasets)}
         try:
             found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
-        except Exception as error:  # raised by the project's dataset; training must go on without a fingerprint
+        except Exception as error:  # raised by the user's dataset; training must continue without a fingerprint
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
         return names | found
 
@@ -172,7 +172,7 @@ _SECRET = re.compile(r"(?:^|[._-])(?:password|passwd|secret|api_?key|(?:access|a
 def plain(value: Any) -> Any:
     """Convert a value to JSON types. Classes and dtypes become their names, other objects ``{"repr": ...}``.
 
-    Passwords, tokens and API keys, which a report must not show, are replaced by ``"***"``.
+    Passwords, tokens and API keys, which must not appear in a report, are replaced by ``"***"``.
     """
     if isinstance(value, Mapping):
         return {

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file without external resources. Needs jinja2 and matplotlib."""
+"""The page of a report: one HTML file without external resources. Requires jinja2 and matplotlib."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def duration(seconds: float | None) -> str:
 
 
 def when(text: str | None) -> str:
-    """Format a UTC time, given as an ISO string, for readers."""
+    """Format a UTC time that is given as an ISO string."""
     return "" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
 
 

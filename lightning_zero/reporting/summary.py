@@ -1,4 +1,4 @@
-"""A report's contents as plain values, which the page shows and ``--json`` prints."""
+"""A report's contents as plain values, for the HTML page and for ``--json``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def summarize(
     Args:
         runs: one run, or the jobs of a sweep.
         declared: figures for the cost estimate.
-        predict: function that predicts a run from its manifest or raises ``NotPredicted``; None to predict nothing.
+        predict: predicts a run's memory from its manifest, or raises ``NotPredicted``; None to predict nothing.
     """
     jobs = [_job(run, declared, predict) for run in runs]
     costs = [job["cost"] for job in jobs if job["cost"]]
@@ -139,7 +139,7 @@ def _cost(seconds: float | None, ranks: int | None, declared: Declared) -> dict[
 
 
 def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
-    """Group curves by figure: those of one metric (train, validation, ...), or ZeroMonitor's of one kind and unit."""
+    """Group curves by figure: a metric's curves (train, val, ...), or ZeroMonitor's curves of one kind and unit."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in metrics.items():
         part, _, rest = name.removeprefix(_PREFIX).partition("/")

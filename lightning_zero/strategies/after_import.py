@@ -13,7 +13,7 @@ _OWN = f"{__name__.partition('.')[0]}."
 
 
 def after_import(of: str, then: str) -> None:
-    """Import the module ``then`` once the module ``of`` has been imported; immediately if ``of`` already has been.
+    """Import the module ``then`` once the module ``of`` has been imported; immediately if ``of`` is already imported.
 
     ``then`` is not imported while modules of this package are being executed, since ``then`` may import these modules.
     """

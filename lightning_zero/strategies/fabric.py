@@ -106,7 +106,7 @@ class FabricStrategy(ZeroProcesses):
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        """Make an optimizer update this rank's shards of its parameters, including modules that are set up later."""
+        """Make an optimizer update this rank's shards of its parameters, including those of modules set up later."""
         check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
@@ -130,7 +130,7 @@ class FabricStrategy(ZeroProcesses):
         return self._state_of(optimizer, on_cpu)
 
     def _state_of(self, value: Any, leaf: Leaf) -> Any:
-        """Return a module's or optimizer's state dict, sharded tensors converted by ``leaf``; other values as is."""
+        """Return a module's or optimizer's state dict, with ``leaf`` applied to sharded tensors; other values as is."""
         if isinstance(value, nn.Module):
             module = _unwrapped(value)
             for engine in self.engines:
@@ -229,7 +229,7 @@ class FabricStrategy(ZeroProcesses):
 
 
 class _Sharded(nn.Module):
-    """Wrapper like DDP's: only if a module is wrapped, Fabric routes methods like ``training_step`` via ``forward``."""
+    """Wrapper, as in DDP: Fabric routes methods like ``training_step`` via ``forward`` only if a module is wrapped."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class _Sharded(nn.Module):
 
 
 def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
-    """Return an optimizer's parameter names in group order, with the modules' keys as prefixes if there are several."""
+    """Return an optimizer's parameter names in group order, prefixed with the modules' keys if there are several."""
     modules = {key: _unwrapped(value) for key, value in state.items() if isinstance(value, nn.Module)}
     names = {
         id(parameter): name if len(modules) == 1 else f"{key}.{name}"

@@ -15,7 +15,7 @@ def global_batch(trainer: Any) -> dict[str, Any]:
 
     Returns:
         A dict: ``accumulate``, the number of micro-batches per rank; ``ranks``, the number of ranks; and ``samples``, a
-        list of each training loader's samples on all ranks (micro-batches if the loader has no ``batch_size``).
+        list with the samples per step from each training loader (micro-batches if the loader has no ``batch_size``).
     """
     accumulate, ranks = trainer.accumulate_grad_batches, trainer.world_size
     loaders = getattr(trainer.fit_loop._combined_loader, "flattened", ())

@@ -49,8 +49,8 @@ class Source(NamedTuple):
     def rank(self) -> tuple[int, bool, int, int]:
         """Sort key. The state with the greatest key is tried first.
 
-        A state in memory is tried before a callback's checkpoint that is one step newer: the fit then repeats this step
-        with all work after the step.
+        A state in memory is tried before a callback's checkpoint that is one step newer. From the state in memory, the
+        fit repeats the newer step and all work that was still due after it.
         """
         return self.step - self.is_within, self.is_slots, self.attempt, self.number
 
@@ -78,7 +78,7 @@ class KeptStates:
         self._folder, self._record, self._at_end = folder, record, at_end
         self.attempt = 0
         self._place = this_machine(), folder
-        self._places: dict[Place, list[int]] = {}  # ranks that share each folder
+        self._places: dict[Place, list[int]] = {}  # for each folder, the ranks that share it
         self._found: dict[str, dict[About, dict[Place, str]]] = {}  # copies of slots, by ``Source.path``
 
     def sources(self) -> list[Source]:

@@ -76,7 +76,7 @@ def attend(trainer: Trainer, engine: Engine) -> None:
 
 
 def meets_between_batches(trainer: Trainer) -> bool:
-    """Whether this version of Lightning exchanges received SIGTERMs before each training batch, in a collective."""
+    """Whether this version of Lightning runs a collective before each training batch, to report a received SIGTERM."""
     return hasattr(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES)
 
 

@@ -18,9 +18,9 @@ _MESSAGE = 2**26  # maximum size of a message, in bytes
 
 
 class Mirror:
-    """Copies this rank's slots to the next machine, and stores those of a rank of the previous machine. Collective.
+    """Sends this rank's slots to the next machine, and stores the slots of a rank on the previous one. Collective.
 
-    As in Gemini (SOSP 2023, section 4), rank r copies to rank r + ``ranks_of_machine``, modulo the world size.
+    As in Gemini (SOSP 2023, section 4), rank r sends its slots to rank r + ``ranks_of_machine``, modulo the world size.
 
     Args:
         folder: the slots' folder.
@@ -56,7 +56,7 @@ class Mirror:
             received, error = torch.empty(length, dtype=torch.uint8, device="cpu"), raised
         begin = SlotWriter.VALUES
         self._ring.exchange(sent[begin:], received[begin:])
-        self._ring.exchange(sent[:begin], received[:begin])  # sent last: the header in it makes the slot complete
+        self._ring.exchange(sent[:begin], received[:begin])  # sent last: the header marks the slot as complete
         if error is not None:
             raise error
 

@@ -88,9 +88,8 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
 def _read_directly(loss: Tensor) -> set[str] | None:
     """Return the names of parameters that the loss reads outside of their modules' forward, for example in a penalty.
 
-    Such a parameter may receive several gradients. The first time, updates wait for the end of backward; later, the
-    engine knows how many gradients to expect. Returns None if the autograd graph does not show all gradients in
-    advance.
+    Such a parameter may receive several gradients. In the first such backward, updates wait for its end; later, the
+    number of gradients to expect is known. Returns None if part of the autograd graph is built only in backward.
     """
     found: set[str] = set()
     seen, ahead = set(), [loss.grad_fn]

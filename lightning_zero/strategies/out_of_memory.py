@@ -60,7 +60,7 @@ def _remedies(engine: Engine) -> str:
 
 
 def _rest(engine: Engine) -> int:
-    """Return the bytes in use on the device that the engine has not allocated."""
+    """Return the bytes that are in use on the device but were not allocated by the engine."""
     device = engine.communicator.device
     if device.type == "cuda":
         in_use = torch.cuda.memory_allocated(device)

@@ -236,7 +236,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @contextmanager
     def _making_module(self, empty_init: bool | None) -> Iterator[None]:
-        """Context that creates deferred parameters (``empty_init``), or unsharded parameters directly on the device."""
+        """Context in which new parameters are deferred (``empty_init``), or are created on the device if unsharded."""
         if empty_init:
             with _EmptyInit(), parameters_await_values():
                 yield
@@ -313,7 +313,7 @@ class ZeroProcesses(ParallelStrategy):
         return type(self.checkpoint_io) is self.lightning.plugins.TorchCheckpointIO
 
     def _leaf(self, *, parts: bool, keeps: bool) -> Leaf:
-        """Return a function that leaves tensors sharded (``parts``), or makes them full (``keeps``) or meta tensors."""
+        """A function that leaves tensors sharded (``parts``), or converts them to full (``keeps``) or meta tensors."""
         if parts:
             return in_parts
 

@@ -1,9 +1,9 @@
 """Keep the state of a fit in shared memory, and continue from it when the job's processes are started again.
 
-All ranks run a collective between two batches anyway. After it, each rank begins to copy its shards to one of its two
-slots; the copy runs during the next forward and backward pass. Before the next copy, a rank enters the collective only
-when its last copy is complete. So when ranks leave the collective, the last copy is complete on all ranks, and the
-other slot may be overwritten.
+All ranks run a collective between two batches anyway. Then each rank begins to copy its shards to one of its two slots;
+the copy runs during the next forward and backward pass. Before the next copy, a rank enters the collective only when
+its last copy is complete. So when ranks leave the collective, the last copy is complete on all ranks, and the other
+slot may be overwritten.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Resilience:
         self._copy = self._executor.submit(self._complete, complete, index)
 
     def _complete(self, complete: Callable[[], None], index: int) -> None:
-        """Complete a copy and mirror it. After an error, send empty contents, which another machine awaits."""
+        """Complete a copy and mirror it. After an error, send empty contents, as another machine waits for a copy."""
         error = None
         try:
             complete()
@@ -238,7 +238,7 @@ class Resilience:
                     raise
 
     def _forget_a_fit(self) -> bool:
-        """Make room: remove this rank's slots of another fit. Return whether another fit had any."""
+        """Remove this rank's slots of the oldest other fit, to make room. Return whether any were removed."""
         own = [f"{self._rank}.{index}" for index in (0, 1)]
         if self._mirror is not None:
             own += [f"{self._mirror.of_rank}.m{index}" for index in (0, 1)]

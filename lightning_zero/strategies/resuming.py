@@ -1,4 +1,4 @@
-"""State of a run besides its weights: random number generators and data-loading state (position in the epoch)."""
+"""Capture and restore the states of random number generators, and the data-loading state (position in the epoch)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class DataLoadingState:
     """Data-loading state: the order of an epoch's samples, and how many batches were trained on before the checkpoint.
 
     Lightning itself would restart the epoch in another order, and repeat batches that were already trained on. Here a
-    dataloader's sampler restarts from the random state of its first start, and skips the finished batches without
+    dataloader's sampler restarts from the random state in which it began, and skips the finished batches without
     reading their samples. An optimizer step that was unfinished when the checkpoint was saved is repeated from its
     first micro-batch, since checkpoints contain no gradients. Loaders without samplers (a stream, a queue or another
     iterable) and stateful loaders are left to Lightning, which saves and loads the state of stateful loaders.
@@ -199,7 +199,7 @@ class DataLoadingState:
 
 
 def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
-    """Convert a saved position in the data for this rank, whose batch size may differ from the saving rank's.
+    """Convert a saved position in the data to this rank's batch size.
 
     Args:
         data: the saved position, from the ``"data"`` entry of a checkpoint.
@@ -219,7 +219,7 @@ def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
 
 
 def _go_by_samplers(loaders: list[Any]) -> bool:
-    """Whether samplers determine the batches: loaders must be distinct, map-style, sized, unmodified and stateless."""
+    """Whether samplers determine the batches, as in distinct, map-style, sized, unmodified and stateless loaders."""
     return len(set(map(id, loaders))) == len(loaders) and all(
         isinstance(each, DataLoader)
         and not isinstance(each, _Stateful)
@@ -263,7 +263,7 @@ class _Indices:
         """The position after an iterator has yielded ``yielded`` batches."""
         return self._rng, self._skipped + yielded
 
-    def __iter__(self) -> Iterator[Any]:  # a generator, which starts when the first index is fetched, like samplers
+    def __iter__(self) -> Iterator[Any]:  # a generator: like samplers, it starts when the first index is fetched
         cpu = torch.device("cpu")  # no sampler draws from a device's generator
         now = rng_state(cpu)
         if self._starts_over:

@@ -59,7 +59,7 @@ class Signals:
     def agree(self, what: str, *, is_end: bool = False) -> None:
         """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
 
-        Called before each training batch and at the end of training: with DDP, Lightning ends runs at these points.
+        Called before each training batch and at the end of training, where Lightning also ends runs with DDP.
         """
         assert self._communicator is not None
         keeper = self._resilience

@@ -273,7 +273,7 @@ class TrainerStrategy(TrainerCheckpoints):
         with self.engine.no_sync() if self.engine is not None else nullcontext():
             yield
 
-    # -- loops of uneven length, and loops that a signal ends -------------------------------------------------------
+    # -- loops of uneven length, and loops ended by a signal --------------------------------------------------------
 
     def _take_turns(self) -> None:
         engine, signals = self.engine, self._signals
@@ -355,7 +355,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def _gather_for_main_process(self) -> None:
         """Make the module's state dict full on each host's first rank.
 
-        Processes spawned by Lightning end with the run; before that, this rank sends the main process its state dict.
+        Processes spawned by Lightning end with the run; before, that rank sends the main process its state dict.
         """
         leaf = on_cpu if self.local_rank == 0 else on_meta
         self.lightning_module.register_state_dict_post_hook(lambda _, state, *__: state.update(walk({**state}, leaf)))
@@ -364,7 +364,7 @@ class TrainerStrategy(TrainerCheckpoints):
         """Turn the module back into an ordinary module. Keep the master weights, which a later checkpoint may need.
 
         Args:
-            error: an earlier error, if any. If there is one, ranks do not communicate.
+            error: an earlier error, or None. After an error, ranks do not communicate.
         """
         try:
             if engine.optimizers:

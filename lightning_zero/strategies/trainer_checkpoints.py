@@ -192,7 +192,7 @@ class TrainerCheckpoints(ZeroProcesses):
             self._copies_parts = before
 
     def state_in_parts(self) -> tuple[Content, dict[str, Any]]:
-        """Return this rank's part of a checkpoint, and a dict with its random states and its position in the data.
+        """Return this rank's part of a checkpoint, and a dict with its RNG and data-loading states.
 
         Collective. The ranks must have synchronized just before.
         """
@@ -203,7 +203,7 @@ class TrainerCheckpoints(ZeroProcesses):
         return content, self._data_loading.state() if self._data_loading is not None else {}
 
     def save_in_parts(self, path: Any) -> None:
-        """Save a checkpoint: sharded if there is one machine, otherwise as ``options.checkpoint`` says. Collective."""
+        """Save a checkpoint: sharded if there is one machine, otherwise as in ``options.checkpoint``. Collective."""
         with self._taking_parts() if self.num_nodes == 1 else nullcontext():
             self.lightning_module.trainer.save_checkpoint(path)
 

@@ -83,7 +83,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, prompt: bytes, length: int, temperature: float = 0.8, top_k: int = 40, seed: int = 0) -> bytes:
-        """Extend ``prompt`` by ``length`` bytes, each sampled reproducibly from the ``top_k`` most likely."""
+        """Extend ``prompt`` by ``length`` bytes, each sampled reproducibly from the ``top_k`` most likely bytes."""
         device = self.embedding.weight.device
         generator = torch.Generator(device).manual_seed(seed)
         tokens = torch.tensor([list(prompt)], device=device)

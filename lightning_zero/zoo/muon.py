@@ -17,8 +17,8 @@ def muon_and_adamw(
     """Create a Muon optimizer (from pytorch_optimizer) that updates some groups with AdamW.
 
     Args:
-        params: parameters, of which Muon updates the two-dimensional ones, or groups, of which it updates those with
-            ``"hidden": True``; AdamW updates all others. It suits embeddings and heads (Jordan et al., "Muon", 2024).
+        params: parameters, of which Muon updates the two-dimensional ones; or groups, of which Muon updates those with
+            ``"hidden": True``. AdamW, which suits embeddings and heads (Jordan et al., "Muon", 2024), updates the rest.
         lr: Muon's learning rate.
         adamw_lr: AdamW's learning rate.
         weight_decay: weight decay of two-dimensional parameters, or of groups that do not set their own.
@@ -41,7 +41,7 @@ def muon_and_adamw(
 
 
 def groups_of(module: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
-    """Group a module's trained parameters: matrices, and one-dimensional parameters, which get no weight decay.
+    """Group a module's trained parameters into matrices, and one-dimensional parameters without weight decay.
 
     Args:
         module: a module whose repeated blocks are numbered, as in ``nn.ModuleList`` or ``nn.Sequential``.

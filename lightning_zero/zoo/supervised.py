@@ -18,7 +18,7 @@ class Supervised(LightningModule):
     """Trains on batches of (inputs, class indices). ``forward`` returns logits; classes are the last dimension.
 
     Arguments:
-        name, metric: The validation metric's name, and the metric, which is computed from logits and targets.
+        name, metric: The name to log the validation metric under, and the metric, computed from logits and targets.
         optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
         warmup_steps: Optimizer steps until the learning rate peaks. It then decays along a cosine to a twentieth.
     """
@@ -45,7 +45,7 @@ class Supervised(LightningModule):
         warmup, total_steps = self.warmup_steps, int(self.trainer.estimated_stepping_batches)
 
         def scale(step: int) -> float:
-            """Learning-rate factor. torch's schedule saves its length, and would rise in a run resumed for longer."""
+            """Learning-rate factor. torch's schedule saves its length: in a longer resumed run, the rate would rise."""
             if step < warmup:
                 return (step + 1) / warmup
             progress = min(1.0, (step - warmup) / max(1, total_steps - warmup))

@@ -84,7 +84,7 @@ class TextData(LightningDataModule):
 
     Raises:
         FileNotFoundError: ``path`` does not exist.
-        ValueError: There is less than one batch of text for training, or one window for validation.
+        ValueError: There is less than one batch of text for training, or less than one window for validation.
     """
 
     def __init__(

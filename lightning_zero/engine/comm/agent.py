@@ -17,7 +17,7 @@ def number_of_gpus() -> int:
 
 
 def run_processes(options: Mapping[str, Any], function: Callable[..., None], *arguments: Any) -> str | None:
-    """Start a job's processes, call a function in each, and wait for all; restart the processes if one fails.
+    """Start a job's processes, call a function in each, and wait for them; if one fails, restart all of them.
 
     Args:
         options: torchrun's options, by their long names without the leading dashes.

@@ -19,7 +19,7 @@ from datetime import timedelta
 from lightning_zero.engine.comm.process_group import Store, TCPStore, named_store
 
 _KEY = "lightning_zero/attempt"
-_GRACE = 0.3  # seconds that a process has left to report a lost peer before it exits
+_GRACE = 0.3  # seconds in which a process can still report a lost peer before it exits
 
 
 def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: timedelta) -> Store | None:
@@ -51,7 +51,7 @@ def _gather(store: Store, size: int, timeout: timedelta) -> str:
 
 
 def _join(store: Store, rank: int, deadline: float) -> str:
-    """On other ranks: register under the stored name, at first perhaps an earlier attempt's, until rank 0 confirms."""
+    """On other ranks: register under the stored name, which may be an earlier attempt's, until rank 0 confirms."""
     own, name = secrets.token_hex(8), ""
     while time.monotonic() < deadline:
         if store.check([_KEY]) and (found := store.get(_KEY).decode()) != name:
@@ -73,7 +73,7 @@ def will_be_repeated() -> bool:
 
 
 def leave_soon(reason: str) -> None:
-    """End this process after a short delay, whatever it does. The next attempt begins once all processes have ended.
+    """End this process after a short delay, whatever it is doing. The next attempt begins once all processes end.
 
     Args:
         reason: why the process ends; printed to stderr.

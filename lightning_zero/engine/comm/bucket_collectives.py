@@ -1,4 +1,4 @@
-"""Collectives on flat buffers between some ranks over one transport; and ``Pending``, a collective in flight."""
+"""Collectives on flat buffers in a group of ranks with one transport; and ``Pending``, a collective in flight."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Pending:
     Args:
         what: a description of the collective, for error messages.
         started: what the transport returned when it started the collective; None if there is nothing to wait for.
-        watch: the watch over the wait; required if there is anything to wait for.
+        watch: detects failed waits and deadlocks; required if there is anything to wait for.
     """
 
     def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
@@ -65,10 +65,10 @@ class BucketCollectives:
 
     Args:
         transport: the transport between these ranks; None if there is only one rank.
-        counters: counters of the communication.
-        across: numbers, along these dimensions, of the ranks whose slices this rank sends to or receives from other
-            machines.
-        watch: the watch over the waits; None if there is only one rank.
+        counters: count the communicated elements and bytes.
+        across: the ranks on other machines with which this rank itself exchanges slices, numbered along these
+            dimensions.
+        watch: detects failed waits and deadlocks; None if there is only one rank.
         link: the link under which all slices are counted if ``across`` is empty; None for the counters' default.
     """
 
@@ -130,7 +130,7 @@ class BucketCollectives:
 
     @property
     def takes_spans(self) -> bool:
-        """Whether ``reduce_spans`` is supported: the values to reduce need not be in one buffer."""
+        """Whether ``reduce_spans``, which reduces values from several buffers, is supported."""
         return self._transport is not None and self._transport.takes_spans
 
     def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float, what: str) -> Pending:
@@ -159,7 +159,7 @@ class BucketCollectives:
         )
 
     def _count(self, kind: str, crossing: int, crossing_bytes: int, rest: int, rest_bytes: int) -> None:
-        """Add elements that cross between machines to the counts of the link "across", others to those of ``_link``."""
+        """Count the elements that cross between machines under the link "across", and the rest under ``_link``."""
         if crossing:
             self._counters.add(kind, crossing, crossing_bytes, "across")
         self._counters.add(kind, rest, rest_bytes, self._link)

@@ -63,7 +63,7 @@ class Chain:
         return Started([wait_for_both], first.buffers, finish, ends_by_itself=True), begun
 
     def when_all_continue(self, call: Callable[[], object]) -> None:
-        """Call a function once every second half has begun or failed to begin, without waiting for that here."""
+        """Call a function once every second half has begun or failed to begin, without blocking the caller."""
         unfinished = list(self._halfway)
         if not unfinished:
             call()

@@ -53,7 +53,7 @@ class Exchange:
 
     def end(self, failure: str | None = None) -> None:
         self._failure = failure
-        self._kept, self.take = None, lambda *_: None  # releases the tensors that they refer to
+        self._kept, self.take = None, lambda *_: None  # drop the references to tensors
         self._over.set()
 
     def wait(self) -> None:
@@ -95,11 +95,11 @@ class CrossMemoryExchanges:
         self._late: deque[Key] = deque()  # exchanges that this rank began after a peer's message had arrived
         self._awake, self._woken = socket.socketpair()
         self._awake.setblocking(False)  # if the socket is full, the thread wakes up anyway
-        # Messages with an exchange's key contain an address. Messages with ~tag report that its memory has been read.
+        # Messages with an exchange's key contain a memory address. Messages with ~tag report that this memory was read.
         self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
         _exchanges_of_process.add(self)
-        # Not an executor's thread: it runs as long as the group, and the interpreter must not wait for it at exit.
+        # Not an executor's thread: the interpreter must not wait at exit for a thread that lives as long as the group.
         self._thread = threading.Thread(target=self._run, name="lightning_zero-shared-memory", daemon=True)
         self._thread.start()
 
@@ -293,7 +293,7 @@ class CrossMemoryExchanges:
         return bool(poll.poll(0))
 
     def _lose(self, position: int, failure: str = "") -> None:
-        """After a peer has closed its connection, make new exchanges fail, and those in flight that need the peer."""
+        """Fail all new exchanges, and those in flight that still depend on a peer that has closed its connection."""
         failure = failure or f"rank {self._ranks[position]} closed the connection"
         with self._lock:
             self._failure = self._failure or failure
@@ -327,9 +327,9 @@ def connect(
             each machine is a group.
 
     Returns:
-        The machines of all ranks, and the exchanges within this rank's group, which number ranks by their position in
+        The machines of all ranks, and the exchanges within this rank's group, where a rank's number is its position in
         the group. The exchanges are None on every rank if any rank cannot read the memory of another rank in its group,
-        or if there are several groups that have one rank each or differ in size.
+        or if there are several groups, and these have one rank each or different sizes.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:

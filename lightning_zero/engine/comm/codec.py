@@ -31,7 +31,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class Cast:
-    """Sends values in a given dtype; values that have this dtype already are not copied."""
+    """Sends values in a given dtype; values that already have this dtype are not copied."""
 
     dtype: torch.dtype
 
@@ -95,7 +95,7 @@ class Quantised:
 
 
 def _packed(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes of 2 or 4 bits into bytes. A byte has one code from each of ``8 / bits`` equal parts of ``codes``."""
+    """Pack codes of 2 or 4 bits into bytes. Each byte has a code from each of ``8 / bits`` equal parts of ``codes``."""
     many = 8 // bits
     parts = torch.nn.functional.pad(codes, (0, -len(codes) % many)).tensor_split(many)
     packed = parts[0].clone()
@@ -105,7 +105,7 @@ def _packed(codes: Tensor, bits: int) -> Tensor:
 
 
 def _unpacked(packed: Tensor, bits: int) -> Tensor:
-    """Unpack the bytes of ``_packed``, including its padding."""
+    """Unpack bytes from ``_packed``. The result includes the padding."""
     return torch.cat([packed >> bits * place & 2**bits - 1 for place in range(8 // bits)])
 
 

@@ -57,8 +57,8 @@ class Everyone(NamedTuple):
     Attributes:
         rank, size: this rank's number, and the number of ranks.
         control: the control plane.
-        watch: watches the ranks' waits; None if there is only one rank.
-        name: a name, the same on every rank and new for each communicator; empty if there is only one rank.
+        watch: detects failed waits and deadlocks; None with one rank.
+        name: identifies this communicator on every rank; empty if there is only one rank.
     """
 
     rank: int
@@ -81,7 +81,7 @@ class Communicator:
         rank, size: this rank's number in the group, and the group's size.
         everyone: the ranks of all tensor-parallel groups together.
         tensor: the tensor-parallel ranks that share tensors with this rank.
-        counters: counters of the communication.
+        counters: counts of calls, elements and bytes.
         mesh: the mesh of ranks, two-dimensional if collectives have two levels, or ``shards_within`` is set.
         control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
@@ -128,7 +128,7 @@ class Communicator:
         self._timeout = process_group.timeout_of(self.group, self.device)
         has_cpu = process_group.serves_cpu(everywhere)
         control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
-        # rank 0 chooses the number in the engine's name, since the ranks' own counts may differ after a failure
+        # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
         number = torch.tensor(next(_communicators), device="cpu")
         with explained("setting up the sharded module"):
             dist.broadcast(number, all_ranks[0], control_group)
@@ -216,7 +216,7 @@ class Communicator:
             self._along[ALL] = self._collectives(both, [column[place] for place in elsewhere])
 
     def _among(self, ranks: Sequence[int]) -> Watch:
-        """The watch over the waits of some of the group's ranks."""
+        """Make a watch for waits among the given ranks."""
         return self.watch.among([self._numbers[rank] for rank in ranks])
 
     @property
@@ -225,7 +225,7 @@ class Communicator:
         return list(zip(*self.tensor.groups)) if self.tensor.size > 1 else [self._ranks]
 
     def _renumbered(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Groups of this group's ranks, renumbered as in the default group."""
+        """Convert ranks' numbers in this group to their numbers in the default group."""
         return [[self._ranks[rank] for rank in ranks] for ranks in groups]
 
     def _collectives(self, transport: Transport, across: Sequence[int] = ()) -> BucketCollectives:
@@ -234,16 +234,16 @@ class Communicator:
     def _transport(
         self, backend: str, groups: Sequence[Sequence[int]] | None, gather_tag: int, reduce_tag: int
     ) -> GlooTransport | BackendTransport:
-        """Make a transport within the group that contains this rank; without groups, between all ranks. Collective."""
+        """Make a transport within this rank's group among ``groups``; None means one group of all ranks. Collective."""
         if backend == "gloo":
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
-        # In the existing process group, other collectives (such as Lightning's in each batch) would wait for gathers.
+        # Make new groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
         between = self._alike if groups is None else self._renumbered(groups)
         return BackendTransport(*(self._new_group(backend, between) for _ in ("gathers", "reductions")))
 
     def along(self, over: Sequence[str]) -> BucketCollectives:
-        """The collectives between the ranks along some dimensions of the mesh."""
+        """The collectives between the ranks along the given dimensions of the mesh."""
         return self._along[tuple(over)]
 
     # -- other values on the group's device -------------------------------------------------------------------------

@@ -30,7 +30,7 @@ class ControlPlane:
         ranks: the group's ranks, as numbered in the default group.
         rank: this rank's number in the group.
         watch: turns failures and deadlocks during waits into errors; None with one rank.
-        counters: count the calls, under the kind "control".
+        counters: where calls are counted, under the kind "control".
         tag: the tag of messages; ``tag + 1`` is the tag of small messages.
 
     Attributes:
@@ -56,7 +56,7 @@ class ControlPlane:
         return len(self._ranks) == 1
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """For each flag, whether any rank has set it. Collective; every rank passes the same number of flags.
+        """Return, for each flag, whether any rank has set it. Collective; every rank passes the same number of flags.
 
         Args:
             what: a name for this exchange, for error messages.
@@ -74,7 +74,7 @@ class ControlPlane:
         return self._maximum(numbers, what).tolist()
 
     def _maximum(self, tensor: Tensor, what: str) -> Tensor:
-        """The elementwise maximum over ranks, in place."""
+        """Replace a tensor with its elementwise maximum over ranks, and return it."""
         self._counters.add("control", tensor.numel(), tensor.nbytes)
         with self._watch.waiting(what):
             if self.small is None or tensor.nbytes > SMALL:
@@ -145,7 +145,7 @@ class ControlPlane:
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
 
     def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:
-        """Begin to send numbers to some ranks, which call ``hear``; ``wait_until_told`` waits until they are sent."""
+        """Begin to send numbers to ranks that call ``hear``; ``wait_until_told`` waits until the numbers are sent."""
         message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
         self._counters.add("control", message.numel(), message.nbytes)
         for rank in ranks:

@@ -15,8 +15,8 @@ class Counters:
     As in the ZeRO paper's analysis of communication (SC20, section 7), an all-gather counts all elements of the padded
     bucket once, although each rank sends and receives only (N - 1) / N of these elements.
 
-    With ranks on several machines, slices of ranks on this machine count as "within", all others as "across". In
-    collectives with two levels, only slices that this rank exchanges with other machines count as "across".
+    With ranks on several machines, slices that belong to ranks on this machine count as "within", all others as
+    "across". In collectives with two levels, "across" counts only slices that this rank exchanges with other machines.
 
     Attributes:
         link: the default link of ``add``.

@@ -30,7 +30,7 @@ from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifeli
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
 from lightning_zero.io.beats import note_waiting
 
-_FAILED, _REFUSED = "failed", "refused"  # kinds of message: the run has failed; only some waits have failed
+_FAILED, _REFUSED = "failed", "refused"  # kinds of message: the whole run has failed, or only some waits
 _AT_ONCE = 0.5  # seconds within which failures count as simultaneous
 _MOMENT = 1.0  # seconds within which a failing rank's reason arrives after its connections have closed
 
@@ -149,7 +149,7 @@ class _Watchdog(Lifelines):
                         self.say(WAITS, text)
 
     def _take_notice(self, rank: int, text: str) -> None:
-        """On the first rank: record a rank's wait, or (without text) its end; end the waits of a deadlock."""
+        """On the first rank, record a rank's wait, or its end if ``text`` is empty; end the waits of any deadlock."""
         self._notices.pop(rank, None)
         if text:
             *wait, begun, closed = json.loads(text)
@@ -169,7 +169,7 @@ class _Watchdog(Lifelines):
             )
 
     def _cycle(self, path: list[int]) -> list[int] | None:
-        """Extend a path of ranks, each of which waits for the next, to a cycle; None if there is no cycle."""
+        """Extend a path, in which each rank waits for the next, into a cycle; None if there is none."""
         wait = self._notices[path[-1]][0]
         for other, (_, begun, closed) in self._notices.items():
             takes_part = not wait.members or other in wait.members
@@ -187,7 +187,7 @@ def _engine_in(key: str) -> str:
 
 
 class Watch:
-    """The waits of one engine's ranks for each other.
+    """Registers one engine's waits for other ranks with the watchdog of the process group.
 
     Args:
         group: the process group.
@@ -244,7 +244,7 @@ _watchdogs: dict[ProcessGroup, _Watchdog] = {}
 
 
 def lifelines_over(group: ProcessGroup | None = None) -> _Watchdog:
-    """The lifelines of a process group; None for the default group. The first call, which makes them, is collective."""
+    """The lifelines of ``group``, by default the default group. The first call for a group is collective."""
     group = group or process_group.default_group()
     for gone in set(_watchdogs).difference(process_group.all_groups()):
         _watchdogs.pop(gone).close()

@@ -24,7 +24,7 @@ class GlooTransport(Transport):
 
     Args:
         group: a Gloo process group.
-        gather_tag: the tag of bucket 0's gathers; the other buckets' tags follow. So ranks may gather
+        gather_tag: the tag of bucket 0's gathers. Bucket ``n`` has the tag ``gather_tag + n``, so ranks may gather
             buckets in different orders.
         reduce_tag: the tag of reductions.
         members: the ranks of the group that take part, in the order of their slices; by default all.

@@ -33,8 +33,8 @@ PATIENCE = 3.0
 
 LOST, LEFT, WAITS, TICK = "lost", "left", "waits", "tick"
 """Kinds of message: a rank's process was killed or has crashed; a rank's process has ended normally; what a rank waits
-for (received only by the first rank); and a tick, with which each rank calls its own ``hear`` several times per
-``PATIENCE``."""
+for (received only by the first rank); and a tick, which is not sent: each rank passes it to its own ``hear`` several
+times per ``PATIENCE``."""
 
 _CLOSED = "closed"  # a rank has closed its connection, but its process continues
 _TIMEOUT = 10.0  # seconds that a rank waits for the first rank's address, and then for its answer
@@ -54,7 +54,7 @@ class Lifelines:
         self._rank, self._process = process_group.rank(group), os.getpid()
         store = process_group.default_store()
         key = f"lightning_zero/lifelines/{','.join(map(str, process_group.ranks_of(group)))}"
-        self._closed: set[int] = set()  # ranks whose closed connections need no (further) report
+        self._closed: set[int] = set()  # ranks whose closed connections are not reported (again)
         self._ends: list[bytes] = []  # messages about ended ranks, for ranks that connect later
         self._lock = threading.RLock()  # guards sending; reentrant, since a signal handler may send
         self._listener: socket.socket | None = None
@@ -79,7 +79,7 @@ class Lifelines:
         raise NotImplementedError
 
     def say(self, kind: str, text: str = "") -> None:
-        """Send a message to all other ranks (``WAITS``: to the first rank). A signal handler may call this."""
+        """Send a message to all other ranks (``WAITS``: only to the first rank). A signal handler may call this."""
         if self._line is not None and os.getpid() == self._process:
             with suppress(OSError), self._lock:
                 self._line.sendall(_message(kind, self._rank, text))
@@ -253,7 +253,7 @@ def _own_address(store: Any) -> str:
 
 
 def _close_copies() -> None:
-    """In a forked process, close the copies of sockets: they would keep connections open after the parent has ended."""
+    """In a forked process, close the copied sockets: they would keep connections open after the parent has ended."""
     for lifelines in _all:
         lifelines._close_sockets()
 

@@ -34,11 +34,11 @@ class Phases:
         self._ahead: deque[tuple[tuple[str, str], torch.Event, torch.Event]] = deque()
 
     def __call__(self, phase: str, unit: str, *, on_stream: bool = False) -> AbstractContextManager[Any]:
-        """Context of one phase: ``"gather"``, ``"wait for gather"``, ``"forward"`` and so on.
+        """Return the context of one phase.
 
         Args:
-            phase: the name of the phase.
-            unit: the name of the unit; the root unit's is "".
+            phase: for example ``"gather"``, ``"wait for gather"`` or ``"forward"``.
+            unit: the unit's name; "" for the root unit.
             on_stream: whether to time the work on an accelerator's current stream, without waiting for the work.
         """
         if not self.measures and not is_profiling():
@@ -65,7 +65,7 @@ class Phases:
                 self._ahead.append((key, before, after))
 
     def take(self) -> dict[tuple[str, str], float]:
-        """Seconds by (phase, unit) since the last call, without phases that the device has not completed yet."""
+        """Return the seconds since the last call by (phase, unit), except for phases still running on the device."""
         while self._ahead and self._ahead[0][2].query():
             key, before, after = self._ahead.popleft()
             self._seconds[key] += before.elapsed_time(after) / 1000

@@ -78,7 +78,7 @@ def default_group() -> ProcessGroup:
 
 
 def is_default(group: ProcessGroup | None) -> bool:
-    """Whether a group is the default one, of which every rank is a member."""
+    """Whether a group is the default group, which contains every rank; None stands for the default group."""
     return group is None or group is dist.group.WORLD
 
 
@@ -88,7 +88,7 @@ def all_groups() -> list[ProcessGroup]:
 
 
 def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
-    """Make a group of some ranks of the default group, in this order. Collective over the default group."""
+    """Make a group of the given ranks of the default group, in the given order. Collective over the default group."""
     return dist.new_group(ranks, timeout=timeout, backend=backend, sort_ranks=False)
 
 
@@ -111,12 +111,12 @@ def backend_name(group: ProcessGroup | None = None, device: torch.device | None 
 
 
 def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """The backend object with which a group communicates tensors of a device."""
+    """The backend object that a group uses for tensors on a device."""
     return group._get_backend(device)
 
 
 def backends_of(group: ProcessGroup) -> list[Any]:
-    """The backend objects with which a group communicates, one for each type of device."""
+    """The backend objects that a group uses, one for each type of device."""
     return [group._get_backend(device) for device in group._device_types]
 
 
@@ -126,7 +126,7 @@ def serves_cpu(group: ProcessGroup) -> bool:
 
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of a group's collectives for a device; None if the backend has none."""
+    """The timeout of a group's collectives on a device; None if the backend has no timeout."""
     return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
 
 
@@ -155,7 +155,7 @@ def barrier(device: torch.device | None = None) -> None:
     """Wait until every rank of the default group has called this function.
 
     Args:
-        device: this rank's device, which NCCL needs for the barrier.
+        device: this rank's device, which is passed to NCCL's barrier.
     """
     is_nccl = device is not None and dist.get_backend() == "nccl"
     dist.barrier(device_ids=[device.index] if device is not None and is_nccl else None)

@@ -35,16 +35,16 @@ class Absence:
 
 
 class Rendezvous:
-    """Lets all ranks of one engine meet before a collective that user code has caused.
+    """Makes all ranks of one engine wait for each other before a collective that user code has caused.
 
     Args:
-        communicator: the engine's communicator.
+        communicator: connects the engine's ranks.
         timeout: seconds to wait for the other ranks.
 
     Attributes:
         meetings: the number of rendezvous so far.
         is_closed: whether ``close`` was called; always False with one rank.
-        absence: the ranks that cannot take part now.
+        absence: the ranks that are absent now, if any.
     """
 
     def __init__(self, communicator: Communicator, timeout: float) -> None:
@@ -88,7 +88,7 @@ class Rendezvous:
             )
 
     def _exchange(self, what: str, watch: Watch) -> str:
-        """Wait for the other ranks. Return "" if all passed the same, otherwise what others passed or wait for.
+        """Wait for the other ranks. Return "" if all passed the same ``what``, otherwise a description of the conflict.
 
         The store is polled, since a wait in the store would not end when a rank ends.
         """
@@ -109,14 +109,14 @@ class Rendezvous:
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         asked = [each.decode() for each in self._store.multi_get(keys)]
-        if number >= 2:  # all ranks have read the keys of the last rendezvous but one
+        if number >= 2:  # all ranks have read the keys of rendezvous ``number - 2``
             self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
         different = [rank for rank, other in enumerate(asked) if other != what]
         return f"rank(s) {different} asked for {asked[different[0]]}" if different else ""
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:
-        """Context that begins with a rendezvous; collectives inside, the same on every rank, need no further one."""
+        """Context that begins with a rendezvous. Collectives that all ranks begin inside it need no other."""
         self.meet(what)
         with self.have_met():
             yield

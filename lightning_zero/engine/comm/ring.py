@@ -1,4 +1,4 @@
-"""Messages around a ring of ranks, in a separate process group, so that a background thread may exchange them."""
+"""Exchange messages around a ring of ranks, in a separate process group that a background thread may use."""
 
 from __future__ import annotations
 

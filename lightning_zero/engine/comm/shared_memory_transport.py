@@ -1,4 +1,4 @@
-"""Transport between ranks of one machine: small slices are sent as messages, others are read from peers' memory."""
+"""Transport between ranks of one machine: small slices are sent as messages; large ones are read from peers' memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class SharedMemoryTransport(Transport):
 
     Args:
         exchanges: the exchanges with the other ranks.
-        rank: this process's rank.
+        rank: this rank's number among the ranks of the exchanges.
         gather_tag, reduce_tag: see ``GlooTransport``.
     """
 

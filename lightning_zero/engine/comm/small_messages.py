@@ -1,7 +1,7 @@
 """Messages of up to 64 KiB between ranks of one machine: small values, and the signals of large exchanges.
 
-A large exchange wakes a thread that reads the other process's memory, which takes at least about a hundred
-microseconds. Gloo's collectives take longer. A small message is copied to the kernel when it is sent, and the waiting
+A large exchange wakes a thread that reads the other process's memory, which takes about a hundred microseconds or
+more. Gloo's collectives take longer. A small message is copied to the kernel when it is sent, and the waiting
 thread itself receives it from there, which takes about ten microseconds.
 """
 
@@ -33,7 +33,7 @@ _SLICE = 20  # milliseconds after which a wait checks whether another thread has
 
 
 class SmallMessages:
-    """Messages to and from the other ranks of a group, all on this machine.
+    """Messages between this rank and the other ranks of a group; all of these ranks run on this machine.
 
     While a socket's buffer is full, messages stay unsent, and another thread sends them later. So a rank may begin any
     number of exchanges before it waits for one.
@@ -72,7 +72,7 @@ class SmallMessages:
         return key
 
     def post(self, key: Key, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Send an exchange's messages, as (peer's position, message). They may overtake other exchanges' messages."""
+        """Send an exchange's messages: (peer's position, message). They may overtake other exchanges' messages."""
         head, are_unsent = _HEAD.pack(*key), False
         for position, message in messages:
             try:
@@ -90,7 +90,7 @@ class SmallMessages:
         return any(self._unsent)
 
     def send_unsent(self) -> None:
-        """Send as many unsent messages as the sockets accept without blocking. Called in a single other thread."""
+        """Send as many unsent messages as the sockets accept without blocking. Only one thread may call this."""
         for unsent, connected in zip(self._unsent, self.sockets):
             try:
                 while unsent:
@@ -129,7 +129,7 @@ class SmallMessages:
                 missing = self.lost.difference(found).intersection(wanted)
             if missing:
                 raise RuntimeError(self._failure or f"rank {self.ranks[min(missing)]} closed the connection")
-            if poll is None:  # one per wait: threads may not share a poll
+            if poll is None:  # one poll per wait, since threads must not share a poll
                 deadline, poll = time.monotonic() + self._timeout, select.poll()
                 self.register(poll, receives=True)
             elif time.monotonic() > deadline:
@@ -151,7 +151,7 @@ class SmallMessages:
                 except BlockingIOError:
                     break
                 except ConnectionResetError:
-                    continue  # the peer closed before it read all messages; messages that it sent can still be read
+                    continue  # the peer closed before reading all messages; the messages that it sent can still be read
                 except OSError:
                     message = b""
                 if not message:

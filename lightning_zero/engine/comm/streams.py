@@ -20,8 +20,8 @@ class Streams:
         device: the device that the module computes on.
 
     Attributes:
-        home: the stream that was current when the module's forward began; gradients are reduced on it. Parts of the
-            module may compute on other streams. None on the CPU.
+        home: the stream that was current when the module's forward began, or None on the CPU; gradients are reduced on
+            it. Parts of the module may compute on other streams.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -54,12 +54,12 @@ def own_stream(device: torch.device) -> torch.Stream:
 
 
 def current_stream(device: torch.device) -> torch.Stream | None:
-    """The stream on which this thread computes now; None on the CPU, which has none."""
+    """The stream on which this thread computes now; None on the CPU, which has no streams."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
 
 
 def at(home: torch.Stream | None) -> AbstractContextManager[Any]:
-    """Context in which ``home`` is current and waits for the stream it replaces; no effect if it is current or None."""
+    """Context that makes ``home`` current, and makes it wait for the previous stream; no effect if ``home`` is None."""
     if home is None or (stream := torch.accelerator.current_stream(home.device)) == home:
         return nullcontext()
     home.wait_stream(stream)

@@ -97,8 +97,8 @@ class TensorParallel:
         """Prepare to communicate; required if there are several ranks.
 
         Args:
-            watch: the watch over waits for these ranks.
-            control_group: a group of the same ranks that communicates over the CPU.
+            watch: detects failed waits and deadlocks among these ranks.
+            control_group: a process group of the same ranks, for tensors on the CPU.
             tag: the tag of the control plane's messages.
         """
         self._watch, self._control_group = watch, control_group
@@ -220,7 +220,7 @@ class ActivationParts:
     def agree(self, values: Mapping[int, Tensor]) -> frozenset[int] | None:
         """The keys of the tensors that are identical on all ranks. Collective.
 
-        None if all elements of such a tensor are equal (zeros in a trial run, say): it may be identical by chance.
+        None if any of these tensors may be identical by chance, since all its elements are equal (such as zeros).
         """
         digests = {key: _digest(value) for key, value in values.items()}
         everywhere = self._tensor.control.gather_objects(digests)
@@ -234,11 +234,11 @@ class ActivationParts:
         self._tensor.counters.add("activations", flat.numel(), flat.nbytes)
 
     def gather(self, flat: Tensor, mark: Tensor) -> Callable[[], Any]:
-        """Start to gather a tensor from the ranks' equal parts, and return a function that waits until it is complete.
+        """Start to gather a tensor from the ranks' parts, and return a function that waits for the full tensor.
 
         Args:
             flat: the 1-D tensor to fill, which already holds this rank's part.
-            mark: ``mark_of`` the full tensor on this rank. On an accelerator, an assertion fails if checksums differ.
+            mark: this rank's checksum of the full tensor. If checksums differ on an accelerator, an assertion fails.
 
         Raises:
             RuntimeError: from the returned function, on the CPU, if checksums differ between ranks.
@@ -291,7 +291,7 @@ def are_divided(types: Iterable[type]) -> bool:
 
 
 def own_share(tensor: Tensor) -> Tensor:
-    """This rank's share of a DTensor, detached; of any other tensor, the tensor itself."""
+    """This rank's share of a DTensor, detached; any other tensor unchanged."""
     return tensor.detach().to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 

@@ -1,4 +1,4 @@
-"""The interface of all transports: how buckets are gathered, and their gradients reduced."""
+"""The interface of all transports: how buckets are gathered and how gradients are reduced."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Transport(ABC):
 
     Attributes:
         takes_spans: whether ``reduce_spans`` is supported.
-        encodes_within: whether gradients are also encoded between ranks of one machine.
+        encodes_within: whether gradients are also encoded when sent between ranks of one machine.
     """
 
     takes_spans: bool = False

@@ -85,7 +85,7 @@ class UncutBucket:
         return self._flat is not None
 
     def room(self, index: int) -> Tensor:
-        """Memory for the full values of a parameter, in its shape, to be filled before ``cut``."""
+        """Memory for a parameter's full values, viewed with the parameter's shape; to be filled before ``cut``."""
         segment = self.layout.segments[index]
         return self._opened()[segment.start : segment.stop].view(segment.shape)
 
@@ -166,7 +166,7 @@ def assign_to_buckets(
     shares = {name: tensor.placed(name, p).share for plan in plans for name, p in plan.parameters.items()}
     named = ((name, p, shares[name]) for plan in plans for name, p in plan.parameters.items())
     check_not_divided(optimizers, config, named)
-    # elements of the largest share, so that tensor-parallel ranks make the same decisions
+    # element counts of the largest shares, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = 0
     if config.offloads is not None:
@@ -189,7 +189,7 @@ def assign_to_buckets(
             kind = compute, parameter.dtype, parameter.requires_grad, codec, is_kept_whole(name, parameter)
             kinds.setdefault(kind, []).append((name, parameter))
         for kind, members in kinds.items():
-            # Parameters of one optimizer group are adjacent, so that a bucket has one master tensor for them.
+            # Make the parameters of one param group adjacent, so that a bucket has one master tensor for them.
             members.sort(key=lambda member: group_of.get(id(member[1]), -1))
             parts += [(of_unit, kind, part) for part in _split(members, numels, min(config.bucket_numel, most_numel))]
     whole = [number for number, (_, kind, _) in enumerate(parts) if kind[-1]]
@@ -230,7 +230,7 @@ def assign_to_buckets(
 
 
 def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Codec | None:
-    """The codec of a parameter's gradient between machines; None for a cast to ``reduce_dtype``."""
+    """The codec for sending a parameter's gradient between machines; None for a cast to ``reduce_dtype``."""
     if compression is None or compression.gradients is None:
         return None
     if parameter.dtype not in (torch.float32, *LOW_PRECISION) or compression.exempts(parameter):

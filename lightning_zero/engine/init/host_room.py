@@ -1,7 +1,7 @@
 """Check on all ranks whether memory suffices, before any tensor is changed.
 
-The check for a new engine counts offloaded states and parameters that one rank owns as a whole. The check for an engine
-that closes counts the module's tensors, which become ordinary again.
+A new engine needs memory for offloaded states, and for the largest parameter that only one rank owns. A closing engine
+needs memory for full parameters and optimizer states.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
                 memory["gradients"] += _power_of_two(numel * master)
                 at_once = numel  # for a new micro-batch's gradient until it is added
             largest_gradient = max(largest_gradient, at_once * master)
-    # torch keeps freed pinned blocks for reuse: at most one per power of two, so together less than twice the largest.
+    # torch keeps freed pinned blocks: at most one per power of two, so their total is less than twice the largest.
     memory["gradients"] += 2 * _power_of_two(largest_gradient)
     memory["buffers for the disk"] += BUFFERS * largest_sub_group
     return +memory
@@ -137,13 +137,13 @@ def check_room_of_owners(
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
-    """The hosts that lack memory to unshard all tensors of their ranks and keep a tenth of it free. Collective.
+    """The hosts where unsharding all ranks' tensors would take over nine tenths of the available memory. Collective.
 
     The memory of shards is not counted as available: a shard is freed only after its full tensors are complete.
 
     Args:
         buckets: the buckets of all units.
-        optimizers: the optimizers whose states become full as well.
+        optimizers: the optimizers whose states are unsharded as well.
         keeps_masters: whether this rank also keeps full master weights of its low-precision parameters.
     """
     need: Counter[str] = Counter()

@@ -1,7 +1,7 @@
 """Materialise and shard a module unit by unit, so that only the root and one other unit are unsharded at a time.
 
 A module that was made on the meta device is initialised in the order of ordinary construction: submodules before the
-module that contains them. Each tensor is written straight into the flat buffer of its bucket, and a bucket is sharded
+module that contains them. Each parameter is written directly to the flat buffer of its bucket, and a bucket is sharded
 when its unit is complete. A module may later initialise parameters of complete units inside it: the new values are then
 written to the shards.
 """
@@ -45,7 +45,7 @@ def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> N
 def _lacking(
     module: nn.Module, prefix: str, sources: dict[str, Source], ancestors: list[nn.Module], has_initialiser: bool
 ) -> Iterator[tuple[str, str]]:
-    """New tensors that neither their module nor its ancestors can initialise: (tensor name, module's class name)."""
+    """Yield (tensor name, module class name) of new tensors that neither their module nor its ancestors initialise."""
     has_initialiser = has_initialiser or bool(_initialisers(module, ancestors))
     for name in (*module._parameters, *module._buffers):
         source = sources.get(f"{prefix}{name}")  # a tied parameter is listed under its first name
@@ -56,7 +56,7 @@ def _lacking(
 
 
 def detach_kept_graphs(module: nn.Module) -> None:
-    """Detach tensors that a forward stored in modules (old ``weight_norm``): their graphs keep parameters alive."""
+    """Detach tensors stored in modules by a forward (as in old ``weight_norm``): their graphs keep parameters alive."""
     for inner in module.modules():
         for attribute, value in vars(inner).items():
             if isinstance(value, Tensor) and value.grad_fn is not None:
@@ -292,7 +292,7 @@ def _is_unset(tensor: Tensor) -> bool:
 
 @contextmanager
 def _drawing_as_rank_0(communicator: Communicator) -> Iterator[None]:
-    """Context in which all ranks draw rank 0's random numbers; then ranks whose random state differed restore it."""
+    """Context in which all ranks use rank 0's RNG state; on exit, ranks whose own state differed restore that state."""
     device, states = communicator.device, []
     generators: list[tuple[Any, tuple[Any, ...]]] = [(torch.random, ())]
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Turn sharded parameters, and tensors that user code derived from these, back into ordinary tensors."""
+"""Turn sharded parameters, and tensors that user code derived from them, back into ordinary tensors."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def restore_parameters(
     """Turn the parameters of buckets into ordinary full tensors on a device. Collective, unless ``alone``.
 
     Args:
-        alone: whether to work without the other ranks: parameters that this rank does not hold in full stay sharded.
+        alone: whether to work without other ranks; parameters that this rank does not hold in full then stay sharded.
     """
     with torch.no_grad(), nullcontext() if alone else rendezvous.met("the module's parameters"):
         derived = _derived(buckets, communicator, not alone)

@@ -32,7 +32,7 @@ class Source(NamedTuple):
 class MappedFiles:
     """The files that are mapped into this process's memory, by ``torch.load(mmap=True)`` or safetensors, for example.
 
-    The list comes from Linux, since torch has none. On other systems no mapped file is found.
+    The list is read from Linux's ``/proc``, since torch keeps none. On other systems, no mapped files are found.
     """
 
     def __init__(self) -> None:
@@ -45,7 +45,7 @@ class MappedFiles:
                     self._mappings.append((start, stop, int(line[2], 16), path))
 
     def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """Identify the file range that a tensor maps, for ranks to compare; None if there is none or it was changed."""
+        """Return a key of the file range that a tensor maps, for ranks to compare; None if unmapped or written to."""
         if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
             return None
         address = tensor.data_ptr()
@@ -79,7 +79,7 @@ def _is_written(start: int, stop: int) -> bool:
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
-    """Raise a ValueError if a parameter is neither an ordinary tensor nor, where allowed, a DTensor."""
+    """Raise a ValueError if a parameter is neither an ordinary tensor nor, if ``may_be_divided``, a DTensor."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
             raise ValueError(f"{name} is sharded already: a module can have only one engine at a time.")
@@ -93,7 +93,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
 
 
 def common_device(plans: list[UnitPlan]) -> torch.device:
-    """The device of all parameters with values; the CPU if there are none. Raises a ValueError for several devices."""
+    """The device of all parameters with values; the CPU if none has values. Raises a ValueError for several devices."""
     found = None
     for name, parameter in (named for plan in plans for named in plan.parameters.items()):
         if not is_on_meta(parameter):
@@ -137,7 +137,7 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin
-    # Usually all ranks agree, as a comparison of hashes shows; the descriptions are gathered only if ranks differ.
+    # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
     _check_alike(everywhere)

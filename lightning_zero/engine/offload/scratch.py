@@ -14,7 +14,7 @@ from lightning_zero.io.disk import aligned, aligned_memory
 from lightning_zero.io.swap import SwapFile
 
 WRITES = 2
-"""The number of writes to a disk that may be pending at once; only their buffers take host memory."""
+"""Maximum number of pending writes to a disk; the buffer of each takes host memory."""
 
 
 class Memory:
@@ -28,7 +28,7 @@ class Memory:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self._is_pinned, device=self.device)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> Tensor:
-        """Store a buffer's bytes, complete once the event ``filled`` occurs (None: now); return a key for ``get``."""
+        """Store a buffer that is full once the event ``filled`` occurs (None: now); return a key for ``get``."""
         return memory
 
     def get(self, where: Tensor, deliver: Callable[[Tensor], Any]) -> Future[Any]:
@@ -63,14 +63,14 @@ class Disk:
         return self._aligned(nbytes)
 
     def put(self, memory: Tensor, filled: torch.Event | None) -> _Stored:
-        """Store a buffer's bytes, complete once the event ``filled`` occurs (None: now); return a key for ``get``."""
+        """Store a buffer that is full once the event ``filled`` occurs (None: now); return a key for ``get``."""
         start = self._claim(len(memory))
         written = self._thread.submit(self._write, memory, start, filled)
         self._writes.append(written)
         return _Stored(start, len(memory), written)
 
     def get(self, where: _Stored, deliver: Callable[[Tensor], Any]) -> Future[Any]:
-        """Read stored bytes and pass them to a function, in the background; return a future with its result."""
+        """Read stored bytes and pass them to a function, in the background. Return a future with the result."""
         return self._thread.submit(self._read, where, deliver)
 
     def free(self, where: _Stored) -> None:

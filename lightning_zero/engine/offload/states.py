@@ -3,7 +3,7 @@
     | sub-group 0                          | sub-group 1                          | ...
     | masters | exp_avg | exp_avg_sq | ... | masters | exp_avg | exp_avg_sq | ... |
 
-A sub-group holds all that an update of some elements needs, so that one read and one write suffice (Rajbhandari et al.,
+Since a sub-group holds all states of its elements, one read and one write suffice to update them (Rajbhandari et al.,
 "ZeRO-Infinity", SC 2021, section 5.2.2). Sub-groups are unrelated to the optimizer's parameter groups.
 """
 
@@ -53,7 +53,7 @@ class Swap:
             file.close()
 
     def over(self, memory: memoryview, dtype: torch.dtype, numel: int, offset: int) -> Tensor:
-        """A 1-D tensor over file contents in memory, from a byte offset on."""
+        """A 1-D tensor that is a view of file contents in memory, starting at a byte offset."""
         return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
 
     def ring(self, nbytes: int) -> Ring:

@@ -136,7 +136,7 @@ class DiskUpdate:
             until_written: whether the returned work ends only when the result is on the disk.
 
         Returns:
-            The work; None if ``synchronize`` has dropped the bucket, which then needs another ``DiskUpdate``.
+            The work; None if ``drop`` was called first: updating the bucket then requires another ``DiskUpdate``.
         """
         with self._lock:
             if self._acts[states].done():
@@ -257,7 +257,7 @@ class Update(NamedTuple):
         return after
 
     def fields(self, dtype: torch.dtype, shape: tuple[int, ...] = (1,)) -> dict[str, torch.dtype]:
-        """The dtypes of optimizer states that have one value per element, by name, found by updating a small tensor."""
+        """Update a small tensor, and return by name the dtypes of optimizer states that have one value per element."""
         tried = torch.zeros(shape, dtype=dtype, device="cpu")
         state = self.act(tried, torch.zeros_like(tried), {})
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
@@ -292,7 +292,7 @@ def fields_by_parameter(
 
 @cache
 def _without_hooks(kind: Any) -> type[Optimizer]:
-    """A subclass of an optimizer class whose ``step`` lacks the wrapper that torch adds to call hooks."""
+    """Make a subclass of an optimizer class, without the wrapper around ``step`` by which torch calls hooks."""
 
     def unhooked(base: Any) -> Callable[..., Any]:
         step = vars(base)["step"]

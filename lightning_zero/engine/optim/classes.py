@@ -1,4 +1,4 @@
-"""A table of optimizer classes by what they need to see at once: single elements, whole parameters, or the model."""
+"""A table of optimizer classes by what an update depends on: a single element, a whole parameter, or the model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 
 class Need(Enum):
-    """What an optimizer must see to update one element of a parameter as it would without sharding."""
+    """The data that an optimizer requires to update one element of a parameter exactly as without sharding."""
 
     ELEMENT = "the element's own gradient and state"
     PARAMETER = "the whole parameter"
@@ -21,7 +21,7 @@ class Known(NamedTuple):
 
     Attributes:
         cls: the listed class, which is the optimizer's class or a base class of it.
-        need: what the optimizer needs, given the class and its options.
+        need: the data that the optimizer requires, given its class and options.
         why: why the optimizer needs more than single elements; empty if it does not.
     """
 
@@ -31,7 +31,7 @@ class Known(NamedTuple):
 
 
 def known_class(optimizer: Optimizer) -> Known | None:
-    """The table's entry for an optimizer's class, or for its nearest base class in the table; None if not listed."""
+    """The table's entry for an optimizer's class, or for its nearest listed base class; None if there is no entry."""
     for cls in type(optimizer).__mro__:
         found = _TABLE.get((cls.__module__.partition(".")[0], cls.__name__))
         if found is None:
@@ -122,4 +122,4 @@ _OPTIONS: dict[str, tuple[Need, str]] = {
     "cautious": (Need.PARAMETER, "cautious divides the update by the mean of a mask over each parameter"),
     "pre_norm": (Need.MODEL, "pre_norm divides each gradient by the norm of all gradients"),
 }
-"""Options of optimizers or param groups with which an optimizer needs more than ``_NEEDS`` says for its class."""
+"""Options of optimizers or param groups that require more than ``_NEEDS`` lists for the optimizer's class."""

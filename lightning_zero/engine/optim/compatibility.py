@@ -28,9 +28,9 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
             checked only if it offloads states.
 
     Raises:
-        TypeError: if an optimizer needs several parameters to update one, if its class is not known and
-            ``whole_parameters`` is not set, if ``whole_parameters`` is wrong, or if the optimizer's states cannot be
-            sharded or offloaded.
+        TypeError: if an optimizer needs other parameters to update one, if its class is unknown and
+            ``whole_parameters`` is unset, if it contradicts ``whole_parameters``, or if its states cannot be sharded or
+            offloaded.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:

@@ -36,7 +36,7 @@ class Small:
         self.is_on_device = is_on_device or isinstance(value, Tensor) and value.device.type != "cpu"
 
     def of_parameter(self, device: torch.device) -> Any:
-        """A new copy of the value for one parameter, which is on ``device``."""
+        """A new copy of the value, for a parameter on ``device``."""
         value = copied(self.value)
         return value.to(device) if self.is_on_device else value
 
@@ -85,7 +85,7 @@ def in_plain_tensors(value: Any) -> Any:
 
 
 def as_made_of_tensors(tree: Any) -> Any:
-    """Undo ``in_plain_tensors``, except for dicts with meta tensors or with a class neither torchao's nor imported."""
+    """Undo ``in_plain_tensors``. Dicts remain if they have meta tensors, or a class neither imported nor in torchao."""
     return walk(tree, _put_together, lambda part: isinstance(part, dict) and _CLASS in part)
 
 
@@ -107,7 +107,7 @@ def _put_together(part: dict[str, Any]) -> Any:
 
 
 def _order_in_memory(tensor: Tensor) -> list[int] | None:
-    """The order of dimensions in which a tensor is contiguous; None if that is the usual order, or if none exists."""
+    """The order of dimensions in which a tensor is contiguous; None if it is the usual order or does not exist."""
     if tensor.is_contiguous() or tensor.layout is not torch.strided:
         return None
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
@@ -115,7 +115,7 @@ def _order_in_memory(tensor: Tensor) -> list[int] | None:
 
 
 def described(value: Any) -> Any:
-    """An entry in a form for other ranks: tensors are replaced by ``Owned``, and other values by ``Small``."""
+    """An entry in a form for other ranks: ``Owned`` replaces non-scalar tensors, ``Small`` replaces the rest."""
     count = iter(range(sys.maxsize))
     return _with_tensors(value, lambda tensor: Owned(next(count), tensor.shape, tensor.dtype), Small)
 

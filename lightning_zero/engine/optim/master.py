@@ -57,7 +57,7 @@ class Master:
         return self.tensor.detach()
 
     def stored(self, key: str) -> Tensor:
-        """This master's state ``key``, which is on a disk, as a lazy tensor."""
+        """This master's optimizer state ``key``, which is on a disk, as a lazy tensor."""
         assert self.bucket.states is not None
         return self.bucket.states.tensor(key, self.range.start, self.range.stop)
 
@@ -69,7 +69,7 @@ class Master:
 
 
 def is_whole(bucket: Bucket) -> bool:
-    """Whether the optimizer updates each parameter of a bucket as a whole, in its shape, on the rank that owns it."""
+    """Whether the optimizer updates entire parameters of a bucket in their original shapes, each on its owning rank."""
     return bucket.layout.is_whole or is_alone(bucket)
 
 
@@ -81,9 +81,9 @@ def is_alone(bucket: Bucket) -> bool:
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
     """Group slots into maximal runs of adjacent segments, in each bucket's order.
 
-    A run never spans a gap: kernels may round the last elements of a tensor differently (see ``ALIGNMENT``), so the
-    elements before a gap must be last in a master, too. In a whole bucket each segment is a separate run, and also with
-    one rank, since gradients are then not in a flat buffer.
+    A run ends at a gap: kernels may round the last elements of a tensor differently (see ``ALIGNMENT``), so the
+    elements before a gap must also be the last of a master. In a whole bucket, each segment is a separate run. The same
+    holds with one rank, since gradients are then not in a flat buffer.
     """
     by_bucket: dict[Bucket, list[BucketSlot]] = {}
     for slot in slots:
@@ -105,7 +105,7 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
 def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
     """Restore a parameter's saved master weight, except for elements whose rounded value has changed since saving.
 
-    If the parameter is now in fp32, only elements that equal the saved weight in low precision are restored.
+    If the parameter is now in fp32, only elements that equal the saved weight rounded to low precision are restored.
 
     Args:
         saved: the saved master weight, in full.
@@ -151,7 +151,7 @@ class SparseRows:
         return gradient
 
     def of(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as a sparse tensor of these rows, or unchanged if backward gave no sparse gradient."""
+        """Return a gradient as a sparse tensor of these rows, or unchanged if any part of it was not sparse in rows."""
         if self._rows is None:
             return gradient
         return torch.sparse_coo_tensor(

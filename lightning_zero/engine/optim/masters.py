@@ -1,9 +1,9 @@
 """The step of an optimizer: masters take the place of the module's parameters while ``optimizer.step`` runs.
 
-Between steps, an optimizer's ``param_groups`` hold the module's own parameters, so that user code finds these as usual.
-During the update, each group holds its masters instead. A master is a 1-D tensor: this rank's part of a run of
-neighbouring segments of a bucket. The update thus needs few kernels, over 1/N of the elements on each of N ranks (P_os
-in the ZeRO paper, section 5.1). With one rank, each parameter has a master of the same shape, in the same order.
+Between steps, an optimizer's ``param_groups`` hold the module's own parameters, so that user code finds them there.
+During the update, each group holds its masters instead. A master is a 1-D tensor with this rank's part of one or
+more adjacent segments in a bucket. The update thus takes few kernels, and each of N ranks updates 1/N of the elements
+(P_os in the ZeRO paper, section 5.1). With one rank, each parameter has a master of the same shape, in the same order.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Masters:
     Attributes:
         states: the masters and their state.
         is_closed: whether ``close`` was called.
-        awaits_step: whether a backward may have begun updates, and ``optimizer.step`` has not been called since.
+        awaits_step: whether a backward pass may have begun updates and ``optimizer.step`` has not been called since.
         hooks_after_update: see ``after_updates``.
     """
 
@@ -56,7 +56,7 @@ class Masters:
         self._replaced: list[list[Any]] | None = None  # during a step: the module's parameters, by group
         self._active: list[Master] = []
         self._signature: Any = None
-        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without one
+        self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()
         self._offloaded = OffloadedStep()
@@ -121,7 +121,7 @@ class Masters:
             self._swap_in()
             return None
 
-        # Swap inside a closure, even if the user passed none, so that user step pre-hooks see the module's parameters.
+        # Swap masters in from a closure, even if none was passed, so user step pre-hooks see the module's parameters.
         def closure_then_swap() -> Any:
             if self._replaced is not None:  # LBFGS calls the closure again, after writing values
                 self._put_back()
@@ -264,7 +264,7 @@ class Masters:
                 master.tensor.grad = None
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
-        """Choose each group's masters, which cover its parameters with a gradient; usually they stay the same."""
+        """Choose each group's masters, which cover its parameters with gradients; reuse the last choice if possible."""
         signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
@@ -325,7 +325,7 @@ class Masters:
 
 
 def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """A parameter's state; if the parameter will become a DTensor again, its entries by element are DTensors, too."""
+    """Return a parameter's state; if the parameter becomes a DTensor again, so do the state's elementwise entries."""
     slot = slot_of(parameter)
     if slot is None or slot.placed.placements is None:
         return state
@@ -342,7 +342,7 @@ _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDict
 
 
 def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
-    """Return an optimizer's masters, created if there are none yet, after adding an engine to them. Collective."""
+    """Add an engine to an optimizer's masters, creating them if necessary, and return them. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
         return Masters(optimizer, owner)

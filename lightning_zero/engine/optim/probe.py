@@ -1,6 +1,6 @@
 """Try an optimizer on small tensors, to find out whether the user's ``whole_parameters`` is wrong for it.
 
-A pass proves nothing: in the first steps, some optimizers do not show that an update depends on other parameters.
+Equal updates prove nothing: in some optimizers, an update depends on other parameters only after the first steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Refutation(str):
 
 
 def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | None:
-    """Compare updates of two parameters together and alone, and updates of a whole parameter and of its parts.
+    """Compare joint with separate updates of two parameters, and updates of a whole parameter with those of its parts.
 
     Args:
         is_elementwise: whether the optimizer is declared to be elementwise; parts are compared only then.

@@ -1,4 +1,4 @@
-"""The state of an optimizer: held by master, but accessed by parameter from torch and user code."""
+"""Optimizer state: stored for each master weight tensor, but accessed by parameter from torch and user code."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
 
 
 class MasterStates:
-    """The masters of an optimizer, their state, and its conversion to state by parameter and back.
+    """The masters of an optimizer and their state, which is converted to state by parameter and back.
 
     Attributes:
         reference: a weak reference to the optimizer.
@@ -164,7 +164,7 @@ class MasterStates:
     # -- masters ----------------------------------------------------------------------------------------------------
 
     def masters_over(self, slots: list[BucketSlot]) -> list[Master]:
-        """Return masters of exactly these slots: split masters that have other slots, too, and create missing ones."""
+        """Return masters of exactly these slots: split masters that also have other slots, and create missing ones."""
         wanted = set(slots)
         for master in dict.fromkeys(self._master_of[slot] for slot in slots if slot in self._master_of):
             if not wanted.issuperset(master.slots):
@@ -232,7 +232,7 @@ class MasterStates:
         return self.masters_over([slot])[0].tensor
 
     def by_parameter(self, leaf: Leaf, parameters: Sequence[Tensor] | None = None) -> States:
-        """The state by parameter: first of parameters without an engine, then of parameters with one. Collective.
+        """The state by parameter: first for parameters without an engine, then for engines' parameters. Collective.
 
         Args:
             leaf: converts each tensor; with ``in_parts``, entries by element are sharded tensors that share memory with
@@ -337,12 +337,12 @@ class MasterStates:
         for index, parameter in zip(saved, parameters):
             if index in state_dict["state"]:
                 state, is_ours = state_dict["state"][index], slot_of(parameter) is not None
-                # a copy, since torch replaces those counts in this dict that are not tensors
+                # a copy, since torch replaces counts in this dict that are not tensors
                 states[parameter if is_ours else index] = dict(state) if is_ours else state
         return {**state_dict, "state": states}
 
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
-        """Load a state dict with the optimizer class's own ``load_state_dict``, which may write to ``state``.
+        """Load a state dict with the optimizer class's own ``load_state_dict``, which may write to its ``state``.
 
         That method is called on a stand-in optimizer, whose parameters have the same shapes but take almost no memory.
 
@@ -387,7 +387,7 @@ class MasterStates:
         alike: dict[Any, list[BucketSlot]] = {}  # parameters that may share a master
         for number, group in enumerate(optimizer.param_groups):
             for slot in (slot for parameter in group["params"] if (slot := slot_of(parameter)) in by_slot):
-                entries: Any = slot  # in a whole bucket, each parameter has its own master
+                entries: Any = slot  # parameters that have one owner each do not share masters
                 if not slot.bucket.layout.is_whole:
                     entries = tuple(
                         (key, None if is_by_element(key, value, slot.shape) else comparable(value))

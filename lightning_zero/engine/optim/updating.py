@@ -1,4 +1,4 @@
-"""Updates outside ``optimizer.step``: of large masters in chunks, and of offloaded masters in the background."""
+"""Update masters outside ``optimizer.step``: large ones in chunks, and offloaded ones in the background."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_zero.engine.optim.master import Master
 from lightning_zero.engine.state.bucket import Bucket
 
 CHUNK_NUMEL = 2**18
-"""Size of a chunk in elements, a multiple of ``ALIGNMENT``. In fp32: 1 MiB each of values, gradient and two states."""
+"""Size of a chunk in elements, a multiple of ``ALIGNMENT``. In fp32, values, gradient and each state take 1 MiB."""
 
 
 def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
@@ -69,7 +69,7 @@ class OffloadedStep:
         self._streams: dict[Bucket, DiskUpdate] = {}
 
     def read_ahead(self, buckets: Iterable[Bucket]) -> None:
-        """Start to read those states of the buckets that are on a disk."""
+        """Start to read the states of the buckets whose states are on a disk, unless a read is already queued."""
         on_disk = {
             bucket: bucket.states
             for bucket in buckets
@@ -119,7 +119,7 @@ class OffloadedStep:
 
 
 class _BucketUpdate(NamedTuple):
-    """The update of one bucket's masters: ``wanted`` has (update, master, gradient or a function that returns it)."""
+    """The update of a bucket's masters. ``wanted`` lists (update, master, gradient or a function that returns it)."""
 
     optimizer: Optimizer
     phase: Callable[[], AbstractContextManager[Any]]

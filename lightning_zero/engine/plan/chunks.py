@@ -32,7 +32,7 @@ def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) 
 
 
 def boxes_of(share: Share, start: int, stop: int, most: int | None = None) -> list[Box]:
-    """Like ``boxes``, for a range of this rank's flattened share of a tensor; offsets are in the whole tensor."""
+    """Like ``boxes``, for a range of this rank's flattened share of a tensor; ``offsets`` refer to the whole tensor."""
     found = boxes(share.own_shape, start, stop, most)
     if not share.is_divided:
         return found

@@ -28,9 +28,9 @@ import torch
 
 from lightning_zero.engine.plan.share import Share
 
-# In elements. A multiple of 16 bytes in every dtype, and of the stride of vectorised CPU kernels (two 512-bit vectors
-# in fp32). These kernels may round the elements after the last full stride differently. Since shards consist of full
-# strides, each element is computed as in the full parameter.
+# In elements: this is a multiple of 16 bytes in every dtype, and of the stride of vectorised CPU kernels (two 512-bit
+# vectors in fp32). These kernels may round the elements after the last full stride differently. Since shards consist of
+# full strides, each element is computed as in the full parameter.
 ALIGNMENT = 32
 
 Spans = list[tuple[int, int | None, int]]
@@ -70,9 +70,9 @@ class BucketLayout:
         padded_to: the length of the flat buffer; None for the smallest length that holds all shards.
         rank: this rank.
         order: the position of each rank's shard among the shards; None if positions equal ranks.
-        nodes: the number of machines that each have all parameters at rest. A rank then has a *part* at rest: its own
-            shard and the adjacent shards of the ranks with the same local index on the other machines. 1 if all
-            ranks shard the parameters at rest; the part is then the shard.
+        nodes: the number of machines, if each holds all parameters at rest; 1 if all ranks shard them. At rest, a rank
+            holds its *part*: its own shard and, with several nodes, the adjacent shards of the ranks with the same
+            local index on the other machines.
     """
 
     segments: tuple[Segment, ...]
@@ -104,7 +104,7 @@ class BucketLayout:
         return cls(tuple(segments), world_size, owned, rank=rank, order=order, nodes=nodes)
 
     def with_owners(self, owners: Sequence[int]) -> BucketLayout:
-        """The layout of the same buffer as a whole bucket, with these owners of segments."""
+        """The layout of the same buffer as a whole bucket, with the given owner of each segment."""
         return replace(self, owners=tuple(owners), padded_to=self.padded_numel)
 
     @property
@@ -114,7 +114,7 @@ class BucketLayout:
 
     @property
     def mean(self) -> float:
-        """The factor that turns a sum over the ranks into their mean."""
+        """The factor that turns a sum over the ranks into a mean."""
         return 1.0 / self.world_size
 
     @property
@@ -148,7 +148,7 @@ class BucketLayout:
 
     @property
     def own_part(self) -> tuple[int, int]:
-        """``[start, stop)`` in the bucket of this rank's part."""
+        """``[start, stop)`` of this rank's part in the bucket."""
         return self._part_at(self.position(self.rank) // self.nodes)
 
     @property

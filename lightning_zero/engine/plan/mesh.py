@@ -12,7 +12,7 @@ NODE, LOCAL = "node", "local"
 """Names of the dimensions: machines, and ranks within a machine."""
 
 ALL = (LOCAL, NODE)
-"""Both dimensions, the first varying slowest: ranks with the same local index have adjacent shards."""
+"""Both dimensions; the first varies slowest, so ranks with the same local index have adjacent shards."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +54,6 @@ class Mesh:
         return number
 
     def order(self, over: Sequence[str]) -> tuple[int, ...] | None:
-        """Every rank's position along all dimensions, in the order of ``over``; None if positions equal ranks."""
+        """Each rank's position along the dimensions in ``over``; None if each rank's position is its number."""
         positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
         return None if positions == tuple(range(len(positions))) else positions

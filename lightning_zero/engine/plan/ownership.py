@@ -1,4 +1,4 @@
-"""Choice of the rank that owns each parameter in whole buckets (see ``layout``), to balance elements over ranks."""
+"""Choose the rank that owns each parameter of a *whole* bucket (see ``layout``), to balance elements over ranks."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def balanced_owners(
 
     Thus a rank's shard of a bucket is one run of consecutive segments, and segments keep their places. Buckets are
     assigned one after another, those with the largest segments first, each in the best way for the ranks' current
-    loads. Then all buckets are assigned again, since the loads have changed. With enough candidates, the largest load
-    comes as close to the mean as if segments were assigned freely (largest first, to the least loaded rank).
+    loads. Then all buckets are reassigned several times, since loads have changed. With enough candidates, the largest
+    load comes as close to the mean as if segments were assigned freely (largest first, to the least loaded rank).
 
     Args:
         buckets: number of elements in each segment, by bucket.

@@ -33,9 +33,9 @@ class Placements:
     ) -> int:
         """Return the bytes of model states per rank, by the paper's formula for Adam, with this engine's dtypes.
 
-        A master weight as wide as its parameter *is* the rank's slice of the parameter, so it is counted once. If
-        parameters are sharded like the master weights, only master weights are counted: low-precision parameters exist
-        only while gathered.
+        If master weights have as many bytes as parameters, they *are* the rank's slice of the parameters, so they are
+        counted once. If parameters are sharded like master weights, only master weights are counted: low-precision
+        parameters exist only while gathered.
 
         Args:
             numel: Psi, the number of parameter elements.

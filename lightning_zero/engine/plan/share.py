@@ -12,7 +12,7 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Where a range of this rank's share lies in the tensor; share and tensor are viewed with the same number of rows.
+    """Locates a range of this rank's share in the tensor; both are viewed as 2-D, with the same number of rows.
 
     Attributes:
         start, stop: the rows that contain the range.
@@ -34,7 +34,7 @@ class Share:
 
     Attributes:
         shape: the whole tensor's shape.
-        dimension: the divided dimension; None where each rank has the whole tensor.
+        dimension: the divided dimension; None if each rank has the whole tensor.
         index: this rank's index among the ranks that share the tensor.
         count: the number of these ranks.
     """
@@ -50,7 +50,7 @@ class Share:
 
     @property
     def is_counted_here(self) -> bool:
-        """Whether sums over all ranks include this rank's elements: of ranks with equal elements, only the first is."""
+        """Whether sums over ranks include this rank's elements: of ranks with equal elements, only the first counts."""
         return self.is_divided or self.index == 0
 
     def of_another(self, shape: torch.Size) -> Share:

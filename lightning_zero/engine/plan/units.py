@@ -18,10 +18,10 @@ UNIT_NUMEL = 2**20
 """Neighbouring blocks are merged into units of up to this many elements: latency dominates in smaller messages."""
 
 LEAST_UNITS = 4
-"""Minimum number of units after merging, if there are enough blocks. With fewer, a unit would hold most of a model.
+"""Minimum number of units after merging, if there are enough blocks. With fewer units, each would hold much of a model.
 
 On two ranks with default options and four equal units, the gradients being reduced at one time take at most as many
-bytes as all parameters. Together with gathered parameters (stage 3), they take at most 7/4 as many. These limits are
+bytes as all parameters. Gradients and gathered parameters (stage 3) together take at most 7/4 of that. These limits are
 1/4 and 7/16 of DDP's 16 bytes per parameter."""
 
 TINY = 2**16
@@ -74,8 +74,8 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
         units: ``"auto"``, one or more module classes, or a predicate of (qualified name, module).
         unit_numel: neighbouring blocks in a list or sequence are merged into units of up to this many elements, and a
             root of up to this many elements is one unit. With None, automatic units are merged up to
-            ``UNIT_NUMEL``, or less if fewer than ``LEAST_UNITS`` would remain besides the root unit; other units are
-            not merged.
+            ``UNIT_NUMEL`` elements, or up to a lower limit if fewer than ``LEAST_UNITS`` units would remain besides the
+            root unit; other units are not merged.
     """
     is_automatic = unit_numel is None and units == "auto" and UNIT_NUMEL > 0
     if unit_numel is None:
@@ -118,7 +118,7 @@ def share_of(root: nn.Module) -> int:
 def _merged(root: nn.Module, blocks: list[tuple[str, nn.Module]], unit_numel: int, least: int) -> list[UnitPlan]:
     """Merge consecutive blocks into units of up to ``unit_numel`` elements; a larger block is a unit of its own.
 
-    The limit is lowered if merging would leave fewer than ``least`` units, provided there are that many blocks.
+    The limit is lowered until there are at least ``least`` units (or one unit per block, if there are fewer blocks).
     """
     if least > 1:
         unit_numel = min(unit_numel, -(-sum(_numel(block) for _, block in blocks) // least))
@@ -206,7 +206,7 @@ def _is_repeated_blocks(module: nn.Module) -> bool:
 
 
 def _are_stages(module: nn.Module) -> bool:
-    """Whether a module's children are stages of a hierarchical model: three or more of one class, of different shapes.
+    """Whether a module's children are stages of a hierarchical model: three or more, of one class and different shapes.
 
     Transformer layers, with or without experts, have one or two sets of shapes, so they are not mistaken for stages.
     """

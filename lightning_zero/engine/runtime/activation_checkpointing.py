@@ -21,7 +21,7 @@ from lightning_zero.engine.runtime.activation_offload import ActivationStore
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import is_watched_by_others
 
-# Hooks can advance ``checkpoint_generator``. Its options are passed by position; newer versions of torch have more.
+# Hooks can advance ``checkpoint_generator``. Options are passed to it by position; newer torch versions add options.
 _OPTIONS = {
     name: parameter.default
     for name, parameter in inspect.signature(checkpoint_generator).parameters.items()
@@ -46,7 +46,7 @@ class CheckpointedModule:
         ]
 
     def recover(self) -> None:
-        """End regions whose forward Ctrl-C or ``sys.exit`` interrupted: torch calls no forward hooks in such cases."""
+        """End regions whose forward was interrupted by Ctrl-C or ``sys.exit``: torch then calls no forward hooks."""
         while self._regions:
             self._regions.pop().close()
 

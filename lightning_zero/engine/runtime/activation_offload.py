@@ -142,7 +142,7 @@ class ActivationStore:
         return forms | {id(leaf): _SharedForm for leaf in shared}
 
     def _alike_in(self, module: nn.Module, leaves: list[Any], call: str, worth: Mapping[int, Tensor]) -> frozenset[int]:
-        """Indices of arguments that are equal on all tensor-parallel ranks. The first call compares: a collective."""
+        """Indices of arguments that are equal on all tensor-parallel ranks. Collective until a result is cached."""
         known = self._alike.setdefault(module, {})
         if call not in known:
             assert self._parts is not None
@@ -169,7 +169,7 @@ class ActivationStore:
             and tensor.layout is torch.strided
             and tensor.is_floating_point()
             and not (tensor.is_leaf and tensor.requires_grad)
-            and LEAST <= tensor.nbytes <= tensor.untyped_storage().nbytes()  # false for expanded tensors
+            and LEAST <= tensor.nbytes <= tensor.untyped_storage().nbytes()  # the upper bound excludes expanded tensors
         )
 
     @contextmanager
@@ -263,7 +263,7 @@ class Kept:
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
         if self._original is not None and not self._stays:
-            # First wait, then compare: writes before the wait have changed the version; later writes follow the copy.
+            # First wait, then compare: earlier writes have changed the version, and later writes run after the copy.
             assert self._copied is not None
             self._copies.wait(self._copied)
             if self._copied.event is None or self._original.is_unchanged:
@@ -301,7 +301,7 @@ class Kept:
         before = self.region.previous() if self.region.previous is not None else None
         if before is not None:
             before.fetch()
-        if self._original is not None:  # not released: the last module's input, a shared one, or a changed one
+        if self._original is not None:  # the last module's input, an input of several modules, or a changed input
             return self._original.unpack()
         assert self._arriving is not None
         (target, arrival), self._arriving = self._arriving, None
@@ -344,7 +344,7 @@ class _Form:
         return self._stride == self._dense
 
     def kept_of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the part of ``tensor`` that this rank keeps; also for a tensor made by ``empty``."""
+        """Return a view of the part of ``tensor`` that this rank keeps. ``tensor`` may be a result of ``empty``."""
         return tensor
 
     def in_place(self, memory: Tensor) -> Tensor:

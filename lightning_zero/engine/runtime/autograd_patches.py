@@ -1,8 +1,8 @@
 """Autograd patches for ``torch.autograd.grad``, ``backward(inputs=...)`` and ``torch.func`` on sharded parameters.
 
 Modules compute with an ordinary view of a parameter (see ``schedule``); user code may also use the sharded parameter.
-``torch.autograd.grad(loss, parameter)`` must return the sum of the gradients of view and parameter, and
-``backward(inputs=[parameter])`` must accumulate the gradients of both. A tensor subclass cannot override these
+``torch.autograd.grad(loss, parameter)`` must return the sum of the gradients of both tensors, and
+``backward(inputs=[parameter])`` must accumulate both gradients. A tensor subclass cannot override these
 functions, so the internal function that they call is patched.
 """
 

@@ -31,7 +31,7 @@ _OVER = -1  # sent in place of a bucket's number when the turn is over
 class Join:
     """Decides which ranks run a forward next; the other ranks are absent, and only take part in the gathers.
 
-    While ranks are absent, user code that reads a parameter gathers the parameter's whole bucket, since absent ranks
+    While ranks are absent, user code that reads a parameter gathers the parameter's entire bucket, since absent ranks
     can take part only in gathers of buckets. Other collective operations (a write, a sum over shards of another tensor)
     raise an error.
 

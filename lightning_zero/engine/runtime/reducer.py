@@ -93,7 +93,7 @@ class GradientReducer:
         numbers = count()
         self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
         self._gradients = [BucketGradients(bucket, reduce_dtype, chunk_numel) for bucket in self._buckets]
-        self.synchronise = True  # whether the next backward is synchronised, if the stage leaves a choice
+        self.synchronise = True  # whether the next backward is synchronised; False under ``no_sync``
         self._synchronises = True  # whether the running backward is synchronised
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
@@ -143,7 +143,7 @@ class GradientReducer:
         added, self._added = self._added, None
         if not (is_parameter and added == (number, index)):  # else ``_add`` took the gradient; ``p.grad`` keeps it
             leaf.grad = None
-            if not gradients.shows_unsynchronised(index, gradient):  # else autograd added to the flat buffer
+            if not gradients.shows_unsynchronised(index, gradient):  # else autograd has added it to the flat buffer
                 if not is_parameter and gradient_hooks(parameter):
                     gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
                 gradients.accumulate(index, gradient)
@@ -185,8 +185,8 @@ class GradientReducer:
                 counts=[[0] * len(bucket.views) for bucket in self._buckets],
                 missing=[sum(count > 0 for count in counts) for counts in expectation.counts],
             )
-            # Without ``synchronise``, stage 1 does not reduce gradients, unless some ``p.grad`` shows an earlier
-            # reduction: a local gradient cannot be added to this sharded one.
+            # Without ``synchronise``, stage 1 does not reduce gradients, unless some ``p.grad`` is already sharded by
+            # an earlier reduction: a local gradient cannot be added to a sharded one.
             must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
@@ -288,7 +288,7 @@ class GradientReducer:
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
         """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
         expectation, in_order = backward.expectation, set(backward.expectation.order)
-        # Launch these buckets before the control message: another rank may need one of them reduced to free a buffer.
+        # Launch these reductions before the control message: another rank, out of free buffers, may wait for one.
         for number in expectation.order[backward.position :]:
             self._launch(backward, number)
         used = [

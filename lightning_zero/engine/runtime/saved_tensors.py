@@ -142,7 +142,7 @@ class Saved(NamedTuple):
     """A tensor saved by autograd, stored as autograd itself would store it without hooks.
 
     Attributes:
-        tensor: the saved tensor, detached: otherwise a node and its own saved output would form a reference cycle.
+        tensor: the saved tensor, detached, since otherwise a node and its saved output would form a reference cycle.
         version: the tensor's version when it was saved.
         bucket: the bucket whose buffer holds the tensor, if the buffer may be released before backward; else None.
     """

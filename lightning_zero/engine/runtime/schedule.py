@@ -42,8 +42,8 @@ class Unit:
         self.ran: set[Scope] = set()  # scopes whose forward built a graph since the last backward
         self.ran_twice = False  # whether a scope in ``ran`` has run again since the last backward
         self.turns = 0  # number of forwards that built a graph and whose backward has not ended
-        self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered at rest
-        self.held = False  # may not be released now: a resident unit in a window, or any unit under ``torch.func``
+        self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered between uses
+        self.held = False  # must stay gathered: a resident unit in a step, or a unit under ``torch.func``
         self.depth = 0  # number of running forwards, one within another
         self.outstanding = False  # whether the unit ran with gradients enabled since the last backward
         self.labels: list[Any] = []  # profiler labels of the running forwards
@@ -210,7 +210,7 @@ class Schedule:
         ]
 
     def _take_over(self, module: nn.Module, region: Scope) -> None:
-        """Merge root scopes within ``module`` into its own, ``region``: inner hooks would break the compiled graph."""
+        """Merge root scopes inside ``module`` into its scope ``region``: inner hooks would break the compiled graph."""
         region.may_take_over = False
         inside = {id(inner) for inner in module.modules()}
         for scope in [scope for scope in self._scopes if scope.is_root]:
@@ -282,7 +282,7 @@ class Schedule:
             last = self._current = None
         for unit in self.units:
             if not unit.is_resident and unit is not last:  # backward begins with ``last``
-                self.release_if_idle(unit)  # prefetched, but not run
+                self.release_if_idle(unit)  # it may have been prefetched, but did not run
         for unit in self._resident:
             unit.outstanding = torch.is_grad_enabled()
             if not unit.outstanding:
@@ -315,7 +315,7 @@ class Schedule:
             if not in_backward():
                 unit.ran_twice = unit.ran_twice or scope in unit.ran
                 unit.ran.add(scope)
-        # No release after a recomputation, since backward follows; in a window, not until another unit begins.
+        # Keep the unit after a recomputation, since backward follows, and in a window until another unit begins.
         if not in_backward() and (not self.windows or unit is not self._current):
             self.release_if_idle(unit)
 
@@ -341,7 +341,7 @@ class Schedule:
         if self._is_backward and unit is self._current:
             return
         if torch.is_grad_enabled() and not self.windows:
-            # No hooks would see the tensors saved for the second backward, which would then read released buffers.
+            # No hooks would handle the tensors saved for the second backward, so it would read released buffers.
             raise RuntimeError(
                 f"backward(create_graph=True) through unit {unit.name or 'root'!r}, whose parameters are released "
                 "after use, is possible only in training_step, or in 'with engine.window():' around forward and both "

@@ -1,4 +1,4 @@
-"""Scopes: modules in whose forward ordinary views of the gathered buffer replace the sharded parameters."""
+"""Scopes: modules that run their forward with views of the gathered buffer in place of the sharded parameters."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ class Call(Enum):
 
 
 class Scope:
-    """A module in whose forward views replace some of a unit's parameters, and the dicts that hold these parameters."""
+    """A module, the parameters that views replace during its forward, and the dicts that hold these parameters."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
         self.module, self.is_root = weakref.ref(module), is_root  # ``is_root``: whether the unit is the root unit
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
         self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        # By view: a function that returns the DTensor to use in place of the view. ``_shown_now``: those in use now.
+        # By view: a function that returns the DTensor to use in place of the view. ``_shown_now``: DTensors in use.
         self.shown: dict[Tensor, Callable[[], Tensor]] = {}
         self._shown_now: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
         self.recurrent: list[weakref.ref[nn.RNNBase]] = []
@@ -41,7 +41,7 @@ class Scope:
 
     @cached_property
     def attributes(self) -> Attributes:
-        """The module's attributes that ``outlive_attributes`` checks; only units that are released need them."""
+        """The module's attributes that ``outlive_attributes`` checks; used only if the unit is released."""
         module = self.module()
         assert module is not None, "the module was deleted in its forward"
         return Attributes(module)
@@ -100,7 +100,7 @@ class Scope:
 
 
 def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:
-    """Yield the modules where compiled code may begin and that have a submodule whose ``id`` is in ``owners``.
+    """Yield the modules in which compiled code may begin, if they have a submodule whose ``id`` is in ``owners``.
 
     Compiled code may begin in the root, in its children (called by compiled methods of the root), and in modules that
     are already compiled.

@@ -1,11 +1,11 @@
 """A bucket: a flat buffer of parameters that is gathered and released, and this rank's shard of master weights.
 
 ==============================  =====================  ====================  =====================
-stage and state                 masters                ``full``              ``views`` show
+stage and state                 masters                ``full``              ``views`` refer to
 ==============================  =====================  ====================  =====================
 1, 2 in fp32                    slice of ``full``      all values            ``full``
 1, 2 in low precision           separate, in fp32      all values            ``full``
-3 at rest                       the rank's values      zero bytes            NaN
+3 at rest                       the rank's values      no memory             NaN
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
@@ -62,7 +62,7 @@ class BucketState(Enum):
 
 @dataclass
 class BackgroundUpdate:
-    """A background update of the master weights whose result ``full`` does not show yet."""
+    """A background update of the master weights, until a gather of its result begins."""
 
     work: BackgroundWork
     is_early: bool  # whether the update may begin in backward; the same on every rank
@@ -94,9 +94,9 @@ class Bucket:
         gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
 
     Attributes:
-        update: the last background update, if ``full`` does not show its result yet; else None.
+        update: the last background update, until a gather of its result begins; otherwise None.
         views: one view of ``full`` for each parameter, in the order of the layout; modules compute with these views.
-        parameters: weak references to the module's parameters; an empty list once these are ordinary again.
+        parameters: weak references to the module's parameters; an empty list once the parameters are ordinary again.
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
         was_written: whether anything except updates has written values since the last ``refresh``; may differ between
             ranks.
@@ -148,7 +148,7 @@ class Bucket:
 
     @property
     def over(self) -> tuple[str, ...]:
-        """The mesh dimensions along which the bucket is gathered and its gradients are reduced in the first step."""
+        """The mesh dimensions along which the bucket is gathered, and along which its gradients are first reduced."""
         return (LOCAL,) if self.part is not None else ALL
 
     @property
@@ -194,7 +194,7 @@ class Bucket:
             self._buffer.masters.add(master)
 
     def promote(self) -> None:
-        """Keep master weights in fp32 from now on: parameters that were frozen in low precision start to train."""
+        """Keep master weights in fp32 from now on, because parameters frozen in low precision start to train."""
         if self.master_dtype in LOW_PRECISION:
             self.wait()
             self.residency.promote()
@@ -287,7 +287,7 @@ class Bucket:
         return Pending(what, Started([], [own], finish))
 
     def wait(self) -> None:
-        """Wait until ``part``, and ``full`` if a gather of it has begun, contain the result of the last update."""
+        """Wait for ``part`` and, if its gather has begun, for ``full``; both then contain the last update's result."""
         if self.part is not None:
             self.part.values()
         if self.state is BucketState.STALE:
@@ -364,7 +364,7 @@ class Bucket:
         ``begin`` receives a tensor in the compute dtype to which the update also writes this rank's new values, or
         None if gathers start from the master weights.
         """
-        # not if the update begins in backward, which still needs the former values in ``full``
+        # an update that begins in backward does not write to ``full``, since backward still reads the former values
         writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
         was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over ``full``
         # through ``data``, which has its own version: the update must not look like a write by a module

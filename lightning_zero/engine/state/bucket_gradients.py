@@ -25,12 +25,12 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _SMALL, _SMALL_BUCKET = 2**13, 2**20
 """In elements. Gradients of up to ``_SMALL`` are kept separately, then copied into the flat buffer in one call, since
-a call for each would take longer than its copy. So are all gradients of a bucket of up to ``_SMALL_BUCKET`` if its
-parameters have up to ``_SMALL`` on average."""
+a call for each would take longer than its copy. In a bucket of up to ``_SMALL_BUCKET`` whose parameters have up to
+``_SMALL`` on average, this applies to all gradients."""
 
 
 class BucketGradients:
-    """Local gradients of a bucket's parameters, in one flat buffer or separate, and their mean over ranks.
+    """Local gradients of a bucket's parameters, kept separately or in one flat buffer, and their mean over ranks.
 
     Args:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
@@ -38,7 +38,7 @@ class BucketGradients:
 
     Attributes:
         reduces: whether the current backward reduces gradients.
-        crosses: whether the current backward also sums over machines, if each machine has all parameters.
+        crosses: whether the current backward also sums over machines; used only if each machine has all parameters.
         flat: the flat buffer, if there is one.
     """
 
@@ -81,7 +81,7 @@ class BucketGradients:
         self._apart: dict[int, Tensor] = {}  # separately kept gradients, by parameter index
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
-        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # the engine's ``p.grad``, its version
+        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set here, its version
         self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -163,7 +163,7 @@ class BucketGradients:
         return [slot for slot in shown if slot.hooks_after_reduction]
 
     def resume_unsynchronised(self, leaf: Tensor | None) -> None:
-        """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, with the user's changes.
+        """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, including user changes.
 
         Autograd has already added a gradient of this backward to ``leaf.grad``, unless ``leaf`` is None.
         """
@@ -292,7 +292,7 @@ class BucketGradients:
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
-        """Like ``_sum_of``, but divided by the number of all ranks: a later sum over machines then gives the mean."""
+        """Like ``_sum_of``, but divided by the total number of ranks: a later sum over machines then gives the mean."""
         total = self._sum_of(pending)
         if isinstance(total, Tensor) and not self._can_take_mean_first:
             total.mul_(self._mean)
@@ -321,7 +321,7 @@ class BucketGradients:
         return Pending(what, Started([], [], reduction.finish))
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
-        """Return the sum over machines of sums within machines. Collective."""
+        """Sum ``part``, a sum within this rank's machine, over all machines. Collective."""
         self.bucket.rendezvous.meet(
             f"the gradients of unit {self.bucket.unit_name or 'root'!r}, so far summed only within each machine"
         )
@@ -444,7 +444,7 @@ class BucketGradients:
         return shard
 
     def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
-        """The shard that every ``.grad`` except None shows, zeroed where ``.grad`` is None; None if there is none."""
+        """Return the shard to which ``.grad`` refers, or None. Where ``.grad`` is None, the shard is zeroed first."""
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard, dropped = shard_of_all(held), set(slots).difference(held)
         if shard is not None:
@@ -462,7 +462,7 @@ class BucketGradients:
         parts: dict[GradientShard, dict[int, Tensor]] = {}
         for slot, is_used in zip(slots_of(self.bucket), used):
             shard = shards.get(slot.index)  # with one rank, None if the gradient is computed only later
-            # after the first of several micro-batches, ``p.grad`` already shows the shard
+            # from the second micro-batch on, ``p.grad`` already refers to the shard
             if is_used and shard is not None and shown_by(slot.parameter.grad, slot) is None:
                 parts[shard] = parts.get(shard) or shard.parts()
                 shard.show(slot, parts[shard][slot.index], self.bucket.dtype)

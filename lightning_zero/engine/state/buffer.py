@@ -1,4 +1,4 @@
-"""The gathered buffer of a bucket: its memory, the streams that use it, and whether user code has tensors over it."""
+"""The gathered buffer of a bucket: its memory, the streams that use it, and whether user code has views of it."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ def without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tens
 class GatheredBuffer:
     """The full parameters of a bucket, one after another.
 
-    Device memory is allocated and freed on one stream. Before it is freed, this stream waits for all streams that used
-    it. ``masters`` are the master weight tensors that are views of the buffer.
+    Device memory is allocated and freed on one stream. Before memory is freed, this stream waits for all streams that
+    used it. ``masters`` are the master weight tensors that are views of the buffer.
     """
 
     def __init__(self, tensor: Tensor, layout: BucketLayout, ledger: Ledger, stays: bool) -> None:
         self.tensor, self._layout, self._ledger = tensor, layout, ledger
         self._nbytes = tensor.numel() * tensor.element_size()
-        self.segments: list[Tensor] = []  # created at the first allocation: without memory, views fail
+        self.segments: list[Tensor] = []  # created at the first allocation, since views of an empty storage fail
         self.masters: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._own_holders: int | None = None  # number of the engine's tensors, except masters; None: not yet counted
+        self._own_holders: int | None = None  # number of the engine's tensors, except masters; None until counted
         self._allocated_on: torch.Stream | None = None  # None on the CPU
         self._arrived: torch.Event | None = None  # recorded after the first stream's wait for the gather
         self._used_on: list[torch.Stream] = []
@@ -85,8 +85,8 @@ class GatheredBuffer:
         """Count the engine's own tensors over the buffer, unless already counted. Call before user code has any.
 
         Args:
-            others: the engine's number of tensors over the buffer besides ``tensor`` and ``segments``. Any more are not
-                counted: a Gloo thread may drop a broadcast's tensor only after the wait has ended.
+            others: how many tensors over the buffer the engine has besides ``tensor`` and ``segments``. The count is
+                limited accordingly: a Gloo thread may still hold a broadcast's tensor after the wait has ended.
         """
         if self._own_holders is None:
             of_this_call = 1
@@ -108,10 +108,10 @@ class GatheredBuffer:
 def let_freed_memory_stay() -> None:
     """Keep freed memory in the process, so that new buffers reuse it and the system need not zero new memory.
 
-    By default, glibc returns a freed block to the system at once if it is larger than all blocks freed before (up to
-    32 MiB), and returns free memory at the end of its heap beyond twice that size: see ``mallopt(3)``,
-    M_MMAP_THRESHOLD. Freeing one large block, which is never touched, raises both limits. A call of ``mallopt`` would
-    override what the user has set in the environment.
+    By default, glibc returns a freed block to the system at once if the block is larger than a limit: the size of the
+    largest block freed before, up to 32 MiB. Free memory at the end of the heap is returned beyond twice that limit:
+    see ``mallopt(3)``, M_MMAP_THRESHOLD. Freeing one large block, which is never written to, raises both limits. A call
+    of ``mallopt`` would override what the user has set in the environment.
     """
     if sys.platform == "linux":
         system = ctypes.CDLL(None)

@@ -53,7 +53,7 @@ class ChunkedReduction:
     ) -> None:
         self._gradient, self._ranges, self._collectives, self._codec = gradient, ranges, collectives, codec
         self._factor, self._like, self._ledger, self._what = factor, like, ledger, what
-        self._length = max(stop - start for start, stop in ranges)  # of each nonempty range
+        self._length = max(stop - start for start, stop in ranges)  # the length of each nonempty range
         chunks = max(-(-max(stop for _, stop in ranges) // chunk_numel), 1)
         self._step = max(-(-self._length // chunks // ALIGNMENT) * ALIGNMENT, ALIGNMENT)
         self._starts = deque(range(0, self._length, self._step))
@@ -85,7 +85,7 @@ class ChunkedReduction:
         self._running.append((start, self._collectives.reduce_scatter(flat, ranges, self._codec, self._what), nbytes))
 
     def _copy_into(self, chunk: Tensor, start: int) -> None:
-        """Fill row i of ``chunk`` with range i's elements from ``start``, cast and multiplied; zero the padding."""
+        """Fill row i of ``chunk`` with elements of range i, from ``start`` on, cast and scaled; zero the padding."""
         filled, width, length = 0, chunk.shape[1], self._length
         if self._gradient is not None:
             whole = len(self._gradient) // length

@@ -1,4 +1,4 @@
-"""The reduced gradient of a bucket: each rank holds a shard, and ``p.grad`` shows ranges of the shard."""
+"""The reduced gradient of a bucket: each rank holds a shard, and each ``p.grad`` refers to a range of it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ShownGradient(Deferred):
     """The values of one ``p.grad``. The ``p.grad`` tensor and all its aliases refer to this object.
 
     ``local`` is this rank's range of the values, 1-D, a view of ``shard``. ``local`` stays the same tensor object when
-    another reduction moves the values to a new shard, so that aliases show the new values.
+    another reduction moves the values to a new shard, so that aliases have the new values.
     """
 
     def __init__(self, slot: BucketSlot, local: Tensor, shard: GradientShard) -> None:
@@ -54,10 +54,10 @@ class Accumulated(NamedTuple):
 
 
 class GradientShard:
-    """This rank's shard of a bucket's reduced gradient. It lives as long as some ``p.grad`` shows a range of it.
+    """This rank's shard of a bucket's reduced gradient. It lives as long as some ``p.grad`` refers to it.
 
     With one rank, each parameter has a shard of its own, since without a reduction no common buffer is needed.
-    Ranges that no ``p.grad`` shows are never read, so their values do not matter.
+    Ranges to which no ``p.grad`` refers are never read, so their values do not matter.
 
     If each machine has all parameters, gradients of micro-batches that are not synchronised are summed only within a
     machine, in ``accumulated``. If a gradient is read before the next synchronised backward, the read completes the sum
@@ -114,7 +114,7 @@ class GradientShard:
         return self.flat[part.start - self._start : part.stop - self._start]
 
     def add(self, total: Tensor, arrival: BackgroundWork | None) -> None:
-        """Add the result of another reduction. Valid only if every range of this shard is shown by a ``.grad``."""
+        """Add the result of another reduction. Valid only if a ``.grad`` refers to each range of this shard."""
         if arrival is not None:
             arrival.wait()
         self.flat.add_(total)
@@ -140,11 +140,11 @@ class GradientShard:
         self.accumulated = Accumulated(part, sum_over_machines)
 
     def is_kept(self, slot: BucketSlot) -> bool:
-        """Whether any live tensor shows the gradient of a parameter, in ``.grad`` or elsewhere."""
+        """Whether any live tensor refers to the gradient of a parameter, even if it is no longer in ``.grad``."""
         return any(shown.slot is slot for shown in self._shown)
 
     def clear(self, index: int, in_part: slice) -> None:
-        """Set one parameter's gradient to zero. Valid only if no live tensor shows this gradient.
+        """Set one parameter's gradient to zero. Valid only if no live tensor refers to this gradient.
 
         Args:
             in_part: the parameter's range within this rank's part of the bucket.
@@ -169,14 +169,14 @@ class GradientShard:
             self._count.set(total.nbytes)
 
     def _move(self, flat: Tensor) -> None:
-        """Replace the values of this shard, and of all gradients that show a range of it."""
+        """Replace the values of this shard, and of all gradients that refer to a range of it."""
         self._flat = flat
         parts = self.parts()
         for shown in self._shown:
             shown.local.data = parts[shown.slot.index]
 
     def take_over(self, slots: list[BucketSlot]) -> None:
-        """Add the sharded ``.grad`` values that this shard lacks; those that showed an earlier shard now show this."""
+        """Add sharded ``.grad`` values that this shard lacks; make gradients of an earlier shard refer to this one."""
         # An ordinary tensor in ``.grad`` was local to this rank; the reduction has already included it.
         held = [(slot, gradient) for slot in slots if isinstance(gradient := slot.parameter.grad, WrapperTensor)]
         parts = self.parts() if held else {}
@@ -190,7 +190,7 @@ class GradientShard:
                 self._shown.add(shown)
 
     def show(self, slot: BucketSlot, part: Tensor, dtype: torch.dtype) -> None:
-        """Make ``p.grad`` show a range of this shard, in place if ``p.grad`` is a tensor derived from the parameter."""
+        """Make ``p.grad`` refer to a range of this shard; keep the tensor object if derived from the parameter."""
         shown = ShownGradient(slot, part, self)
         self._shown.add(shown)
         gradient = slot.parameter.grad
@@ -207,7 +207,7 @@ def shown_by(gradient: Tensor | None, slot: BucketSlot) -> ShownGradient | None:
 
 
 def shard_of_all(slots: list[BucketSlot]) -> GradientShard | None:
-    """The shard that all these parameters' ``.grad`` show; None if they do not all show the same shard."""
+    """The shard to which the ``.grad`` of all these parameters refer; None if they do not share one."""
     shown = [shown_by(slot.parameter.grad, slot) for slot in slots]
     shards = {each.shard if each is not None else None for each in shown}
     return shards.pop() if len(shards) == 1 else None

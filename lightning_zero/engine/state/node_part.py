@@ -78,7 +78,7 @@ class NodePart:
         self._collectives.all_gather(self.values()[start:stop], ranges, self._number, self._what).wait()
 
     def write(self, segment: Segment, value: Tensor) -> None:
-        """Write ``value``, the same on every rank, to a parameter in this part; expand it to the parameter's shape."""
+        """Expand ``value``, the same on every rank, to a parameter's shape; write the range that is in this part."""
         start, stop = self._range_of(segment)
         begin = self._begin - segment.start
         self.values()[start:stop].copy_(flat_range(value.expand(segment.shape), start + begin, stop + begin))

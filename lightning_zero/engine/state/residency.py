@@ -108,8 +108,8 @@ class ResidencyPlan:
     def updates_write_to_buffer(self) -> bool:
         """Whether a background update may write its result to the gathered buffer as well as to the master weights.
 
-        True only if the buffer keeps all values at rest. Even then, False if gathers start from a copy or from master
-        weights in memory in the compute dtype, or if gathers send changes of the buffer's values.
+        True only if the buffer keeps all values at rest. Even then, False if gathers send only changes of the buffer's
+        values, if they start from a copy, or if they start from master weights in memory that have the compute dtype.
         """
         if self.sends_changes:
             return False
@@ -188,17 +188,17 @@ class Residency:
         return self._values[part] if self.states is None else self.states.read(MASTERS, part.start, part.stop)
 
     def at_rest(self, part: slice) -> Tensor:
-        """Like ``part``, but a lazy tensor, read when its values are used, if the master weights are on a disk."""
+        """Like ``part``, but if the master weights are on a disk, a lazy tensor that is read when used."""
         return self._values[part] if self.states is None else self.states.tensor(MASTERS, part.start, part.stop)
 
     def leaf(self, part: slice) -> Tensor:
-        """Like ``part``, but a meta tensor of the same shape if the master weights are on a disk."""
+        """Like ``part``, but if the master weights are on a disk, a meta tensor of the same shape."""
         if self.states is None:
             return self._values[part]
         return torch.empty(part.stop - part.start, dtype=self.plan.master_dtype, device="meta")
 
     def written(self, part: slice, values: Tensor) -> None:
-        """After ``values`` were written to the tensor that ``part`` returned, update the file and the copy."""
+        """Update the file and the copy, after ``values`` have been written to the tensor that ``part`` returned."""
         if self.states is not None:
             self.forget_fetched()
             self._write(part.start, values)

@@ -183,10 +183,10 @@ class BucketSlot:
 
 
 class OwnedSlot(BucketSlot):
-    """Slot of an optimizer state of a parameter with one owner: the owner holds the full state, other ranks hold none.
+    """Slot of an optimizer state whose parameter has one owner, which holds the full state; other ranks hold nothing.
 
     Args:
-        slot: the parameter's slot, in a bucket whose parameters each have one owner.
+        slot: the parameter's slot, in a bucket in which each parameter has one owner.
         name: the optimizer state's name, for messages.
     """
 
@@ -230,7 +230,7 @@ def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
 
 
 def make_ordinary(bucket: Bucket, device: torch.device) -> None:
-    """Turn the parameters of a bucket into ordinary full tensors on a device; former DTensors are restored."""
+    """Turn the parameters of a bucket into ordinary full tensors on a device; former DTensors become DTensors again."""
     bucket.wait()
     is_exact, slots = bucket.dtype == bucket.full.dtype, slots_of(bucket)
     if is_exact:
@@ -255,7 +255,7 @@ def make_ordinary(bucket: Bucket, device: torch.device) -> None:
 def slots_of(bucket: Bucket, first: int = 0, last: int | None = None) -> list[BucketSlot]:
     """The slots of a bucket's parameters, from the first to the last (inclusive), in the order of the layout."""
     references = bucket.parameters[first : None if last is None else last + 1]
-    try:  # cheaper than a check of each parameter; called several times per bucket and step
+    try:  # cheaper than checking each reference; this function runs several times per bucket and step
         return [reference().slot for reference in references]  # type: ignore[union-attr]
     except AttributeError:
         raise AssertionError(f"a parameter of unit {bucket.unit_name!r} was deleted") from None

@@ -71,8 +71,8 @@ def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
     """How an operator is handled.
 
     Returns:
-        The handler to try first, or None to run the operator on full values; and whether full values that need no
-        communication are used before the handler is tried, which requires that the operator writes nothing.
+        The operator's handler, or None to run the operator on full values; and whether full values take precedence over
+        the handler if they need no communication, which requires that the operator writes nothing.
     """
     if func in _HANDLERS:
         return _HANDLERS[func], False
@@ -180,7 +180,7 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
-    """Run ``_foreach_*`` operators on local ranges, with one call per group of ranks and device."""
+    """Run ``_foreach_*`` operators on local ranges, with one call for each combination of rank group and device."""
     first, in_place = args[0], bool(_targets(func))
     members: dict[Any, list[int]] = {}  # positions in ``first`` by (group, device); None: full values
     for position, tensor in enumerate(first):
@@ -249,7 +249,7 @@ def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
 
 
 def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
-    """This rank's part of a vector norm. Parts are added or, for an infinite order, their maximum or minimum taken."""
+    """This rank's part of a vector norm. Parts are summed or, for infinite orders, reduced to a maximum or minimum."""
     local = tensor.local
     if local.dtype in LOW_PRECISION:
         local = local.float()  # powers in a norm would overflow in fp16

@@ -35,19 +35,19 @@ def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
 class LazyTensor(WrapperTensor):
     """A tensor whose values are read from their source at each use: an entry of a checkpoint or a deferred parameter.
 
-    Operators read the full tensor. Aliases (``detach()``) read nothing; nor do dtype conversions and deep copies,
-    unless ``write`` is given. Written values go to ``write`` if it is given; otherwise the tensor holds them in memory.
+    Operators read the full tensor. Making an alias (``detach()``) reads nothing; nor do dtype conversions and deep
+    copies, unless ``write`` is given. Written values go to ``write`` if it is given; otherwise they are held in memory.
     Methods that need the tensor's memory (``data_ptr()``, ``set_()``) make it an ordinary tensor, or raise an error if
     ``write`` is given. A pickle contains the values.
 
     Args:
         name: the stored tensor's name, for errors.
         shape, dtype: the tensor's shape and dtype.
-        read: returns the elements ``[start, stop)`` of the flattened tensor, 1-D and in its dtype. The result is never
-            written to, so it may share memory.
+        read: returns elements ``[start, stop)`` of the flattened tensor, as a 1-D tensor of the given dtype. The result
+            is never written to, so it may share the source's memory.
         origin: a picklable object that is equal on all ranks that read the same stored values; None if only this rank
             can read them.
-        write: replaces the stored values by those of a tensor of the same shape; None if they are read-only.
+        write: replaces the stored values with those of a tensor of the same shape; None if the source is read-only.
     """
 
     _source: _Source

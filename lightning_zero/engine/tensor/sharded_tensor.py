@@ -1,4 +1,4 @@
-"""Sharded tensor: each rank holds a contiguous range of a parameter at rest, or of a reduced gradient.
+"""Sharded tensor: each rank holds a contiguous range of a parameter, a reduced gradient or an optimizer state.
 
 User code sees a tensor of the full shape; ``dispatch`` implements the operators.
 """
@@ -100,7 +100,7 @@ class ShardedTensor(WrapperTensor):
             self.written(local)
 
     def written(self, local: Tensor) -> None:
-        """Update all copies of this rank's range, after values were written to ``local`` (the property's result)."""
+        """Update all copies of this rank's range, after a write to ``local``, which ``self.local`` has returned."""
         if self.is_parameter:
             self.slot.written_locally(local)
 
@@ -204,5 +204,5 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
-    """Return the elements ``[start, stop)`` of a flattened tensor, 1-D, for immediate reading only."""
+    """Return the elements ``[start, stop)`` of the flattened tensor as a 1-D tensor, for immediate reading only."""
     return value.shown(start, stop) if isinstance(value, WrapperTensor) else value.reshape(-1)[start:stop]

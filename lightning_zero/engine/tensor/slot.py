@@ -56,7 +56,7 @@ class Slot(Protocol):
     def is_written_by_modules(self) -> bool: ...
 
     def remember(self, tensor: Any) -> None:
-        """Register a tensor derived from the parameter, so that closing the engine makes the tensor an ordinary one."""
+        """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
 
     def local_parameter(self) -> Tensor:
         """This rank's range of the parameter, 1-D, in the dtype of the master weights."""

@@ -25,7 +25,7 @@ class View(nn.Parameter):
     _hooks_before_reduction: OrderedDict[int, Callable[[Tensor], Any]] | None = None
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook in a module's forward. The hook runs before the reduction, when ``grad`` is local."""
+        """Register a hook; modules call this in forward. The hook runs before the reduction, when ``grad`` is local."""
         if self._hooks_before_reduction is None:
             self._hooks_before_reduction = OrderedDict()
         handle = RemovableHandle(self._hooks_before_reduction)
