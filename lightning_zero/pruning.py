@@ -194,8 +194,9 @@ class Pruning:
         self._chosen = {name: p for name, p in pl_module.named_parameters() if self._is_chosen(name, p)}
         if not self._chosen:
             raise ValueError(
-                "MagnitudePruning: no parameter is chosen. Pass parameters=f, where f(name, parameter) returns "
-                f"True for names such as {[name for name, _ in pl_module.named_parameters()][:3]}."
+                "MagnitudePruning: no parameter is chosen. Pass parameters=f, where f(name, parameter) returns True to "
+                "prune a parameter; names are, for example, "
+                f"{[name for name, _ in pl_module.named_parameters()][:3]}."
             )
         if any(isinstance(p, ShardedTensor) and p.slot.share.count > 1 for p in self._chosen.values()):
             raise ValueError(

@@ -93,10 +93,10 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
-    """Return the contents in full form, and a dict from each optimizer's key (in sharded form) to its parameter names.
+    """Return the contents in full form, and the parameter names by the optimizer's key in the sharded form.
 
     A Trainer's checkpoint, whatever its strategy, becomes the dictionary of an ordinary Trainer file. Other
-    checkpoints, such as Fabric's, keep the keys that their project chose.
+    checkpoints, such as Fabric's, keep their own keys.
     """
     if _is_lightnings(opened):
         of_all = opened.names_of_optimizers or []

@@ -89,7 +89,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
     if wrong:
         advice = "" if misshapen else " To load the tensors that fit, pass strict=False."
         if not fits:
-            advice = " The file and the module share no name: load the file into the part of the module that was saved."
+            advice = " The file and the module share no names: load the file into the submodule that was saved."
         raise ValueError(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )

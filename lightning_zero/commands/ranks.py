@@ -43,7 +43,8 @@ def launch(job: Job, config: DictConfig) -> None:
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(
-            f"trainer.num_nodes={config.trainer.num_nodes}: start one process per rank with torchrun or srun"
+            f"trainer.num_nodes={config.trainer.num_nodes} requires a launcher: start one process per rank "
+            "with torchrun or srun"
         )
     strategy = config.trainer.strategy
     kept = resilience_config(strategy.get("resilience"))

@@ -375,7 +375,9 @@ def compression_config(compression: Any) -> CompressionConfig | None:
         check_fields("compression", compression, CompressionConfig)
         return CompressionConfig(**compression) if compression else None
     names = ", ".join(map(repr, _COMPRESSIONS))
-    raise ValueError(f"compression={compression!r} must be None, {names} or a CompressionConfig.")
+    raise ValueError(
+        f"compression={compression!r} must be None, {names}, a CompressionConfig or a mapping of its fields."
+    )
 
 
 def name_of_compression(compression: CompressionConfig) -> str:

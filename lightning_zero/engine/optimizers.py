@@ -107,8 +107,8 @@ class Optimizers(StateDicts):
         otherwise backward might read updated values.
 
         Raises:
-            RuntimeError: if ``optimizer.step`` has not been called since an earlier ``last_backward``. A forward then
-                raises the same error.
+            RuntimeError: if ``optimizer.step`` has not been called since an earlier ``last_backward``. A forward in
+                that state raises the same error.
         """
         self._check_no_step_is_due()
         masters = self._masters_of(optimizer)

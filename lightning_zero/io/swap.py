@@ -176,7 +176,7 @@ def stream(
             if index + BUFFERS < len(extents):
                 reads.append(ring.read(index + BUFFERS, extents[index + BUFFERS], after=writes[-1]))
         _wait(chain.from_iterable(writes))
-    finally:  # no thread uses the ring afterwards
+    finally:  # wait until no thread uses the ring
         for future in chain.from_iterable(reads):
             future.cancel()
         wait([*chain.from_iterable(reads), *chain.from_iterable(writes)])

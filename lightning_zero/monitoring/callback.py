@@ -351,7 +351,7 @@ class Monitor:
             slowest = ""
             if "straggler/rank" in found:
                 times = 1 + found["straggler/slower"]
-                slowest = f" Rank {found['straggler/rank']} computed for {times:.2f} times the others' median."
+                slowest = f" Rank {found['straggler/rank']}'s compute time was {times:.2f} times the others' median."
             rank_zero_warn(
                 f"ZeroMonitor: throughput fell to {1 / seconds:.4g} samples/s per rank at step {self._step}, below its "
                 f"recent band of {low:.4g} to {high:.4g}.{slowest}"

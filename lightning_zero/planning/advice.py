@@ -208,7 +208,7 @@ def make_plans(
         raise ValueError(left_out[0])
     if not plans:
         raise ValueError(
-            "Nothing is left to plan: DDP takes no options; shard_within requires stage 3 without tensor parallelism; "
+            "No combination is valid: DDP takes no options; shard_within requires stage 3 without tensor parallelism; "
             "compression at stage 3 requires shard_within; offloaded activations require checkpointing; partitioned "
             "checkpointing requires several tensor-parallel ranks."
         )

@@ -52,7 +52,7 @@ class AutomaticStrategy(TrainerStrategy):
     The machine is measured, and the training run is planned on fake tensors as in ``lightning-zero plan``. Losses and
     weights do not depend on the stage. If no stage fits, the advisor tries offload to the host's memory (unless the
     device is the CPU), then ``activation_checkpointing="units"``, then both. For the plan, rank 0 reads one sample of
-    the training data. Without a plan, as for a dataset that is not map-style, the paper's formula is used.
+    the training data. If planning fails, as with an iterable dataset, the ZeRO paper's formula is used.
 
     Arguments:
         resources: the machine's speed: a file with the output of ``lightning-zero doctor --json``, or the values under

@@ -46,18 +46,22 @@ def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
         return  # ``before`` was recorded before the data was set up
     ratios = {Fraction(old, new) for old, new in zip(before["samples"], now["samples"])}
     accumulate = now["accumulate"] * max(ratios, default=Fraction(1))
+    change = f"The number of ranks was {before['ranks']} before the restart and is {now['ranks']} now."
+    if before["ranks"] == now["ranks"]:  # an earlier restart has changed ``accumulate_grad_batches``
+        change = (
+            f"accumulate_grad_batches was {before['accumulate']} before the restart and is {now['accumulate']} now."
+        )
     if len(ratios) > 1 or accumulate.denominator > 1 or (ratios != {1} and not _can_accumulate(trainer)):
         raise ValueError(
-            f"The number of ranks was {before['ranks']} before the restart and is {now['ranks']} now. To keep the "
-            f"samples per step, accumulate_grad_batches would have to be {accumulate}, which cannot be set. "
-            "Choose the number of ranks, the batch size and accumulate_grad_batches so that their product is "
-            f"{before['samples'][0]}. In manual optimization, or with an accumulation schedule, the script itself must "
+            f"{change} To keep the samples per step, accumulate_grad_batches would have to be {accumulate}, which "
+            "cannot be set. Choose the number of ranks, the batch size and accumulate_grad_batches so that their product "
+            f"is {before['samples'][0]}. In manual optimization, or with an accumulation schedule, the script itself must "
             "keep this product."
         )
     trainer.accumulate_grad_batches = int(accumulate)
     rank_zero_info(
-        f"The number of ranks was {before['ranks']} before the restart and is {now['ranks']} now. Each step takes "
-        f"as many samples as before, with accumulate_grad_batches={trainer.accumulate_grad_batches}."
+        f"{change} Each step takes as many samples as before the restart, with "
+        f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
     )
 
 

@@ -145,7 +145,7 @@ def _end_orphan(path: str, launcher: str) -> None:
                 with suppress(ProcessLookupError):
                     os.kill(process, signal.SIGKILL)
             time.sleep(0.01)
-        raise FileExistsError(f"process {process} of another run of this job uses {os.path.dirname(path)}")
+        raise FileExistsError(f"another run of this job uses {os.path.dirname(path)} (process id {process})")
 
 
 def _process_in(label: str) -> int:

@@ -101,8 +101,8 @@ class Resilience:
             text, is_full = max(errors, key=lambda each: each[1])
             if is_full:
                 raise NoRoomError(
-                    f"resilience: {parent} is full ({text}), so this run keeps nothing there. Give the folder more "
-                    "room (in a container: --shm-size), or choose another folder: ResilienceConfig(path=...)."
+                    f"resilience has no effect in this run: {parent} is full ({text}). Give the folder more room (in a "
+                    "container: --shm-size), or choose another folder: ResilienceConfig(path=...)."
                 )
             raise ValueError(
                 f"resilience: {parent} cannot be used ({text}). Write resilience=ResilienceConfig(path=...) with "

@@ -61,4 +61,6 @@ def resilience_config(resilience: Any) -> ResilienceConfig | None:
     if isinstance(resilience, Mapping):
         check_fields("resilience", resilience, ResilienceConfig)
         return ResilienceConfig(**resilience) if resilience else None
-    raise ValueError(f"resilience={resilience!r} must be None, 'memory', a ResilienceConfig or mapping of its fields.")
+    raise ValueError(
+        f"resilience={resilience!r} must be None, 'memory', a ResilienceConfig or a mapping of its fields."
+    )

@@ -43,7 +43,10 @@ WRONG = [
     ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
     ("trainer.devices=-1", "trainer.devices=-1: expected a whole number, 1 or more"),
     ("trainer=cpu trainer.devices=auto", "trainer.devices=auto: on a CPU, set it to the number of processes"),
-    ("trainer.num_nodes=2", "trainer.num_nodes=2: start one process per rank with torchrun or srun"),
+    (
+        "trainer.num_nodes=2",
+        "trainer.num_nodes=2 requires a launcher: start one process per rank with torchrun or srun",
+    ),
     ("trainer.accelerator=abacus", "trainer.accelerator=abacus: You selected an invalid accelerator name"),
     ("trainer.precision=half", "trainer.precision=half: expected 64, 32, 16, "),
     ("trainer.gradient_clip_val=some", "trainer.gradient_clip_val=some: expected a number, 0 or more, or null"),
@@ -72,7 +75,10 @@ WRONG = [
     ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
     ("compression=zip", "compression=zip: no such option; there are exact, int4, int8, none"),
     ("stage.resilience=disk", "stage.resilience='disk' must be None, 'memory', a ResilienceConfig"),
-    ("stage.compression=zip", "stage.compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
+    (
+        "stage.compression=zip",
+        "stage.compression='zip' must be None, 'exact', 'int8', 'int4', a CompressionConfig or a mapping of its fields",
+    ),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme', an OffloadConfig or a mapping"),
     ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be None, 'cpu' or 'nvme'"),
     ("stage.units=some", "stage.units='some' must be 'auto', a module class"),

@@ -305,7 +305,10 @@ def test_an_overflow_in_quantised_gradients_skips_the_step_on_all_ranks(run_on):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"compression": "zip"}, "compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
+        (
+            {"compression": "zip"},
+            "compression='zip' must be None, 'exact', 'int8', 'int4', a CompressionConfig or a mapping of its fields",
+        ),
         ({"compression": {"weights": "exact"}}, "'weights' is not an option. The options are parameters, gradients"),
         ({"compression": {"gradients": "exact"}}, "gradients='exact' must be 'int8', 'int4' or None"),
         ({"compression": {"parameters": "int8"}}, "parameters='int8' must be 'exact' or None"),

@@ -213,7 +213,7 @@ def does_not_fit():
         load_weights(ordinary, ".")
     torch.save({f"model.{name}": value for name, value in before.items()}, "prefixed.pt")
     for strict in (True, False):
-        with pytest.raises(ValueError, match=r"lacks model\..* share no name: load the file into the part"):
+        with pytest.raises(ValueError, match=r"lacks model\..* share no names: load the file into the submodule"):
             load_weights(ordinary, "prefixed.pt", strict=strict)
     torch.save([1, 2], "list.pt")
     for name, content in (("none.pt", ""), ("text.pt", "hello"), ("lfs.safetensors", "version 1"), ("i.json", "{}")):

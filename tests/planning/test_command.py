@@ -282,8 +282,11 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
         (["--machines", "3"], "machines=3 must be at least 1 and divide the number of ranks, 8."),
         (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 'node'"),
         (["--machines", "2", "--compression", "exact"], "works only for ranks on CPUs that communicate over Gloo"),
-        (["--machines", "2", "--stage", "3", "--compression", "exact"], "Nothing is left to plan"),
-        (["--compression", "zip"], "compression='zip' must be None, 'exact', 'int8', 'int4' or a CompressionConfig"),
+        (["--machines", "2", "--stage", "3", "--compression", "exact"], "No combination is valid"),
+        (
+            ["--compression", "zip"],
+            "compression='zip' must be None, 'exact', 'int8', 'int4', a CompressionConfig or a mapping of its fields",
+        ),
         (["--option", "shard_within=2"], "shard_within=2 cannot be set with --option: write --shard-within 2"),
         (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', None, or a number of ranks >= 2"),
     ],

@@ -256,7 +256,7 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
     [
         (["--tensor-parallel", "3"], "tensor_parallel_size=3 cannot be used with 8 ranks"),
         (["--configuration", "C2"], "partitioned checkpointing requires several tensor-parallel ranks"),
-        (["--tensor-parallel", "2", "--stage", "0"], "Nothing is left to plan"),
+        (["--tensor-parallel", "2", "--stage", "0"], "No combination is valid"),
     ],
     ids=str,
 )

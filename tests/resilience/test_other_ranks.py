@@ -47,5 +47,5 @@ def test_a_number_of_ranks_that_cannot_take_the_same_samples_is_refused(tmp_path
     found = run(folder, options, 3, restarts=0, launcher=TORCHRUN)
     assert found.code != 0
     assert "was 2 before the restart and is 3 now. To keep the samples per step" in found.output
-    assert "accumulate_grad_batches would become 2/3" in found.output
+    assert "accumulate_grad_batches would have to be 2/3" in found.output
     assert run(folder, options, 2).code == 0

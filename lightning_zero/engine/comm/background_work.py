@@ -27,8 +27,8 @@ class BackgroundWork:
         owner: the object that the task works for. ``wait`` raises the task's error; ``synchronize`` raises it only if
             called with this owner. None if errors are reported in another way.
         is_awaited: whether ``synchronize`` waits for the task.
-        cut_short: function that cancels the inputs for which the task is still waiting; ``synchronize`` calls it before
-            it waits for the task.
+        cut_short: function that makes the task skip inputs that have not arrived; ``synchronize`` calls it before
+            waiting for the task.
     """
 
     def __init__(

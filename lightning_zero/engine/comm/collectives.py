@@ -118,7 +118,7 @@ class Communicator:
             self._choose_transports(backend, first_tag + _GATHER_TAG, first_tag + _REDUCE_TAG, shard_within)
 
     def _meet(self) -> int:
-        """Agree with all ranks on the engine's name, and begin to watch its waits. Collective.
+        """Agree with all ranks on the engine's name; make its watch and control planes. Collective.
 
         Returns:
             The first tag of this engine's messages.

@@ -236,7 +236,7 @@ class Watch:
 
     @property
     def refusal(self) -> str:
-        """The deadlock that this rank's current wait is part of; "" if there is none."""
+        """The deadlock that ends this rank's current wait, but not the run; "" if there is none."""
         return self._watchdog.refusal
 
 

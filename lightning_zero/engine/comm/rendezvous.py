@@ -19,13 +19,13 @@ from lightning_zero.engine.comm.process_group import named_store
 
 @dataclass
 class Absence:
-    """Ranks that have no input left, and only take part in gathers; set by the join of uneven inputs (``Join``).
+    """Ranks that run no forward in the current turn, and only take part in gathers; set by ``Join``.
 
     Attributes:
         ranks: the absent ranks.
         announce: called with a bucket's number before the bucket is gathered, so that absent ranks take part; None if
             no rank is absent, or if another rank makes the announcements.
-        is_turn: whether a turn of the join is running. Ranks that do not gather together with this rank may then be at
+        is_turn: whether a turn of the join is running. Ranks outside this rank's gather group may then be at
             another point of the program.
     """
 

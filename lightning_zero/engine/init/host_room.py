@@ -125,11 +125,11 @@ def check_room_of_owners(
                 is_here = values is not None and values.device.type == place.type
                 nbytes = segment.numel * bucket.plan.master_dtype.itemsize * (1 if is_here else 2)
                 if nbytes > need.total():
-                    need, device = Counter({f"'{segment.name}', which one rank updates as a whole": nbytes}), place
+                    need, device = Counter({f"'{segment.name}', updated as a whole by one rank": nbytes}), place
     missing = _without_room(need, communicator, device=device)
     if missing:
         raise ValueError(
-            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}: give such parameters to an "
+            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}. Give whole parameters to an "
             "elementwise optimizer such as AdamW, so that they are sharded over all ranks, or write offload='cpu'."
         )
 

@@ -369,7 +369,7 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
 
 
 def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:
-    """Reshard some of an engine's buckets so that each of their parameters is whole on one rank. Collective."""
+    """Reshard the buckets in ``late`` so that each of their parameters is whole on one rank. Collective."""
     ranks = late[0].layout.world_size
     loads = [0] * ranks  # numbers of elements owned so far, by position among the shards
     for layout in (bucket.layout for bucket in buckets if bucket.layout.is_whole):

@@ -387,7 +387,7 @@ class MasterStates:
         alike: dict[Any, list[BucketSlot]] = {}  # parameters that may share a master
         for number, group in enumerate(optimizer.param_groups):
             for slot in (slot for parameter in group["params"] if (slot := slot_of(parameter)) in by_slot):
-                entries: Any = slot  # parameters that have one owner each do not share masters
+                entries: Any = slot  # a parameter that one rank owns whole shares no master
                 if not slot.bucket.layout.is_whole:
                     entries = tuple(
                         (key, None if is_by_element(key, value, slot.shape) else comparable(value))

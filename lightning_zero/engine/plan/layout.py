@@ -94,7 +94,7 @@ class BucketLayout:
         order: tuple[int, ...] | None = None,
         nodes: int = 1,
     ) -> BucketLayout:
-        """Lay out parameters, given as (name, shape) or (name, share), one after another in this order."""
+        """Lay out parameters, given as (name, shape) or (name, share), one after another."""
         segments, position = [], 0
         for name, shape in named:
             share = shape if isinstance(shape, Share) else Share(torch.Size(shape))

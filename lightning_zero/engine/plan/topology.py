@@ -29,7 +29,7 @@ class Topology:
 
     @property
     def has_two_levels(self) -> bool:
-        """Whether there are several machines with the same number of ranks, which is at least two."""
+        """Whether there are several machines, all with the same number of ranks, at least two."""
         sizes = {len(ranks) for ranks in self.nodes}
         return len(self.nodes) > 1 and len(sizes) == 1 and sizes != {1}
 

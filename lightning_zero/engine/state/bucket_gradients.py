@@ -176,7 +176,7 @@ class BucketGradients:
                 continue
             if not self.shows_unsynchronised(index, gradient):
                 if parameter is leaf:
-                    self._filled[index] = False  # ``leaf.grad``, accumulated next, includes the earlier gradient
+                    self._filled[index] = False  # ``leaf.grad`` includes the earlier gradient and is added next
                     continue
                 if gradient is not shown() or gradient._version != version:  # replaced or changed by the user
                     self._flat_view(index).copy_(gradient)

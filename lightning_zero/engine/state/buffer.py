@@ -86,7 +86,7 @@ class GatheredBuffer:
 
         Args:
             others: how many tensors over the buffer the engine has besides ``tensor`` and ``segments``. The count is
-                limited accordingly: a Gloo thread may still hold a broadcast's tensor after the wait has ended.
+                capped at their total: a Gloo thread may still hold a broadcast's tensor after the wait has ended.
         """
         if self._own_holders is None:
             of_this_call = 1

@@ -71,8 +71,8 @@ def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
     """How an operator is handled.
 
     Returns:
-        The operator's handler, or None to run the operator on full values; and whether full values take precedence over
-        the handler if they need no communication, which requires that the operator writes nothing.
+        The operator's handler, or None to run the operator on full values; and whether to bypass the handler if full
+        values need no communication (only for operators that write nothing).
     """
     if func in _HANDLERS:
         return _HANDLERS[func], False
