@@ -54,9 +54,9 @@ def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
     if len(ratios) > 1 or accumulate.denominator > 1 or (ratios != {1} and not _can_accumulate(trainer)):
         raise ValueError(
             f"{change} To keep the samples per step, accumulate_grad_batches would have to be {accumulate}, which "
-            "cannot be set. Choose the number of ranks, the batch size and accumulate_grad_batches so that their product "
-            f"is {before['samples'][0]}. In manual optimization, or with an accumulation schedule, the script itself must "
-            "keep this product."
+            "cannot be set. Choose the number of ranks, the batch size and accumulate_grad_batches so that their "
+            f"product is {before['samples'][0]}. In manual optimization, or with an accumulation schedule, the script "
+            "itself must keep this product."
         )
     trainer.accumulate_grad_batches = int(accumulate)
     rank_zero_info(
