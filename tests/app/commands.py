@@ -33,7 +33,11 @@ def start(
     return subprocess.Popen(
         [*(launcher or [warm_python()]), "-m", "lightning_zero", *arguments],
         cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*path, REPOSITORY])), "OMP_NUM_THREADS": "1"},
+        env={
+            **{key: value for key, value in os.environ.items() if key != "HYDRA_FULL_ERROR"},  # set by other tests
+            "PYTHONPATH": os.pathsep.join(map(str, [*path, REPOSITORY])),
+            "OMP_NUM_THREADS": "1",
+        },
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

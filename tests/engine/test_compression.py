@@ -343,7 +343,7 @@ def refuse(machines: str, recipe: Recipe, said: str, **options: Any) -> None:
     [
         (
             "exact",
-            "compression='exact' has no effect between these machines. It compresses no parameters: that requires",
+            "compression='exact' has no effect between these machines. It compresses no parameters: trained parameters",
         ),
         (
             {"gradients": "int8"},
@@ -393,7 +393,7 @@ def test_compression_on_one_machine_warns_that_it_has_no_effect(run_on, ranks):
         (
             Recipe(),
             {"parameters": "exact", **EIGHT_BITS},
-            "compresses no parameters: for that, trained parameters must be in 16 bits",
+            "compresses no parameters: trained parameters must be in 16 bits",
         ),
         (BF16, "int8", "compression='int8' compresses no gradients: every trained parameter has fewer than two"),
     ],

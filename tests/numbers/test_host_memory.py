@@ -13,7 +13,6 @@ import ctypes
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ import torch
 from torch import nn
 
 from benchmarks.common import RETURN_MEMORY_AT_ONCE
+from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.exhaustive
 
@@ -251,21 +251,19 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
     torch.manual_seed(0)
     torch.save(make().state_dict(), folder / "weights.pt")
     cache_page_by_page(folder / "weights.pt")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     environment = {**os.environ, **RETURN_MEMORY_AT_ONCE, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", f"from {__name__} import worker; worker({rank}, {port})"],
-            cwd=folder,
-            env=environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    outputs = [process.communicate(timeout=150)[0] for process in processes]
+    with reserved_port() as port:
+        processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", f"from {__name__} import worker; worker({rank}, {port})"],
+                cwd=folder,
+                env=environment,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        outputs = [process.communicate(timeout=150)[0] for process in processes]
     assert all(process.returncode == 0 for process in processes), outputs
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 from functools import partial
@@ -19,6 +18,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.common import RETURN_MEMORY_AT_ONCE
 from tests.planning.projects import Net
+from tests.support.ports import reserved_port
 from tests.support.trainer import make_trainer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -64,22 +64,20 @@ def worker(stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.exhaustive
 def test_the_planned_peak_is_within_five_percent_of_the_growth_of_resident_memory(stage: int) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(RANKS), "NODE_RANK": "0"}
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **RETURN_MEMORY_AT_ONCE}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.planning.test_resident_memory", str(stage)],
-            env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
-    grown = [json.loads(rank.communicate(timeout=170)[0].splitlines()[-1]) for rank in ranks]
+    with reserved_port() as port:
+        common = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(RANKS), "NODE_RANK": "0"}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **RETURN_MEMORY_AT_ONCE}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "tests.planning.test_resident_memory", str(stage)],
+                env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            for rank in range(RANKS)
+        ]
+        grown = [json.loads(rank.communicate(timeout=170)[0].splitlines()[-1]) for rank in ranks]
 
     from lightning_zero.planning.fake_run import fake_run
 
