@@ -1,7 +1,7 @@
 """Overhead per step of keeping the state in memory, and the time until a job continues after a kill.
 
     python benchmarks/resilience.py
-    python benchmarks/resilience.py --batch 4 --systems ""
+    python benchmarks/resilience.py --batch 4 --systems ""      # the overhead alone
     python benchmarks/resilience.py --model tiny --blocks 2 --rounds 1 --systems memory,memory_launch --output FOLDER
 
 The overhead is measured within one run, in alternating blocks of steps that keep the state never, every step or every
@@ -268,7 +268,7 @@ def main() -> None:
     head = ["system", "seconds to the next step", "seconds until no step is missing", "steps done again"]
     lines += ["", *markdown_table(head, rows)] if rows else []
     about = describe(__file__, ("torch", "lightning", "deepspeed"))
-    name = "resilience" if arguments.batch == BATCH else f"resilience_batch{arguments.batch}"
+    name = "resilience" if systems else f"resilience_batch{arguments.batch}"
     write_results(arguments.output, name, {"about": about, "overhead": blocks, "recovery": found}, lines)
 
 

@@ -14,7 +14,6 @@ import json
 import os
 import shutil
 import sys
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -37,7 +36,6 @@ from lightning_zero.strategies.resilience_config import ResilienceConfig
 
 _MEMORY = "/dev/shm"
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
-_NICENESS = 10  # of the copying thread; at 10, it still gets a tenth of a core that other processes keep busy
 _REPEATED = 2  # after this many errors with the same newest state, the job continues from an older state
 _jobs: dict[str, JobFolder] = {}
 _fits = itertools.count()
@@ -213,7 +211,7 @@ class Resilience:
         except OSError as error:
             complete = partial(_raise, error)
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, "lightning_zero-slots", _give_way)
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="lightning_zero-slots")
         self._copy = self._executor.submit(self._complete, complete, index)
 
     def _complete(self, complete: Callable[[], None], index: int) -> None:
@@ -331,12 +329,6 @@ def keep_for_next_attempt() -> None:
     """Leave kept states in memory when this process ends, since a run has failed, perhaps after the fit."""
     for job in _jobs.values():
         job.begin()
-
-
-def _give_way() -> None:
-    """Lower this thread's priority, so that it copies while the training threads wait for other ranks."""
-    if sys.platform == "linux":  # elsewhere only processes have a priority
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 def _raise(error: BaseException) -> None:

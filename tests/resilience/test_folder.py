@@ -8,21 +8,16 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
-from lightning.pytorch import Callback
 
-from lightning_zero import ResilienceConfig, ZeroStrategy
 from lightning_zero.io.labels import label_of
 from tests.checkpoint.faults import on_a_small_disk
 from tests.resilience.jobs import SCRIPT, ended, environment, fault, options_of, run
 from tests.resilience.test_faults import flip, slots_in, started, stopped_after_kills
 from tests.support.selection import exhaustive_but
-from tests.support.trainer import Learner, make_trainer
 from tests.support.warm import warm_python
 
 HOURS_AGO = time.time() - 3 * 3600
@@ -135,28 +130,6 @@ def test_a_folder_that_is_full_from_the_start_is_reported_and_training_continues
         assert "ended after step 6" in found.output
 
     assert on_a_small_disk(memory, 2**14, act) == 0
-
-
-# -- priority ----------------------------------------------------------------------------------------------------------
-
-
-def train_and_compare_priorities(folder: Path) -> None:
-    found: list[int] = []
-
-    class Look(Callback):
-        def on_train_batch_end(self, *_: Any) -> None:
-            copying = [thread for thread in threading.enumerate() if thread.name.startswith("lightning_zero-slots")]
-            found.extend(os.getpriority(os.PRIO_PROCESS, thread.native_id) for thread in copying)
-
-    kept = ResilienceConfig(path=str(folder), job="job")
-    make_trainer(ZeroStrategy(stage=3, resilience=kept), callbacks=[Look()]).fit(Learner())
-    own = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
-    assert found and all(each > own for each in found), "a lower priority is a higher number"
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
-def test_states_are_copied_at_a_lower_priority_than_training(run_on, tmp_path):
-    run_on(2, train_and_compare_priorities, folder=tmp_path)
 
 
 # -- which state is taken ----------------------------------------------------------------------------------------------
