@@ -302,5 +302,5 @@ def test_wrong_amounts_and_an_empty_choice_of_parameters_are_refused_before_trai
     with pytest.raises(ValueError, match="amount=-0.1 is not a fraction"):
         magnitude_masks([torch.ones(2)], -0.1)
     trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=lambda name, p: False)])
-    with pytest.raises(ValueError, match=r"no parameter is chosen\. Pass parameters=f, where .* such as \['model"):
+    with pytest.raises(ValueError, match=r"no parameter is chosen\. Pass parameters=f, where .* for example, \['model"):
         trainer.fit(Learner())
