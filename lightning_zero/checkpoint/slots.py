@@ -165,12 +165,14 @@ class SlotWriter:
                 target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
                 continue
             source = entry.values.detach().reshape(-1)[: target.numel()]
-            for start in range(0, target.numel(), _PIECE // entry.dtype.itemsize):
-                at, stop = position + start * entry.dtype.itemsize, start + _PIECE // entry.dtype.itemsize
-                if at - begin >= _PIECE:
-                    copy_until(at)
-                targets.append(target[start:stop])
-                sources.append(source[start:stop])
+            step = _PIECE // entry.dtype.itemsize
+            for start, to, values in zip(
+                range(position, position + entry.nbytes, _PIECE), target.split(step), source.split(step)
+            ):
+                if start - begin >= _PIECE:
+                    copy_until(start)
+                targets.append(to)
+                sources.append(values)
         copy_until(positions[len(entries)])
         return sums
 

@@ -173,12 +173,14 @@ class ZeroProcesses(ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._config_of_run()  # raises if the Trainer has set an unsupported precision
         self._check_mesh()
-        own = ["checkpoint='sharded'"] * self._saves_in_parts + ["async_save=True"] * self._saves_in_background
+        own = " and ".join(
+            ["checkpoint='sharded'"] * self._saves_in_parts + ["async_save=True"] * self._saves_in_background
+        )
         if own and not self._has_default_io:
             raise ValueError(
-                f"{' and '.join(own)} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the "
+                f"{own} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the "
                 "strategy writes such checkpoints itself. Remove the plugin, or leave out "
-                f"{' and '.join(own)}."
+                f"{own}."
             )
         if self._is_single:
             return
