@@ -221,6 +221,7 @@ class Resilience:
             complete()
         except OSError as raised:
             error = raised
+            self._forget_a_fit()  # there was room for the values, but not for what follows them; the next copy has more
         if self._mirror is not None:
             self._mirror.exchange(self._writers[index].contents if error is None else None, index)
         if error is not None:

@@ -69,14 +69,19 @@ def value_at(path: Any) -> float:
 
 
 def run_ranks(
-    act: Act, world_size: int = 2, kill: tuple[int, float] | None = None, after: Path | None = None
+    act: Act,
+    world_size: int = 2,
+    kill: tuple[int, float] | None = None,
+    after: Path | None = None,
+    seconds: float = SECONDS,
 ) -> list[Any]:
     """Fork ranks that communicate through pipes and fail when the other rank has ended.
 
     Arguments:
         act: called on each rank.
         kill: the rank to kill by a signal, and after how many seconds.
-        after: a file; the seconds count from the moment it exists.
+        after: a file; the seconds until the kill count from the moment it exists.
+        seconds: how long to wait for the ranks' ends.
 
     Returns:
         Their exit codes: 0, ``FAILED`` for an exception, ``KILLED`` or ``HUNG``.
@@ -117,7 +122,7 @@ def run_ranks(
         time.sleep(kill[1])
         os.kill(children[kill[0]], signal.SIGKILL)
     codes: list[Any] = [HUNG] * world_size
-    deadline = time.monotonic() + SECONDS
+    deadline = time.monotonic() + seconds
     while HUNG in codes and time.monotonic() < deadline:
         for rank, process in enumerate(children):
             if codes[rank] == HUNG:
@@ -188,7 +193,7 @@ def in_background(path: Path, form: str, ready: Path, port: int) -> Act:
     return act
 
 
-def on_a_small_disk(folder: Path, nbytes: int, act: Callable[[], None]) -> int:
+def on_a_small_disk(folder: Path, nbytes: int, act: Callable[[], None], seconds: float = SECONDS) -> int:
     """Run ``act`` in a process that sees a folder as a separate disk of ``nbytes``; return its exit code."""
 
     def alone(rank: int, gather: Any) -> None:
@@ -203,7 +208,7 @@ def on_a_small_disk(folder: Path, nbytes: int, act: Callable[[], None]) -> int:
             raise OSError(ctypes.get_errno(), "mount")
         act()
 
-    return run_ranks(alone, 1)[0]
+    return run_ranks(alone, 1, seconds=seconds)[0]
 
 
 def names_in(folder: Path) -> list[str]:

@@ -73,6 +73,7 @@ def test_a_rank_takes_its_place_though_another_rank_checks_the_place_at_that_mom
 DEAD = "import os; from lightning_zero.io.labels import label_of; print(label_of(os.getpid()), end='')"
 
 
+@pytest.mark.exhaustive
 def test_slots_of_a_job_on_another_number_of_ranks_are_removed(tmp_path):
     options = {"is_plain": True, "batch": 4, "precision": "64-true"}
     run(tmp_path, options | {"faults": [fault(0, 4, range(4), "backward")]}, 4, restarts=0)
@@ -129,7 +130,28 @@ def test_a_folder_that_is_full_from_the_start_is_reported_and_training_continues
         assert found.code == 0 and "resilience has no effect in this run" in found.output, found.output
         assert "ended after step 6" in found.output
 
-    assert on_a_small_disk(memory, 2**14, act) == 0
+    assert on_a_small_disk(memory, 2**14, act, seconds=120) == 0
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    ("free", "killed_at"),
+    [pytest.param(2**15, 5, id="room for no values"), pytest.param(2**16, 0, id="room for the first values alone")],
+)
+def test_where_there_is_no_room_states_of_the_oldest_fit_are_removed_first(free, killed_at, tmp_path):
+    memory = tmp_path / "memory"
+    memory.mkdir()
+
+    def act() -> None:
+        for fit in ("fit-9", "fit-10"):
+            (memory / "job" / fit).mkdir(parents=True)
+            (memory / "job" / fit / "0.0").write_bytes(bytes(2**19))
+        (memory / "filler").write_bytes(bytes(shutil.disk_usage(memory).free - free))
+        options = {"faults": [fault(0, killed_at, [0], "backward")]}
+        run(tmp_path, options, 1, restarts=0, python=sys.executable)
+        assert [len(os.listdir(memory / "job" / fit)) for fit in ("fit-9", "fit-10")] == [0, 1]
+
+    assert on_a_small_disk(memory, 3 * 2**19, act, seconds=120) == 0
 
 
 # -- which state is taken ----------------------------------------------------------------------------------------------
