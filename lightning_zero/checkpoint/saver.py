@@ -321,7 +321,8 @@ class StoreExchange:
             missing = self._wait(f"{number}")
         if missing:
             raise RuntimeError(
-                f"rank(s) {missing} did not finish a checkpoint: {failure() or 'the run or their processes have ended'}"
+                f"rank(s) {missing} did not finish a checkpoint: "
+                f"{failure() or 'their processes have ended, or the run has ended'}"
             )
         return [
             value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))

@@ -238,7 +238,7 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
         share, start = tensor.slot.share, tensor.slot.offset
         stop = start + tensor.slot.local_numel if share.is_counted_here else start
         is_guarded = not (tensor.is_parameter and tensor.slot.is_written_by_modules)
-        return Entry(names, share, tensor.dtype, tensor.at_rest().detach(), start, stop, is_guarded)
+        return Entry(names, share, tensor.dtype, tensor.at_rest(), start, stop, is_guarded)
     # Only rank 0 writes a tensor that is not sharded, even if its values differ between ranks.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
     return Entry(names, Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)

@@ -110,14 +110,17 @@ def check(config: DictConfig) -> DictConfig:
 
 
 def _choose_devices(trainer: DictConfig) -> None:
-    """Replace ``accelerator: auto`` with this machine's GPUs or, if there are none, its CPU with two processes."""
+    """Replace ``accelerator: auto`` with the GPU or, if there is none, the CPU.
+
+    On the CPU, ``devices: auto`` becomes torchrun's number of processes or, without torchrun, two.
+    """
     from torch.cuda import device_count
 
     if trainer.get("accelerator") != "auto":
         return
     trainer.accelerator = "gpu" if device_count() else "cpu"
     if trainer.accelerator == "cpu" and trainer.devices == "auto":
-        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))  # torchrun sets this variable
+        trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
 
 
 _KINDS: dict[Any, Rule] = {
@@ -142,7 +145,9 @@ def _check_types(trainer: DictConfig) -> None:
             words = dict.fromkeys(words for _, words in rules)
             if "a number" in words:
                 words.pop("a whole number", None)
-            raise ConfigError(f"trainer.{name!s}={value!s}: expected {', '.join(words)}")
+            *others, last = words
+            expected = f"{', '.join(others)} or {last}" if others else last
+            raise ConfigError(f"trainer.{name!s}={value!s}: expected {expected}")
 
 
 def _rules_of(hint: Any) -> list[Rule]:

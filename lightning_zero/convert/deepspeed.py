@@ -175,7 +175,7 @@ def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: int) ->
         raise FileNotFoundError(
             f"{folder} does not contain the files of exactly {world_size} rank(s): it has '{files}' of rank(s) "
             f"{listed(map(str, ranks))}. The files of rank(s) {listed(map(str, wrong))} are missing, or left over from "
-            "another save. Copy the folders from all machines into one folder without other files."
+            "another save. Copy the checkpoint's files from all machines into one empty folder."
         )
 
 

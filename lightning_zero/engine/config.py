@@ -192,8 +192,8 @@ class EngineConfig:
         if self.shard_within is not None and tensor_parallel_size is not None:
             raise ValueError(
                 f"shard_within={self.shard_within!r} cannot be combined with "
-                f"tensor_parallel_size={tensor_parallel_size}: each of them alone reduces the traffic between "
-                "machines. Leave one of the two out."
+                f"tensor_parallel_size={tensor_parallel_size}: either one alone reduces the traffic between "
+                "machines, and both together are not supported. Leave one of them out."
             )
 
 

@@ -325,7 +325,7 @@ class Engine(Optimizers):
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def rejoin(self) -> None:
-        """After a failed run, switch to the new default process group, so that the engine can be saved and closed."""
+        """After a failed run, switch to the new default process group, to save a checkpoint and close the engine."""
         self.rendezvous.close()
         self.communicator.close()
         self._connect(None, self.communicator.device)

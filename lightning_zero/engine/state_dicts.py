@@ -88,7 +88,7 @@ class StateDicts:
             return walk(masters, leaf)
 
     def load_masters(self, masters: dict[str, Tensor]) -> None:
-        """Restore saved fp32 master weights that match the current parameters. Collective with ``shard_within``.
+        """Restore saved fp32 master weights that match the current parameters. Collective.
 
         A parameter's element that differs from its rounded master weight was changed after the save, so it keeps its
         value. Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master

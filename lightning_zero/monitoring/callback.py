@@ -88,7 +88,7 @@ class Monitor:
         metrics: the figures from the last observation, by name, on rank 0.
 
     Raises:
-        ValueError: if an argument is out of range, or the file contains no FLOP/s.
+        ValueError: if an argument is out of range, or the file does not state the FLOP/s.
         OSError: if the file cannot be read.
     """
 
@@ -387,8 +387,8 @@ def _flops_a_second(given: float | str | Path | None) -> float | None:
         return float(json.loads(Path(given).read_text())["resources"]["flops"])
     except (json.JSONDecodeError, KeyError, TypeError):
         raise ValueError(
-            f"ZeroMonitor: the file {str(given)!r} contains no FLOP/s: available_flops must be a number, or a file "
-            "written by `lightning-zero doctor --json > FILE`."
+            f"ZeroMonitor: the file {str(given)!r} does not state the FLOP/s: available_flops must be a number, or a "
+            "file written by `lightning-zero doctor --json > FILE`."
         ) from None
 
 

@@ -53,7 +53,8 @@ class Plan:
         waiting_seconds: the part of ``seconds_per_step`` in which the device waits for communication or the host.
         samples_per_second: the sum over all ranks; None if ``seconds_per_step`` or ``micro_batch`` is None.
         fits: whether the peak is within 90 % of the device's memory; None if the device's memory is unknown.
-        assumptions: what the plan assumes, such as tensor values that the project reads, and what it leaves out.
+        assumptions: what the plan assumes, such as the values of tensors that the user's code reads, and which parts of
+            the user's code did not run.
         shard_within, compression, tensor_parallel_size, partition_activations: as in ``ZeroStrategy``.
     """
 

@@ -71,7 +71,8 @@ class JobFolder:
         _lock(self._file)  # held until this process ends; forked processes do not inherit the lock
         about = json.dumps([os.getpid(), launcher]).encode()
         try:
-            os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)  # overwrite: a full tmpfs has no room for a new page
+            # not truncated before: a full tmpfs has no room for a new page, but an old note's page can be overwritten
+            os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)
         except OSError:
             os.close(self._file)  # releases the lock: other ranks would wait for the contents of a locked file
             raise

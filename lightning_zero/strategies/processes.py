@@ -146,13 +146,14 @@ class ZeroProcesses(ParallelStrategy):
         if self.mesh_shape is None:
             return
         tensor = self.mesh_shape[1]
+        given = "'auto'" if self.options.tensor_parallel_size == "auto" else tensor
         if size == 1:
             raise ValueError(
-                f"tensor_parallel_size={tensor} requires several ranks, but this run has one: leave the option out, "
+                f"tensor_parallel_size={given} requires several ranks, but this run has one: leave the option out, "
                 "and divide the module in configure_model only if trainer.world_size is above 1."
             )
         if size != self.mesh_shape[0] * tensor:
-            wanted = f"tensor_parallel_size={tensor}" + ("" if data == "auto" else f" and data_parallel_size={data}")
+            wanted = f"tensor_parallel_size={given}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
                 f"{wanted} cannot be used with {size} ranks (nodes: {self.num_nodes}, each with {self.num_processes}): "
                 + (

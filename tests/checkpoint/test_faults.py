@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import socket
 import time
 
 import fsspec
@@ -18,6 +17,7 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
+from tests.support.ports import reserved_port
 
 FORMS = pytest.mark.parametrize("form", ["full", "sharded"])
 
@@ -74,23 +74,20 @@ def killed_at_random(folder, form, is_async):
     path, world_size, ready = folder / "last.ckpt", 1 if form == "full" else 2, folder.parent / "ready"
     random.seed(7)
     saved = set()
+
+    def in_foreground(rank, gather):
+        ready.touch()
+        for value in range(1, 10**6):
+            save(form, path, value, rank, gather)
+
     for victim in range(world_size):
         for _ in range(20):
             faults.empty(folder)
             save(form, path, 0.0)
-            if is_async:
-                with socket.socket() as free:
-                    free.bind(("127.0.0.1", 0))
-                    act = faults.in_background(path, form, ready, free.getsockname()[1])
-            else:
-
-                def act(rank, gather):
-                    ready.touch()
-                    for value in range(1, 10**6):
-                        save(form, path, value, rank, gather)
-
             ready.unlink(missing_ok=True)
-            codes = run_ranks(act, world_size, kill=(victim, random.uniform(0, 0.2)), after=ready)
+            with reserved_port() as port:
+                act = faults.in_background(path, form, ready, port) if is_async else in_foreground
+                codes = run_ranks(act, world_size, kill=(victim, random.uniform(0, 0.2)), after=ready)
             assert codes == [KILLED if rank == victim else FAILED for rank in range(world_size)]
             saved.add(value_at(path))
             save(form, path, -1.0)
@@ -110,17 +107,15 @@ def killed_while_the_other_connects(folder):
     """Rank 0, which is killed, hosts the store through which ranks report that they have written."""
     path, ready = folder / "last.ckpt", folder.parent / "ready"
     save("sharded", path, 0.0)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        save_for_ever = faults.in_background(path, "sharded", ready, free.getsockname()[1])
 
     def act(rank, gather):
         if rank == 1:
             connect = saver.own_connection
             saver.own_connection = lambda: time.sleep(1.0) or connect()
-        save_for_ever(rank, gather)
+        faults.in_background(path, "sharded", ready, port)(rank, gather)
 
-    assert run_ranks(act, kill=(0, 0.0), after=ready) == [KILLED, FAILED]
+    with reserved_port() as port:
+        assert run_ranks(act, kill=(0, 0.0), after=ready) == [KILLED, FAILED]
 
 
 def test_a_rank_that_connects_late_does_not_wait_for_a_lost_rank(run_on, tmp_path):

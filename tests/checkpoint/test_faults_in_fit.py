@@ -29,6 +29,7 @@ from lightning_zero.strategies import processes
 from tests.checkpoint.faults import names_in
 from tests.support import rank
 from tests.support.models import OddModel
+from tests.support.selection import exhaustive_but
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import same_tensors
 from tests.support.warm import warm_python
@@ -407,7 +408,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(("form", "victim"), [("sharded", 1), ("full", 0)])
+@pytest.mark.parametrize(("form", "victim"), exhaustive_but([("full", 0)], [("full", 0), ("sharded", 1)]))
 def test_a_run_with_a_rank_killed_while_saving_ends_and_resumes_from_the_last_checkpoint(tmp_path, form, victim):
     """In processes launched by the Trainer; nothing hangs, and the next run finds an undamaged checkpoint."""
     script, folder = tmp_path / "script.py", tmp_path / "c"

@@ -248,9 +248,9 @@ def refuses_owners(memory: int) -> None:
         patch.setattr(host_room, "this_machine", lambda: f"node{rank()}.1")
         patch.setattr(host_room, "available_memory", lambda: memory - rank())
         expected = (
-            r"not enough memory for a whole parameter. The 1 rank\(s\) on node1 need 4096 bytes "
+            r"not enough memory to update a parameter as a whole. The 1 rank\(s\) on node1 need 4096 bytes "
             r"\('layers.\d.linear.weight', updated as a whole by one rank: 4096\), and 4095 are available\. "
-            r"Give whole parameters to an elementwise optimizer"
+            r"Give such parameters to an elementwise optimizer"
         )
         with pytest.raises(ValueError, match=expected):
             Engine(module, [torch.optim.Muon(module.parameters())], stage=3)

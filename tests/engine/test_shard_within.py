@@ -164,8 +164,8 @@ def test_impossible_groups_are_refused_on_every_rank(run_on, size, machines, wit
         ("aaaaabb", 3, "shard_within=3 does not divide 7 ranks: leave it out."),
         ("abcdefg", 3, "shard_within=3 does not divide 7 ranks: write 'node'."),
         ("aaaabb", 4, "shard_within=4 does not divide 6 ranks: write 2 or 3."),
-        ("aaaaaaaabbbb", "node", "the machines run 8 and 4 ranks: write the number of ranks per group, 2 or 4."),
-        ("aaabbc", "node", "the machines run 3, 2 and 1 ranks: write the number of ranks per group, 2 or 3."),
+        ("aaaaaaaabbbb", "node", "the machines run 8 and 4 ranks: write a number of ranks per group (2 or 4)."),
+        ("aaabbc", "node", "the machines run 3, 2 and 1 ranks: write a number of ranks per group (2 or 3)."),
     ],
 )
 def test_the_error_for_an_impossible_group_lists_the_possible_ones(machines, within, said):

@@ -339,7 +339,7 @@ def test_available_flops_are_read_from_a_file_written_by_the_doctor_command(
     said = [record.message for record in caplog.records if "MFU" in record.message]
     assert len(said) == 1 and "available_flops" in said[0]
     file.write_text("{}")
-    with pytest.raises(ValueError, match="contains no FLOP/s: available_flops must be a number, or a file written by"):
+    with pytest.raises(ValueError, match="does not state the FLOP/s: available_flops must be a number, or a file"):
         ZeroMonitor(available_flops=file)
 
 

@@ -69,13 +69,9 @@ def train(stage: int, accumulate: int = 1, is_mixed: bool = False, **options: An
         pytest.param({"stage": 1}, 4, 2, marks=pytest.mark.exhaustive),
         pytest.param({"stage": 2}, 4, 5, marks=pytest.mark.exhaustive),
         pytest.param({"stage": 3}, 4, 12, marks=pytest.mark.exhaustive),
-        ({"stage": 3, "shard_within": "node"}, 4, 2),
+        pytest.param({"stage": 3, "shard_within": "node"}, 4, 2, marks=pytest.mark.exhaustive),
         # a byte, and a scale of four bytes for 128 elements
         ({"stage": 2, "compression": {"gradients": "int8"}}, 1, 1 + (1 + 4 / 128) / 4),
-        pytest.param({"stage": 1}, 1, 2, marks=pytest.mark.exhaustive),
-        pytest.param({"stage": 2}, 1, 2, marks=pytest.mark.exhaustive),
-        pytest.param({"stage": 3}, 1, 3, marks=pytest.mark.exhaustive),
-        pytest.param({"stage": 3, "shard_within": "node"}, 1, 2, marks=pytest.mark.exhaustive),
     ],
     ids=str,
 )

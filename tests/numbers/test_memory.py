@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from tests.support.models import OddModel, Square, adam
+from tests.support.selection import one_at_a_time
 from tests.support.training import Recipe, batch, prepare
 from tests.support.workers import world_size
 
@@ -121,9 +122,7 @@ def muon(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon(module.parameters())
 
 
-@STAGES
-@KINDS
-@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize(("stage", "kind", "size"), one_at_a_time([3, 1, 2], ["mixed", "fp32", "true"], [3, 2, 4]))
 def test_with_owned_matrices_the_memory_of_a_rank_at_rest_follows_the_formula(run_on, stage, size, kind):
     run_on(size, measure_owners, stage=stage, kind=kind)
 

@@ -87,6 +87,7 @@ def test_training_under_zero_auto_gives_ddps_numbers(run_on):
     assert found[0]["read"] == expected[0]["read"] + 1 and found[1]["read"] == expected[1]["read"]
 
 
+@pytest.mark.exhaustive
 def test_with_less_memory_zero_auto_shards_more_and_then_recomputes(run_on):
     states = 16 * sum(parameter.numel() for parameter in Net().parameters())
     roomy, tight = (run_on(2, trained, strategy="", memory=part * states)[0]["choice"] for part in (8, 0.5))

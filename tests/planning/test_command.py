@@ -41,6 +41,7 @@ def test_with_memory_and_speeds_a_plan_says_what_fits_and_how_long_a_step_takes(
     assert 0 < zero3["seconds_per_step"] < 60 and zero3["samples_per_second"] > 0
 
 
+@pytest.mark.exhaustive
 def test_offload_to_a_disk_frees_the_host_and_takes_the_time_of_disk_transfers(capsys):
     speeds = ["--flops", "1e15", "--host-bandwidth", "1e15", "--disk-bandwidth", "1e5"]
     cpu, nvme = planned(capsys, "--ranks", "8", "--stage", "2", "--offload", "cpu", "nvme", *speeds)
@@ -128,6 +129,7 @@ def test_a_configuration_is_planned_as_train_would_run_it(capsys):
     assert wider["ranks"] == 8 and wider["peak_bytes"]["optimizer"] < plan["peak_bytes"]["optimizer"]
 
 
+@pytest.mark.exhaustive
 def test_plans_vary_the_micro_batch_and_checkpointing(capsys):
     plans = planned(capsys, "--stage", "2", "--micro-batch", "2", "8", "--checkpointing", "off", "on")
     by_choice = {(p["micro_batch"], p["activation_checkpointing"]): p["peak_bytes"]["activations"] for p in plans}
@@ -155,6 +157,7 @@ def test_other_options_of_the_strategy_are_planned(capsys):
     assert lean["peak_bytes"]["gathered"] < usual["peak_bytes"]["gathered"]
 
 
+@pytest.mark.exhaustive
 def test_the_table_ends_with_advice(capsys):
     assert main([*PROJECT, "--ranks", "8", "--memory", "1GB", "--flops", "1e15", "--link-bandwidth", "1e6"]) == 0
     printed = capsys.readouterr().out
@@ -254,6 +257,7 @@ def test_compression_is_planned_and_is_slower_on_a_fast_link(capsys):
 SMALL = ["--ranks", "4", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--stage", "2"]
 
 
+@pytest.mark.exhaustive
 def test_compression_of_a_small_model_is_slower_by_the_latency_of_its_messages(capsys):
     speeds = ["--flops", "1e12", "--machine-bandwidth", "1.25e8"]  # 1 Gbit/s
     choices = [*SMALL, *speeds, "--compression", "none", "exact"]

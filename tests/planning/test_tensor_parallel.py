@@ -94,6 +94,7 @@ def hold_divided() -> list[dict[str, int]]:
     return held
 
 
+@pytest.mark.exhaustive
 def test_planned_bytes_are_those_of_real_ranks(run_on):
     of_ranks = run_on(4, hold_divided)
     for number, options in enumerate(CASES):

@@ -129,6 +129,7 @@ def test_numbers_on_the_page_are_those_of_the_runs_records(job: Path) -> None:
         assert text in page.text, text
 
 
+@pytest.mark.exhaustive
 def test_predicted_memory_is_what_the_ranks_held(job: Path) -> None:
     memory = summary_of(job)["jobs"][0]["memory"]
     assert memory["predicted"]["peak_bytes"] == memory["measured"] == read_json(job / "results.json")["peak_bytes"]
@@ -350,6 +351,7 @@ def test_a_folder_without_records_is_refused_in_one_line(tmp_path: Path, monkeyp
     ]
 
 
+@pytest.mark.exhaustive
 def test_packages_that_are_not_installed_are_named_in_one_line(
     sweep: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
-import socket
 import subprocess
 from collections.abc import Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -93,12 +91,6 @@ def options_of(folder: Path, options: dict[str, Any]) -> str:
     if (given := options.get("resilience", {})) is not None:
         options["resilience"] = {"path": str(folder / "memory"), "job": "job", **given}
     return json.dumps(options)
-
-
-def free_port() -> int:
-    with closing(socket.socket()) as probe:
-        probe.bind(("localhost", 0))
-        return probe.getsockname()[1]
 
 
 def environment() -> dict[str, str]:

@@ -14,10 +14,8 @@ import pytest
 
 from tests.resilience.jobs import LAUNCH, TORCHRUN, command, ended, environment, fault, run
 from tests.resilience.test_faults import wait_for
-from tests.support.selection import exhaustive_but
+from tests.support.selection import one_at_a_time
 from tests.support.warm import DISMANTLED
-
-STAGES = exhaustive_but([3], [1, 2, 3])
 
 # -- ordinary ----------------------------------------------------------------------------------------------------------
 
@@ -27,14 +25,16 @@ LAST_THREADS = r"threads at the end: MainThread( lightning_zero-lifelines)?"
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("runs", "resilience"),
+    ("stage", "runs", "resilience"),
     [
-        pytest.param(3, {}, id="3 times"),
-        pytest.param(50, {}, id="50 times", marks=pytest.mark.exhaustive),
-        pytest.param(20, None, id="20 times without resilience", marks=pytest.mark.exhaustive),
+        pytest.param(3, 3, {}, id="3 times"),
+        *(
+            pytest.param(each, 50, {}, id=f"50 times at stage {each}", marks=pytest.mark.exhaustive)
+            for each in (1, 2, 3)
+        ),
+        pytest.param(3, 20, None, id="20 times without resilience", marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.parametrize("stage", STAGES)
 def test_an_ordinary_end_is_silent_and_leaves_no_memory_and_no_thread(stage, resilience, runs, tmp_path):
     for number in range(runs):
         options = {"stage": stage, "epochs": 1, "resilience": resilience}
@@ -87,22 +87,9 @@ def test_ctrl_c_keeps_the_state_and_leaves_no_process(launcher, uninterrupted, t
 
 
 @pytest.mark.parametrize(
-    ("victims", "moment"),
-    [
-        ([1], "forward"),
-        *(
-            pytest.param(victims, moment, marks=pytest.mark.exhaustive)
-            for victims, moment in [
-                ([0], "forward"),
-                ([0, 1], "update"),
-                ([1], "backward"),
-                ([0], "end"),
-                ([1], "start"),
-            ]
-        ),
-    ],
+    ("stage", "victims", "moment"),
+    one_at_a_time([3, 1, 2], [[1], [0], [0, 1]], ["forward", "start", "backward", "update", "end"]),
 )
-@pytest.mark.parametrize("stage", STAGES)
 def test_after_one_exception_of_the_project_the_job_continues(stage, victims, moment, uninterrupted, tmp_path):
     found = run(tmp_path, {"stage": stage, "faults": [fault(0, 5, victims, moment, "fail")]})
     assert "ValueError: a mistake of the project" in found.output
@@ -111,8 +98,7 @@ def test_after_one_exception_of_the_project_the_job_continues(stage, victims, mo
     found.repeats_at_most(1)
 
 
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "rank"), one_at_a_time([3, 1, 2], [1, 0]))
 def test_a_loss_that_is_not_finite_once_leaves_no_trace(stage, rank, uninterrupted, tmp_path):
     found = run(tmp_path, {"stage": stage, "finds": True, "faults": [fault(0, 5, [rank], "loss", "nan")]})
     assert "NonFiniteError: A loss or gradient is not finite at step 5" in found.output
@@ -132,7 +118,7 @@ def test_a_loss_that_is_never_finite_stops_the_job_and_names_the_step(stage, tmp
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_if_the_newest_state_was_corrupted_before_it_was_kept_an_older_one_is_used(stage, uninterrupted, tmp_path):
     """As by a bit that flips in a rank's memory: the slot is intact, and each attempt from it fails."""
     faults = [fault(0, 4, [1], "end", "spoil")]
@@ -141,9 +127,7 @@ def test_if_the_newest_state_was_corrupted_before_it_was_kept_an_older_one_is_us
     found.same_as(uninterrupted({"stage": stage}))
 
 
-@pytest.mark.parametrize("moment", exhaustive_but(["backward"], ["backward", "start", "update"]))
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.exhaustive), 1])
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "rank", "moment"), one_at_a_time([3, 1, 2], [1, 0], ["backward", "start", "update"]))
 def test_cut_connections_end_the_attempt_and_the_job_continues(stage, rank, moment, uninterrupted, tmp_path):
     found = run(tmp_path, {"stage": stage, "faults": [fault(0, 5, [rank], moment, "cut")]})
     (cut_at,) = re.findall(r"meets cut at ([\d.]+)", found.output)

@@ -85,6 +85,7 @@ def test_when_the_launcher_is_killed_its_processes_end(tmp_path):
     assert not left
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.exhaustive)])
 def test_a_signal_to_the_launcher_ends_all_processes(number, tmp_path):
     (tmp_path / "script.py").write_text("import time\nprint('begun', flush=True)\ntime.sleep(600)\n")

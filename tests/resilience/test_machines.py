@@ -13,7 +13,8 @@ from contextlib import closing, contextmanager, suppress
 import psutil
 import pytest
 
-from tests.resilience.jobs import LAUNCH, command, ended, environment, free_port, run
+from tests.resilience.jobs import LAUNCH, command, ended, environment, run
+from tests.support.ports import reserved_port
 from tests.support.training import same_tensors
 
 OPTIONS = {"pause": 0.1, "epochs": 4, "batch": 4, "is_plain": True, "precision": "64-true"}
@@ -60,7 +61,6 @@ def show_stacks(process):
 
 @contextmanager
 def machines_in(folder, nodes, options, ranks=2):
-    port = free_port()
     folder.mkdir()
 
     def machine(name):
@@ -72,14 +72,15 @@ def machines_in(folder, nodes, options, ranks=2):
         return machines[-1]
 
     machines = []
-    try:
-        yield machine
-    finally:
-        for each in machines:
-            each.process.kill()
+    with reserved_port() as port:
+        try:
+            yield machine
+        finally:
+            for each in machines:
+                each.process.kill()
 
 
-def wait_for(folder, text, seconds=90):
+def wait_for(folder, text, seconds=120):
     deadline = time.monotonic() + seconds
     while text not in (output := (folder / "output").read_text()):
         assert time.monotonic() < deadline, f"no {text!r} in:\n{output}"

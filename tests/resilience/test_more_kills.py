@@ -14,8 +14,8 @@ import pytest
 
 from tests.resilience.jobs import ended, fault, run
 from tests.resilience.test_faults import started
-from tests.resilience.test_kills import MOMENTS, OFFLOADS, killed_at_every_moment
-from tests.support.selection import exhaustive_but
+from tests.resilience.test_kills import MOMENTS, OFFLOADS, killed_at
+from tests.support.selection import exhaustive_but, one_at_a_time
 
 STAGES = exhaustive_but([3], [1, 2, 3])
 
@@ -31,36 +31,18 @@ def leaves_no_trace(found, expected, kills, repeats=1):
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "moments", [pytest.param(MOMENTS, id="every moment", marks=pytest.mark.exhaustive), ["copy", "update"]]
-)
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(("stage", "moments"), one_at_a_time([3, 1, 2], [["copy", "update"], MOMENTS]))
 def test_a_job_of_one_process_continues_after_kills(stage, moments, uninterrupted, tmp_path):
-    faults = [each for each in killed_at_every_moment(stage, ranks=1) if each["where"] in moments]
-    faults = [each | {"attempt": number} for number, each in enumerate(faults)]
-    found = run(tmp_path, {"stage": stage, "faults": faults}, ranks=1)
+    found = run(tmp_path, {"stage": stage, "faults": killed_at(moments, stage, ranks=1)}, ranks=1)
     leaves_no_trace(found, uninterrupted({"stage": stage}, ranks=1), len(moments))
 
 
 # -- the second kill ---------------------------------------------------------------------------------------------------
 
-RECOVERING = {
-    "read": "slots are read",
-    "load": "the module loads its state",
-    "fit": "training starts",
-    "start": "its first batch starts",
-}
 
-
-@pytest.mark.parametrize("victims", [[0], pytest.param([1], marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
-    "moment",
-    [
-        pytest.param(each, marks=() if each == "load" else pytest.mark.exhaustive, id=RECOVERING[each])
-        for each in RECOVERING
-    ],
+    ("stage", "moment", "victims"), one_at_a_time([3, 1, 2], ["load", "read", "fit", "start"], [[0], [1]])
 )
-@pytest.mark.parametrize("stage", STAGES)
 def test_a_job_killed_again_while_it_recovers_continues(stage, moment, victims, uninterrupted, tmp_path):
     faults = [fault(0, 5, [1], "backward"), fault(1, 0, victims, moment, until=99)]
     found = run(tmp_path, {"stage": stage, "faults": faults})
@@ -94,17 +76,9 @@ def test_kills_between_and_in_micro_batches_in_bf16_leave_no_trace(stage, precis
 # -- several fits ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("step", "moment"),
-    [
-        pytest.param(0, "fit", marks=pytest.mark.exhaustive),
-        pytest.param(0, "copy", marks=pytest.mark.exhaustive),
-        (3, "forward"),
-    ],
-)
-@pytest.mark.parametrize("stage", STAGES)
-def test_a_kill_in_the_second_fit_of_a_script_does_not_repeat_the_first(stage, step, moment, uninterrupted, tmp_path):
-    options = {"stage": stage, "fits": 2, "epochs": 1}
+@pytest.mark.parametrize(("stage", "kill"), one_at_a_time([3, 1, 2], [(3, "forward"), (0, "fit"), (0, "copy")]))
+def test_a_kill_in_the_second_fit_of_a_script_does_not_repeat_the_first(stage, kill, uninterrupted, tmp_path):
+    options, (step, moment) = {"stage": stage, "fits": 2, "epochs": 1}, kill
     found = run(tmp_path, options | {"faults": [fault(0, step, [1], moment, fit=1)]})
     assert found.continued == [6, step][: 1 + (step > 0)]  # the first fit's end, then the second fit if it was kept
     assert found.begun[-1] == list(range(step, 6))
@@ -112,8 +86,7 @@ def test_a_kill_in_the_second_fit_of_a_script_does_not_repeat_the_first(stage, s
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("moment", ["backward", "end"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize(("stage", "moment"), one_at_a_time([3, 1, 2], ["backward", "end"]))
 def test_a_kill_in_the_first_fit_leaves_no_trace_in_the_second(stage, moment, uninterrupted, tmp_path):
     options = {"stage": stage, "fits": 2, "epochs": 1}
     found = run(tmp_path, options | {"faults": [fault(0, 3, [0], moment)]})

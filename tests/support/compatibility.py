@@ -72,6 +72,20 @@ def render(rows: dict[tuple[str, str], Row]) -> str:
     return "\n".join(lines)
 
 
+def cells_of(item: pytest.Item) -> set[tuple[str, str, int]]:
+    """The cells of the table that a test proves: (section, words, stage)."""
+    return {(*marker.args[:2], stage) for marker in item.iter_markers("behaviour") for stage in _stages_of(item)}
+
+
+def _stages_of(item: pytest.Item) -> list[int]:
+    callspec = getattr(item, "callspec", None)  # only parametrized tests have it
+    only = callspec.params.get("stage") if callspec else None
+    return STAGES if only is None else [only]
+
+
+NO_TIME = "not started"
+"""Begins the reason for skipping a test for which there was no time (see ``selection``); it proves nothing."""
+
 _SAYS = "behaviour"
 """Key of the data that pytest-xdist's workers, which collect and run, send to the process that gathers reports."""
 
@@ -85,9 +99,7 @@ class Marked:
         self.first: dict[tuple[str, str], int] = {}
 
     def pytest_itemcollected(self, item: pytest.Item) -> None:
-        callspec = getattr(item, "callspec", None)  # only parametrized tests have it
-        only = callspec.params.get("stage") if callspec else None
-        stages = STAGES if only is None else [only]
+        stages = _stages_of(item)
         said = [[stages, *_read(*marker.args, **marker.kwargs)] for marker in item.iter_markers("behaviour")]
         if said:
             for each in said:
@@ -122,13 +134,16 @@ class Compatibility:
             raise pytest.UsageError("--compatibility=write needs every marked test: leave out paths, -k and the like.")
         self.marked = marked
         self.number: int | None = None  # number of marked tests, as reported by the workers
+        self.not_started = 0
         self.passed: dict[int, bool] = {}
         self.said: dict[int, list[tuple[list[int], str, str, dict[int, str], int]]] = {}
         self.verdict: str | None = None
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         found = dict(report.user_properties).get(_SAYS)
-        if found and (report.when == "call" or not report.passed):
+        if found and report.skipped and NO_TIME in str(report.longrepr):
+            self.not_started += 1
+        elif found and (report.when == "call" or not report.passed):
             place, said = found
             self.said[place] = said
             self.passed[place] = self.passed.get(place, True) and report.passed
@@ -149,7 +164,7 @@ class Compatibility:
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         number = self.number or self.marked.number - self.marked.left_out
-        is_over = number > 0 and len(self.passed) == number
+        is_over = number > 0 and len(self.passed) + self.not_started == number
         if not self.may_be_whole or not is_over or (session.testsfailed and not self.writes):
             return  # a failing test must be fixed, not documented
         page = render(self.rows())

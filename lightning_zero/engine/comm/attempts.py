@@ -81,7 +81,9 @@ def leave_soon(reason: str) -> None:
 
     def leave() -> None:
         print(
-            f"This process exits, so that the agent can restart all processes: {reason}.", file=sys.stderr, flush=True
+            f"This process exits, so that the launcher can restart all processes. The reason: {reason}.",
+            file=sys.stderr,
+            flush=True,
         )
         sys.stdout.flush()
         os._exit(1)

@@ -51,8 +51,8 @@ def renew(**options: Any) -> None:
     """
     if ended := sorted(ended_ranks()):
         raise RuntimeError(
-            f"The ranks cannot run again after the failure: the program has ended on rank(s) {ended}. Start all "
-            "ranks again."
+            "These processes cannot continue after the failure: the program has ended on rank(s) "
+            f"{', '.join(map(str, ended))}. Restart all ranks."
         )
     rank, size, backend = process_group.rank(), process_group.world_size(), process_group.backend_name()
     store = process_group.named_store("lightning_zero/renewed")

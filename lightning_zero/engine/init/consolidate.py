@@ -46,10 +46,11 @@ def consolidate(module: nn.Module, timeout: float) -> None:
         with explained("unsharding the module's parameters"):
             held = all_gather_objects((list(left), places))
     if any(places - {(rank, size)} for rank, (_, places) in enumerate(held)):
-        sizes = sorted({of_size for _, places in held for _, of_size in places})
+        sizes = " or ".join(map(str, sorted({of_size for _, places in held for _, of_size in places})))
         raise ValueError(
-            f"The parameters were left sharded by a failed run (number of ranks: {sizes}), and {size} rank(s) in the "
-            "present order cannot unshard them. Use the same ranks, or make a new module and load a checkpoint."
+            f"A failed run of {sizes} rank(s) left the parameters sharded. This run has {size} rank(s), or the same "
+            "ranks in another order, so it cannot unshard them. Use as many ranks in the same order, or make a new "
+            "module and load a checkpoint."
         )
     if not any(names for names, _ in held):
         return

@@ -128,9 +128,11 @@ def check_room_of_owners(
                     need, device = Counter({f"'{segment.name}', updated as a whole by one rank": nbytes}), place
     missing = _without_room(need, communicator, device=device)
     if missing:
+        on_accelerator = communicator.device.type != "cpu" and not all(bucket.plan.is_offloaded for bucket in whole)
+        instead = ", or write offload='cpu'" if on_accelerator else ""
         raise ValueError(
-            f"not enough memory for a whole parameter. {'. '.join(map(str, missing))}. Give whole parameters to an "
-            "elementwise optimizer such as AdamW, so that they are sharded over all ranks, or write offload='cpu'."
+            f"not enough memory to update a parameter as a whole. {'. '.join(map(str, missing))}. Give such parameters "
+            f"to an elementwise optimizer such as AdamW, so that they are sharded over all ranks{instead}."
         )
 
 

@@ -52,7 +52,8 @@ class Disk:
         self._is_pinned, self._file = is_pinned, SwapFile(folder)
         self._thread = ThreadPoolExecutor(1, "lightning_zero-disk")
         self._writes: deque[Future[Any]] = deque()
-        # Start positions of freed ranges, by size. Any thread may add one, since any thread may free an autograd graph.
+        # Start positions of freed ranges, by size. Autograd graphs own the stored bytes, and any thread may free a
+        # graph, so these are deques, whose ``append`` and ``pop`` are thread-safe.
         self._free: dict[int, deque[int]] = {}
         self._end = 0
 

@@ -246,8 +246,9 @@ class MasterStates:
             states = self._in_parts(list(slots))
             found = {p: state for p in parameters if slot_of(p) is None and (state := self.by_master.get(p))}
             found |= {slots[slot]: state for slot, state in states.items() if state}
-            found = walk(found, leaf)
-            return found if leaf is in_parts else {p: as_made_of_tensors(state) for p, state in found.items()}
+            if leaf is in_parts:
+                return found
+            return {p: as_made_of_tensors(state) for p, state in walk(found, leaf).items()}
 
     def state_dict(self, leaf: Leaf) -> dict[str, Any]:
         """The optimizer's ``state_dict()``, with each tensor converted by ``leaf``. Collective."""

@@ -46,7 +46,7 @@ class Topology:
         if size == "node" and len(set(sizes)) > 1:
             # suggest groups within machines if possible
             numbers = _proper_divisors(ranks) if gcd(*sizes) == 1 else _divisors(gcd(*sizes))
-            mend = f"write the number of ranks per group, {_listed(numbers, 'or')}" if numbers else "leave it out"
+            mend = f"write a number of ranks per group ({_listed(numbers, 'or')})" if numbers else "leave it out"
             raise ValueError(
                 "shard_within='node' needs the same number of ranks on each machine, but the machines run "
                 f"{_listed(sizes, 'and')} ranks: {mend}."

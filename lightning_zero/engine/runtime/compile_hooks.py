@@ -11,7 +11,7 @@ from lightning_zero.engine.compat import never_traced, set_eval_frame
 def untraced(function: Callable[[Any], Any]) -> Any:
     """Decorator for functions of one argument: ``torch.compile`` runs them as ordinary Python, with a graph break.
 
-    Covers everything that the function calls, as ``torch.compiler.disable`` does at a higher cost per call.
+    This covers everything that the function calls, like ``torch.compiler.disable``, but costs less per call.
     """
 
     def run(argument: Any) -> Any:

@@ -258,7 +258,10 @@ def slots_of(bucket: Bucket, first: int = 0, last: int | None = None) -> list[Bu
     try:  # cheaper than checking each reference; this function runs several times per bucket and step
         return [reference().slot for reference in references]  # type: ignore[union-attr]
     except AttributeError:
-        raise AssertionError(f"a parameter of unit {bucket.unit_name!r} was deleted") from None
+        raise AssertionError(
+            f"a parameter of unit {bucket.unit_name or 'root'!r} was deleted while the module is sharded: delete "
+            "modules and parameters before or after the run"
+        ) from None
 
 
 def slot_of(tensor: Any) -> BucketSlot | None:

@@ -182,7 +182,7 @@ def _beside(value: Tensor, local: Tensor) -> Tensor:
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``_foreach_*`` operators on local ranges, with one call for each combination of rank group and device."""
     first, in_place = args[0], bool(_targets(func))
-    members: dict[Any, list[int]] = {}  # positions in ``first`` by (group, device); None: full values
+    members: dict[Any, list[int]] = {}  # positions in ``first`` by (group, device); by None if not sharded
     for position, tensor in enumerate(first):
         sharded = _communicating(tensor)
         # devices differ if some ranges are offloaded to the host

@@ -83,4 +83,4 @@ class Slot(Protocol):
         """Take over a local gradient that autograd adds to ``.grad``; return False if the slot reduces no gradients."""
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
-        """Reduce a small tensor over all ranks, in place. Collective. ``what`` describes the reduction in errors."""
+        """Reduce a small tensor over all ranks, in place. Collective. Error messages call the reduction ``what``."""
