@@ -74,7 +74,8 @@ def render(rows: dict[tuple[str, str], Row]) -> str:
 
 def cells_of(item: pytest.Item) -> set[tuple[str, str, int]]:
     """The cells of the table that a test proves: (section, words, stage)."""
-    return {(*marker.args[:2], stage) for marker in item.iter_markers("behaviour") for stage in _stages_of(item)}
+    said = [_read(*marker.args, **marker.kwargs) for marker in item.iter_markers("behaviour")]
+    return {(section, words, stage) for section, words, _ in said for stage in _stages_of(item)}
 
 
 def _stages_of(item: pytest.Item) -> list[int]:
