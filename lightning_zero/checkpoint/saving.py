@@ -117,14 +117,15 @@ def serialised(value: Any) -> bytes:
 
 
 def content_of(
-    tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialise: Callable[[Any], Any] = serialised
+    tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialise: Callable[[Any], Any] | None = serialised
 ) -> Content:
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        serialise: converts values that are not tensors.
+        serialise: converts values that are not tensors. With None, these values and numbers in tensors (``is_number``)
+            are returned as they are.
     """
     hollow, sharded = _split(dict(rest))
     tree, containers = _expressible(tree)
@@ -137,19 +138,25 @@ def content_of(
     for name, leaf in leaves.items():
         if is_view_of_parameter(leaf):
             leaf = leaf.whole()
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
+        is_entry = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
+        if is_entry and (serialise is not None or not is_number(leaf)):
             key = identity(leaf)
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
         elif rank == 0:
-            objects[name] = serialise(leaf)
+            objects[name] = leaf if serialise is None else serialise(leaf)
     entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
         [entry for entry in entries if entry.stop > entry.start or (rank == 0 and not entry.shape.numel())],
         objects,
-        serialise(hollow) if rank == 0 else b"",
+        (hollow if serialise is None else serialise(hollow)) if rank == 0 else b"",
         paths if rank == 0 else {},
     )
+
+
+def is_number(tensor: Tensor) -> bool:
+    """Whether a tensor is a single number in ordinary CPU memory, such as an optimizer's ``step``."""
+    return type(tensor) is Tensor and not tensor.dim() and tensor.device.type == "cpu" and not tensor.requires_grad
 
 
 def is_view_of_parameter(value: Any) -> bool:
@@ -210,8 +217,8 @@ def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any
             is_odd = is_odd or not all(isinstance(key, str) for key in value)
             return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
         # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
-        is_sharded = any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
-        return items if is_sharded else value, hollow, is_odd
+        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
+        return items if is_list else value, hollow, is_odd
 
     plain: dict[str, dict[str, Any]] = {}
     containers: dict[str, dict[str, Any]] = {}

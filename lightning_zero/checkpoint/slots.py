@@ -10,6 +10,7 @@ section 4), but slots are on the rank's own machine, since tmpfs outlives a kill
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import pickle
@@ -27,7 +28,7 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, opened_folder
-from lightning_zero.checkpoint.saving import Content, CopyBuffer, Entry, Written, device_of, metadata_of
+from lightning_zero.checkpoint.saving import Content, CopyBuffer, Entry, Written, device_of, is_number, metadata_of
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.compat import foreach_copy
 from lightning_zero.engine.plan.chunks import Box
@@ -74,7 +75,10 @@ class SlotWriter:
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staging = CopyBuffer() if staging is None else staging
         self._length = 0  # length of the contents in bytes
+        # What follows is kept from copy to copy, until the layout changes.
         self._layout: Any = None
+        self._positions: list[int] = []  # of each entry, followed by the end of the last entry
+        self._targets: dict[int, Sequence[Tensor]] = {}  # the memory of an entry's values, in pieces, by its number
         self._tensors = b""
 
     def begin(self, content: Content, about: About, own: Any) -> Callable[[], None]:
@@ -93,11 +97,12 @@ class SlotWriter:
         """
         os.pwrite(self._file, bytes(_HEADER.size), 0)
         entries = sorted(content.entries, key=lambda entry: entry.is_guarded)
-        positions = _positions(entries)
-        state = pickle.dumps((content.paths, content.rest, content.objects, own), pickle.HIGHEST_PROTOCOL)
-        self._reserve(positions[-1])
+        self._arrange(entries)
+        end = self._positions[-1]
+        state = _pickled((content.paths, content.rest, content.objects, own))
+        self._reserve(end)
         free = sum(not entry.is_guarded for entry in entries)
-        sums = self._copied(_on_cpu(entries[:free], CopyBuffer()), positions)
+        sums = self._copied(_on_cpu(entries[:free], CopyBuffer()), 0)
         guarded = entries[free:]
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
@@ -105,13 +110,13 @@ class SlotWriter:
 
         def complete() -> None:
             with work:
-                sums.extend(self._copied(_on_cpu(guarded, self._staging, ready), positions[free:]))
-            trailer = pickle.dumps((about, self._described(entries, positions), sums, state), pickle.HIGHEST_PROTOCOL)
-            self._reserve(positions[-1] + len(trailer))
-            os.pwrite(self._file, trailer, positions[-1])
-            header = _HEADER.pack(_MAGIC, positions[-1], len(trailer), zlib.crc32(trailer))
+                sums.extend(self._copied(_on_cpu(guarded, self._staging, ready), free))
+            trailer = pickle.dumps((about, self._described(entries), sums, state), pickle.HIGHEST_PROTOCOL)
+            self._reserve(end + len(trailer))
+            os.pwrite(self._file, trailer, end)
+            header = _HEADER.pack(_MAGIC, end, len(trailer), zlib.crc32(trailer))
             os.pwrite(self._file, header, 0)
-            self._length = positions[-1] + len(trailer)
+            self._length = end + len(trailer)
 
         return complete
 
@@ -134,6 +139,7 @@ class SlotWriter:
         """Allocate the file's memory now: if tmpfs had no memory left at a later write, the process would be killed."""
         if size > self._size:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
+            self._targets = {}
             os.posix_fallocate(self._file, 0, size)
             self._size = size
 
@@ -142,13 +148,26 @@ class SlotWriter:
             self._memory = torch.frombuffer(mmap.mmap(self._file, self._size), dtype=torch.uint8)
         return self._memory
 
-    def _copied(self, entries: list[Entry], positions: Sequence[int]) -> list[tuple[int, int, int]]:
+    def _arrange(self, entries: list[Entry]) -> None:
+        """Set the positions of the entries, unless the layout is that of the last copy."""
+        layout = [(entry.names, entry.share, entry.dtype, entry.start, entry.stop) for entry in entries]
+        if layout != self._layout:
+            self._layout, self._targets, self._tensors = layout, {}, b""
+            self._positions = [self.VALUES]
+            for entry in entries:
+                self._positions.append(-(-(self._positions[-1] + entry.nbytes) // 64) * 64)
+
+    @torch.no_grad()
+    def _copied(self, entries: list[Entry], first: int) -> list[tuple[int, int, int]]:
         """Copy values to their positions, and return (begin, end, sum) of each copied piece.
 
         Each piece is summed while it is in the processor's cache, which takes half as long as reading it again.
+
+        Args:
+            first: the number of the first entry in the layout.
         """
         memory, sums = self._mapped(), []
-        begin = positions[0]
+        begin = self._positions[first]
         targets: list[Tensor] = []
         sources: list[Tensor] = []
 
@@ -159,27 +178,31 @@ class SlotWriter:
             sums.append((begin, end, _sum(memory[begin:end])))
             begin, targets, sources = end, [], []
 
-        for entry, position in zip(entries, positions):
-            target = memory[position : position + entry.nbytes].view(entry.dtype)
-            if isinstance(entry.values, LazyTensor):
-                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
+        for number, entry in enumerate(entries, first):
+            position = self._positions[number]
+            if isinstance(entry.values, LazyTensor):  # one at a time: together, they may exceed memory
+                target = memory[position : position + entry.nbytes].view(entry.dtype)
+                target.copy_(entry.values.shown(0, target.numel()))
                 continue
-            source = entry.values.detach().reshape(-1)[: target.numel()]
-            step = _PIECE // entry.dtype.itemsize
-            for start, to, values in zip(
-                range(position, position + entry.nbytes, _PIECE), target.split(step), source.split(step)
-            ):
+            if number not in self._targets:
+                target = memory[position : position + entry.nbytes].view(entry.dtype)
+                self._targets[number] = target.split(_PIECE // entry.dtype.itemsize)
+            pieces = self._targets[number]
+            source = entry.values.reshape(-1)
+            if source.numel() > (numel := entry.stop - entry.start):
+                source = source[:numel]
+            of_pieces = source.split(_PIECE // entry.dtype.itemsize) if len(pieces) > 1 else (source,)
+            for start, to, values in zip(range(position, position + entry.nbytes, _PIECE), pieces, of_pieces):
                 if start - begin >= _PIECE:
                     copy_until(start)
                 targets.append(to)
                 sources.append(values)
-        copy_until(positions[len(entries)])
+        copy_until(self._positions[first + len(entries)])
         return sums
 
-    def _described(self, entries: list[Entry], positions: list[int]) -> bytes:
-        """Return the pickled description of the values, as in ``Written.tensors``; cached until the layout changes."""
-        layout = [(entry.names, entry.share, entry.dtype, entry.start, entry.stop) for entry in entries]
-        if layout != self._layout:
+    def _described(self, entries: list[Entry]) -> bytes:
+        """Return the pickled description of the values, as in ``Written.tensors``."""
+        if not self._tensors:
             tensors = [
                 (
                     entry.names,
@@ -187,23 +210,15 @@ class SlotWriter:
                     entry.dtype,
                     [(box, _place(entry, box, position)) for box in entry.boxes],
                 )
-                for entry, position in zip(entries, positions)
+                for entry, position in zip(entries, self._positions)
             ]
-            self._layout, self._tensors = layout, pickle.dumps(tensors, pickle.HIGHEST_PROTOCOL)
+            self._tensors = pickle.dumps(tensors, pickle.HIGHEST_PROTOCOL)
         return self._tensors
 
     def close(self) -> None:
         if self._file >= 0:
             os.close(self._file)
-        self._file, self._memory = -1, torch.empty(0, dtype=torch.uint8, device="cpu")
-
-
-def _positions(entries: list[Entry]) -> list[int]:
-    """Return the position of each entry, followed by the end of the last entry."""
-    positions = [SlotWriter.VALUES]
-    for entry in entries:
-        positions.append(-(-(positions[-1] + entry.nbytes) // 64) * 64)
-    return positions
+        self._file, self._memory, self._targets = -1, torch.empty(0, dtype=torch.uint8, device="cpu"), {}
 
 
 def _place(entry: Entry, box: Box, position: int) -> list[int]:
@@ -214,6 +229,25 @@ def _place(entry: Entry, box: Box, position: int) -> list[int]:
 def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None = None) -> list[Entry]:
     """Return the entries if their values are on the CPU, otherwise copies of the entries in ``staging``."""
     return entries if device_of(entries) is None else staging.copied(entries, after)
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles a zero-dimensional tensor as a number, which is ten times faster."""
+
+    def reducer_override(self, value: Any) -> Any:
+        if type(value) is Tensor and is_number(value):
+            return _tensor_of, (value.item(), value.dtype)
+        return NotImplemented
+
+
+def _tensor_of(number: Any, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+def _pickled(value: Any) -> bytes:
+    stream = io.BytesIO()
+    _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
+    return stream.getvalue()
 
 
 def _sum(memory: Tensor) -> int:

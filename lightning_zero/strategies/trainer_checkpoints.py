@@ -198,8 +198,8 @@ class TrainerCheckpoints(ZeroProcesses):
         """
         with self._taking_parts():
             checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
-            checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, with_data_loading=False)
-            content = content_of(self._tree_in(checkpoint), checkpoint, self.global_rank, serialise=lambda value: value)
+            checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, is_kept=True)
+            content = content_of(self._tree_in(checkpoint), checkpoint, self.global_rank, serialise=None)
         return content, self._data_loading.state() if self._data_loading is not None else {}
 
     def save_in_parts(self, path: Any) -> None:
@@ -207,12 +207,15 @@ class TrainerCheckpoints(ZeroProcesses):
         with self._taking_parts() if self.num_nodes == 1 else nullcontext():
             self.lightning_module.trainer.save_checkpoint(path)
 
-    def _about_checkpoint(self, *, to_resume: bool, with_data_loading: bool = True) -> dict[str, Any]:
-        """Return this package's entry for a checkpoint: versions, and state that Lightning does not save."""
+    def _about_checkpoint(self, *, to_resume: bool, is_kept: bool = False) -> dict[str, Any]:
+        """Return this package's entry for a checkpoint: versions, and state that Lightning does not save.
+
+        A state kept in memory has the state of data loading elsewhere, and is never exported.
+        """
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
         if to_resume and not self._takes_parts:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
-        if to_resume and with_data_loading and self._data_loading is not None:
+        if to_resume and not is_kept and self._data_loading is not None:
             ranks = self.all_gather_values(in_tensors(self._data_loading.state()))
             about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
         if self._resilience is not None:
@@ -223,7 +226,7 @@ class TrainerCheckpoints(ZeroProcesses):
             masters = self.engine.masters_by_name(leaf=leaf)
         if masters and to_resume:
             about["masters"] = masters
-        if configs := configs_of_models(self.lightning_module):
+        if not is_kept and (configs := configs_of_models(self.lightning_module)):
             about["transformers"] = configs
         return about
 

@@ -178,11 +178,11 @@ def in_copies() -> None:
     """Let faults happen in the middle of a copy, between its values and its header, and before a slot is verified."""
     copied, described, verify = slots.SlotWriter._copied, slots.SlotWriter._described, slots.Slot.verify
 
-    def copying(self, entries, positions):
+    def copying(self, entries, first):
         half = len(entries) // 2
-        copied(self, entries[:half], positions)
+        copied(self, entries[:half], first)
         act("copy")
-        return copied(self, entries, positions)
+        return copied(self, entries, first)
 
     def describing(self, *arguments):
         act("commit")

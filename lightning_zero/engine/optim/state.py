@@ -279,17 +279,14 @@ class MasterStates:
         if not slots:
             return {}
         self.synchronize()
-        own = {}
+        own: dict[int, dict[str, Any]] = {}
+        of_masters: dict[Master, dict[str, Any]] = {}  # a master's parameters share its description
         for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
             if master is not None and (slot.local_numel or slot.share.own_shape.numel() == 0):
-                of_rest = described if slot.bucket.layout.is_whole else Small
-                own[number] = {
-                    key: value.dtype
-                    if is_by_element(key, value, master.tensor.shape)
-                    else of_rest(in_plain_tensors(value))
-                    for key, value in self.by_master.get(master.tensor, {}).items()
-                }
+                if master not in of_masters:
+                    of_masters[master] = self._description(master)
+                own[number] = of_masters[master]
         # for parameters of which this rank owns no part, other ranks provide the dtypes and the small entries
         known: dict[int, dict[str, Any]] = {}
         for found in slots[0].bucket.communicator.control.gather_objects(own):
@@ -297,6 +294,14 @@ class MasterStates:
         return {
             slot: {key: self._entry(slot, key, entry) for key, entry in known.get(number, {}).items()}
             for number, slot in enumerate(slots)
+        }
+
+    def _description(self, master: Master) -> dict[str, Any]:
+        """A master's state in a form for other ranks: dtypes of entries by element, and all other entries described."""
+        of_rest = described if master.bucket.layout.is_whole else Small
+        return {
+            key: value.dtype if is_by_element(key, value, master.tensor.shape) else of_rest(in_plain_tensors(value))
+            for key, value in self.by_master.get(master.tensor, {}).items()
         }
 
     def _entry(self, slot: BucketSlot, key: str, entry: Any) -> Any:
@@ -316,7 +321,8 @@ class MasterStates:
         if master is None or not slot.local_numel:
             part = torch.empty(0, dtype=entry, device=slot.device)
         elif (on_disk := slot.bucket.states) is None:
-            part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
+            value = self.by_master[master.tensor][key]
+            part = (value if value.dim() == 1 else value.reshape(-1))[master.part_of(slot)]
         else:
             part = on_disk.tensor(key, slot.local_range.start, slot.local_range.stop)
         return ShardedTensor(slot, part, keep=self)
