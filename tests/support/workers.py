@@ -223,6 +223,7 @@ def _clean_surroundings(work: Path) -> Iterator[None]:
         torch.set_grad_enabled(True)
         gc.enable()
         gc.collect()
+        gc.freeze()  # what is left, such as newly imported modules, stays for good
 
 
 # ----------------------------------------------------------------------------------------------- in the test process
