@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from tests.support import WorkerPools
+
 # Without bytecode files, each of the many processes that import the package would compile it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
-
-from tests.support import WorkerPools
 
 pytest_plugins = ["pytester", "tests.support.alone", "tests.support.compatibility", "tests.support.selection"]
 

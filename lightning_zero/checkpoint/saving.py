@@ -253,6 +253,8 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
 
 def _alone(part: Tensor) -> Tensor:
     """Return the tensor with a storage of its own size, since torch.save writes entire storages."""
+    if part.numel() == 1:  # its stride may be any number, but must be 1 for access to its bytes
+        return part.clone(memory_format=torch.contiguous_format)
     if part.untyped_storage().nbytes() == part.nbytes or not part.numel():
         return part
     return torch.frombuffer(part.view(torch.uint8).numpy(), dtype=torch.uint8).view(part.dtype)

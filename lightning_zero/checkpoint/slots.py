@@ -155,7 +155,8 @@ class SlotWriter:
             self._layout, self._targets, self._tensors = layout, {}, b""
             self._positions = [self.VALUES]
             for entry in entries:
-                self._positions.append(-(-(self._positions[-1] + entry.nbytes) // 64) * 64)
+                length = max(entry.nbytes, 1)  # readers tell pieces apart by their positions
+                self._positions.append(-(-(self._positions[-1] + length) // 64) * 64)
 
     @torch.no_grad()
     def _copied(self, entries: list[Entry], first: int) -> list[tuple[int, int, int]]:
@@ -320,8 +321,8 @@ class _SlotFolder(Folder):
         return self._whole_rest
 
     def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
-        yield from super()._values(metadata)
-        yield from self._objects.items()
+        values = dict(super()._values(metadata)) | self._objects
+        return ((name, values[name]) for name in metadata.planner_data)
 
     def _decoded(self, data: memoryview, chunk: Any, dtype: torch.dtype) -> Tensor:
         flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")
