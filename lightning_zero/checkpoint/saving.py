@@ -124,8 +124,8 @@ def content_of(
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        serialise: converts values that are not tensors. With None, these values and numbers in tensors (``is_number``)
-            are returned as they are.
+        serialise: converts values that are not tensors. If None, these values stay as they are, and so do
+            zero-dimensional tensors (``is_number``), which then are not among the entries.
     """
     hollow, sharded = _split(dict(rest))
     tree, containers = _expressible(tree)
@@ -154,9 +154,15 @@ def content_of(
     )
 
 
-def is_number(tensor: Tensor) -> bool:
-    """Whether a tensor is a single number in ordinary CPU memory, such as an optimizer's ``step``."""
-    return type(tensor) is Tensor and not tensor.dim() and tensor.device.type == "cpu" and not tensor.requires_grad
+def is_number(value: Any) -> bool:
+    """Whether a value is an ordinary zero-dimensional tensor in CPU memory, such as an optimizer's ``step``."""
+    return (
+        type(value) is Tensor
+        and not value.dim()
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not (value.is_quantized or value.requires_grad)
+    )
 
 
 def is_view_of_parameter(value: Any) -> bool:

@@ -233,12 +233,10 @@ def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a zero-dimensional tensor as a number, which is ten times faster."""
+    """Pickles a zero-dimensional tensor as a number, which takes a fraction of the time."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is Tensor and is_number(value):
-            return _tensor_of, (value.item(), value.dtype)
-        return NotImplemented
+        return (_tensor_of, (value.item(), value.dtype)) if is_number(value) else NotImplemented
 
 
 def _tensor_of(number: Any, dtype: torch.dtype) -> Tensor:
