@@ -127,6 +127,7 @@ def content_of(
         serialise: converts values that are not tensors. If None, these values stay as they are, and so do
             zero-dimensional tensors (``is_number``), which then are not among the entries.
     """
+    converted = serialise if serialise is not None else lambda value: value
     hollow, sharded = _split(dict(rest))
     tree, containers = _expressible(tree)
     if containers:
@@ -144,12 +145,12 @@ def content_of(
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
         elif rank == 0:
-            objects[name] = leaf if serialise is None else serialise(leaf)
+            objects[name] = converted(leaf)
     entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
         [entry for entry in entries if entry.stop > entry.start or (rank == 0 and not entry.shape.numel())],
         objects,
-        (hollow if serialise is None else serialise(hollow)) if rank == 0 else b"",
+        converted(hollow) if rank == 0 else b"",
         paths if rank == 0 else {},
     )
 
@@ -278,14 +279,14 @@ class CopyBuffer:
         Args:
             after: event on the entries' device after which values are final; None waits for all work queued so far.
         """
-        device, needed = device_of(entries), sum(_aligned(entry.nbytes) for entry in entries)
+        device, needed = device_of(entries), sum(aligned(entry.nbytes) for entry in entries)
         if len(self._memory) < needed:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None, device="cpu")
         copied, targets, sources, position = [], [], [], 0
         for entry in entries:
             target = self._memory[position : position + entry.nbytes].view(entry.dtype)
-            position += _aligned(entry.nbytes)
+            position += aligned(entry.nbytes)
             copied.append(replace(entry, values=target))
             if isinstance(entry.values, LazyTensor):
                 target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
@@ -309,7 +310,8 @@ def device_of(entries: list[Entry]) -> torch.device | None:
     return next((entry.values.device for entry in entries if entry.values.device.type != "cpu"), None)
 
 
-def _aligned(nbytes: int) -> int:
+def aligned(nbytes: int) -> int:
+    """Round a size or position up to a multiple of 64 bytes."""
     return -(-nbytes // 64) * 64
 
 

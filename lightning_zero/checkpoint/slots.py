@@ -28,7 +28,16 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, opened_folder
-from lightning_zero.checkpoint.saving import Content, CopyBuffer, Entry, Written, device_of, is_number, metadata_of
+from lightning_zero.checkpoint.saving import (
+    Content,
+    CopyBuffer,
+    Entry,
+    Written,
+    aligned,
+    device_of,
+    is_number,
+    metadata_of,
+)
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.compat import foreach_copy
 from lightning_zero.engine.plan.chunks import Box
@@ -78,7 +87,7 @@ class SlotWriter:
         # What follows is kept from copy to copy, until the layout changes.
         self._layout: Any = None
         self._positions: list[int] = []  # of each entry, followed by the end of the last entry
-        self._targets: dict[int, Sequence[Tensor]] = {}  # the memory of an entry's values, in pieces, by its number
+        self._targets: dict[int, Tensor] = {}  # the memory of an entry's values, by the entry's number
         self._tensors = b""
 
     def begin(self, content: Content, about: About, own: Any) -> Callable[[], None]:
@@ -156,7 +165,7 @@ class SlotWriter:
             self._positions = [self.VALUES]
             for entry in entries:
                 length = max(entry.nbytes, 1)  # readers tell pieces apart by their positions
-                self._positions.append(-(-(self._positions[-1] + length) // 64) * 64)
+                self._positions.append(aligned(self._positions[-1] + length))
 
     @torch.no_grad()
     def _copied(self, entries: list[Entry], first: int) -> list[tuple[int, int, int]]:
@@ -181,19 +190,16 @@ class SlotWriter:
 
         for number, entry in enumerate(entries, first):
             position = self._positions[number]
-            if isinstance(entry.values, LazyTensor):  # one at a time: together, they may exceed memory
-                target = memory[position : position + entry.nbytes].view(entry.dtype)
-                target.copy_(entry.values.shown(0, target.numel()))
-                continue
             if number not in self._targets:
-                target = memory[position : position + entry.nbytes].view(entry.dtype)
-                self._targets[number] = target.split(_PIECE // entry.dtype.itemsize)
-            pieces = self._targets[number]
-            source = entry.values.reshape(-1)
-            if source.numel() > (numel := entry.stop - entry.start):
-                source = source[:numel]
-            of_pieces = source.split(_PIECE // entry.dtype.itemsize) if len(pieces) > 1 else (source,)
-            for start, to, values in zip(range(position, position + entry.nbytes, _PIECE), pieces, of_pieces):
+                self._targets[number] = memory[position : position + entry.nbytes].view(entry.dtype)
+            target = self._targets[number]
+            if isinstance(entry.values, LazyTensor):
+                target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
+                continue
+            source = entry.values.reshape(-1)[: target.numel()]
+            step = _PIECE // entry.dtype.itemsize
+            starts = range(position, position + entry.nbytes, _PIECE)
+            for start, to, values in zip(starts, _cut(target, step), _cut(source, step)):
                 if start - begin >= _PIECE:
                     copy_until(start)
                 targets.append(to)
@@ -220,6 +226,11 @@ class SlotWriter:
         if self._file >= 0:
             os.close(self._file)
         self._file, self._memory, self._targets = -1, torch.empty(0, dtype=torch.uint8, device="cpu"), {}
+
+
+def _cut(values: Tensor, step: int) -> Sequence[Tensor]:
+    """Cut 1-D values into pieces of ``step`` elements. Most values are one piece, and ``split`` costs time for each."""
+    return values.split(step) if len(values) > step else (values,)
 
 
 def _place(entry: Entry, box: Box, position: int) -> list[int]:

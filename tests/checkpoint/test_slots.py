@@ -37,8 +37,12 @@ NUMBERS = {
     torch.bool: [True],
 }
 
-
 Keep = Callable[[dict[str, Any]], dict[str, Any]]
+
+
+def in_memory(tree: dict[str, Any]) -> dict[str, Any]:
+    """Read the tensors that are still in files."""
+    return walk(tree, Tensor.clone, lambda leaf: isinstance(leaf, LazyTensor))
 
 
 @contextmanager
@@ -54,7 +58,7 @@ def slot_in(folder: Path) -> Iterator[Keep]:
         slot = Slot.at(path)
         assert slot is not None and slot.verify() and slot.about == about
         opened, _ = open_slots(str(folder), [slot])
-        return walk(opened.checkpoint["tree"], Tensor.clone, lambda leaf: isinstance(leaf, LazyTensor))
+        return in_memory(opened.checkpoint["tree"])
 
     try:
         yield keep
@@ -66,7 +70,7 @@ def saved(folder: Path, tree: dict[str, Any]) -> dict[str, Any]:
     """Write a tree to a sharded checkpoint, and read it."""
     path = str(folder / "x.ckpt")
     save_in_parts(content_of({"tree": tree}, {}), Destination(path, new_label()), {})
-    return walk(open_checkpoint(path).checkpoint["tree"], Tensor.clone, lambda leaf: isinstance(leaf, LazyTensor))
+    return in_memory(open_checkpoint(path).checkpoint["tree"])
 
 
 @pytest.mark.parametrize("dtype", NUMBERS, ids=str)

@@ -34,14 +34,16 @@ class Layer(nn.Module):
         return x
 
 
-def count(do: Callable[[], Any]) -> int:
-    """Count the bytecode instructions that this thread executes, in any function, during a call."""
-    instructions = 0
+def count(do: Callable[[], Any], of: str = "opcode") -> int:
+    """Count what this thread does during a call: bytecode instructions, or with ``of="call"`` calls of functions."""
+    found = 0
 
     def trace(frame: Any, event: str, argument: Any) -> Any:
-        nonlocal instructions
+        nonlocal found
+        found += event == of
+        if of == "call":
+            return None  # nothing within the function counts
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        instructions += event == "opcode"
         return trace
 
     before = sys.gettrace()
@@ -50,7 +52,7 @@ def count(do: Callable[[], Any]) -> int:
         do()
     finally:
         sys.settrace(before)
-    return instructions
+    return found
 
 
 @contextmanager

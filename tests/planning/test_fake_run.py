@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from functools import partial
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.planning.fake_run import fake_run
-from tests.engine.test_growth import NEARLY
+from tests.engine.test_growth import NEARLY, count
 from tests.planning.projects import (
     Adversaries,
     Llama,
@@ -242,19 +241,8 @@ def test_values_that_a_project_reads_are_assumed_and_the_line_is_named():
 
 def calls_of_planning(depth: int, ranks: int) -> int:
     """Count the Python functions called by this thread while a model of this depth is planned."""
-    calls = 0
-
-    def count(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event == "call"
-
-    before = sys.getprofile()
-    sys.setprofile(count)
-    try:
-        fake_run(partial(Net, width=4608, depth=depth), torch.randn(1, 128, 4608), ranks=ranks, stage=3)
-    finally:
-        sys.setprofile(before)
-    return calls
+    model, sample = partial(Net, width=4608, depth=depth), torch.randn(1, 128, 4608)
+    return count(partial(fake_run, model, sample, ranks=ranks, stage=3), of="call")
 
 
 @pytest.mark.exhaustive

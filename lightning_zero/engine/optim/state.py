@@ -321,8 +321,7 @@ class MasterStates:
         if master is None or not slot.local_numel:
             part = torch.empty(0, dtype=entry, device=slot.device)
         elif (on_disk := slot.bucket.states) is None:
-            value = self.by_master[master.tensor][key]
-            part = (value if value.dim() == 1 else value.reshape(-1))[master.part_of(slot)]
+            part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
         else:
             part = on_disk.tensor(key, slot.local_range.start, slot.local_range.stop)
         return ShardedTensor(slot, part, keep=self)
