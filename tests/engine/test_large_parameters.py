@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import full_grad
 from lightning_zero.engine import Engine
 from tests.engine.test_several_machines import on_machines
 from tests.support.training import same_tensors
@@ -115,3 +116,24 @@ def test_a_gradient_in_16_bits_is_cast_in_chunks(run_on, machines, stage, twice)
 def test_the_gradient_of_a_large_parameter_counts_as_zero_on_ranks_that_do_not_use_it(run_on, stage, micro_batches):
     """This also holds if one rank has accumulated a gradient without synchronisation and the other has not."""
     run_on(2, compare, stage=stage, machines="ab", unused=True, micro_batches=micro_batches, reduce_dtype="bf16")
+
+
+def drop_a_local_gradient(rows: int) -> None:
+    torch.manual_seed(0)
+    module, reference = nn.Linear(64, rows, bias=False), nn.Linear(64, rows, bias=False)
+    reference.load_state_dict(module.state_dict())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], stage=1, bucket_numel=1000)
+    inputs = [torch.full((2, 64), 1.0 + number) for number in range(2)]
+    with engine.no_sync():
+        module(inputs[rank()]).sum().backward()
+    optimizer.zero_grad()
+    module(inputs[rank()]).square().sum().backward()
+    (sum(reference(each).square().sum() for each in inputs) / 2).backward()
+    torch.testing.assert_close(full_grad(module.weight), reference.weight.grad)
+    engine.close()
+
+
+@pytest.mark.parametrize("rows", [64, 256], ids=["small enough to be kept apart", "larger"])
+def test_a_dropped_local_gradient_of_a_large_parameter_is_not_reduced(run_on, rows):
+    run_on(2, drop_a_local_gradient, rows=rows)

@@ -340,10 +340,11 @@ class BucketGradients:
     def _start_in_chunks(self, chunk_numel: int) -> Pending:
         """Start to reduce the gradient of a bucket's only parameter in chunks."""
         gradient, factor = next((each.view(-1) for each in self._apart.values()), None), self._mean
-        if (flat := self.flat) is not None:  # gradients accumulated without synchronisation
-            self.flat, factor = None, 1.0
+        if (flat := self.flat) is not None:  # for gradients accumulated without synchronisation
+            self.flat = None
             self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
-            gradient = flat[: self.bucket.layout.numel] if self._filled[0] else None
+            if self._filled[0] and gradient is None:
+                gradient, factor = flat[: self.bucket.layout.numel], 1.0
             del flat
         start, stop = self.bucket.layout.own_part
         self._take_apart()
