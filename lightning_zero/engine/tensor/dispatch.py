@@ -209,8 +209,10 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     is_plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
     if is_plain and not in_place or func._schema.name in _REDUCTIONS_OF_LISTS:
         return NotImplemented
-    local_ranges, *others = (_local_arguments(arg, first[0].local) for arg in args)
-    found = func(local_ranges, *others, **kwargs)
+    local = first[0].local
+    # in-place operators write wider master weights and gradients at full precision
+    local_ranges = [tensor.local for tensor in first] if in_place else _local_arguments(first, local)
+    found = func(local_ranges, *(_local_arguments(arg, local) for arg in args[1:]), **kwargs)
     if not in_place:
         return [ShardedTensor(tensor.slot, local) for tensor, local in zip(first, found)]
     for tensor, local in zip(first, local_ranges):
@@ -224,7 +226,7 @@ def _local_arguments(value: Any, local: Tensor) -> Any:
     Not a closure: a recursive closure is a reference cycle, which would delay the freeing of gradients.
     """
     if isinstance(value, ShardedTensor):
-        return value.local
+        return value.local.to(value.dtype)
     if isinstance(value, Tensor):
         return _beside(value, local)
     return [_local_arguments(item, local) for item in value] if isinstance(value, (list, tuple)) else value
