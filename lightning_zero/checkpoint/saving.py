@@ -49,7 +49,7 @@ class CheckpointNotSavedError(OSError):
     """A checkpoint could not be written; any earlier checkpoint at its path is unchanged."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Entry:
     """The part of a tensor that one rank writes.
 
@@ -104,8 +104,8 @@ class Content:
     """
 
     entries: list[Entry]
-    objects: dict[str, Any]
-    rest: Any
+    objects: dict[str, bytes]
+    rest: bytes
     paths: dict[str, tuple[Any, ...]]
 
 
@@ -116,18 +116,13 @@ def serialised(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def content_of(
-    tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialise: Callable[[Any], Any] | None = serialised
-) -> Content:
+def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) -> Content:
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        serialise: converts values that are not tensors. If None, these values stay as they are, and so do
-            zero-dimensional tensors (``is_number``), which then are not among the entries.
     """
-    converted = serialise if serialise is not None else lambda value: value
     hollow, sharded = _split(dict(rest))
     tree, containers = _expressible(tree)
     if containers:
@@ -135,34 +130,22 @@ def content_of(
     leaves, paths = _flatten({**tree, **(sharded or {})})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
-    objects: dict[str, Any] = {}
+    objects: dict[str, bytes] = {}
     for name, leaf in leaves.items():
         if is_view_of_parameter(leaf):
             leaf = leaf.whole()
-        is_entry = isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized
-        if is_entry and (serialise is not None or not is_number(leaf)):
+        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
             key = identity(leaf)
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
         elif rank == 0:
-            objects[name] = converted(leaf)
+            objects[name] = serialised(leaf)
     entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
         [entry for entry in entries if entry.stop > entry.start or (rank == 0 and not entry.shape.numel())],
         objects,
-        converted(hollow) if rank == 0 else b"",
+        serialised(hollow) if rank == 0 else b"",
         paths if rank == 0 else {},
-    )
-
-
-def is_number(value: Any) -> bool:
-    """Whether a value is an ordinary zero-dimensional tensor in CPU memory, such as an optimizer's ``step``."""
-    return (
-        type(value) is Tensor
-        and not value.dim()
-        and value.device.type == "cpu"
-        and value.layout is torch.strided
-        and not (value.is_quantized or value.requires_grad)
     )
 
 

@@ -2,7 +2,7 @@
 
     header    the trailer's position and checksum; zeros while the slot is being written
     values    the values of this rank's tensors, each aligned to 64 bytes
-    trailer   descriptions of the values, sums that reveal damage, and the rest of the state, pickled
+    trailer   descriptions of the values, sums that reveal damage, and all other parts of the state, pickled
 
 Each rank writes alternately to two slots, so one slot is complete at any time. The design follows Gemini (SOSP 2023,
 section 4), but slots are on the rank's own machine, since tmpfs outlives a killed process.
@@ -16,35 +16,36 @@ import os
 import pickle
 import struct
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, opened_folder
 from lightning_zero.checkpoint.saving import (
-    Content,
     CopyBuffer,
     Entry,
     Written,
     aligned,
     device_of,
-    is_number,
+    entry_of,
+    identity,
+    is_view_of_parameter,
     metadata_of,
 )
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.compat import foreach_copy
 from lightning_zero.engine.plan.chunks import Box
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 _HEADER = struct.Struct("<8sQQI")  # magic; the trailer's position, length and CRC-32
-_MAGIC = b"lzslot01"
+_MAGIC = b"lzslot02"
 _PIECE = 2**22
 """Values are copied and summed in pieces of about this many bytes."""
 
@@ -64,6 +65,116 @@ class About(NamedTuple):
     step: int
     world_size: int
     rank: int
+
+
+class KeptState(NamedTuple):
+    """One rank's part of a state, as it is written to a slot.
+
+    Attributes:
+        entries: this rank's parts of tensors.
+        sharded: the number of sharded tensors, the same on every rank.
+        rest: all other values, pickled, with the names of entries in place of tensors; empty except on rank 0.
+    """
+
+    entries: list[Entry]
+    sharded: int
+    rest: bytes
+
+
+def kept_state_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) -> KeptState:
+    """Return the part of a state that a rank keeps. Every rank must pass the same sharded tensors in the same order.
+
+    Args:
+        tree: picklable values, whose tensors will be read back piece by piece, as ``LazyTensor``.
+        rest: likewise, but tensors that are not sharded will be read back as ordinary tensors.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, rank)
+    pickler.dump(tree)
+    pickler.is_lazy = False
+    pickler.dump(rest)
+    return KeptState(pickler.entries, pickler.sharded, stream.getvalue() if rank == 0 else b"")
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles the name of an entry in place of a tensor, and a number in place of a zero-dimensional tensor.
+
+    Pickling a tensor's values would take many times as long, and would copy them once more.
+
+    Attributes:
+        is_lazy: whether tensors that are not sharded become entries, too.
+    """
+
+    def __init__(self, stream: io.BytesIO, rank: int) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self.entries: list[Entry] = []
+        self.sharded, self.is_lazy, self._rank = 0, True, rank
+        self._names: dict[Any, str] = {}
+        self._alive: list[Tensor] = []  # so that no identity in ``_names`` is used again
+
+    def reducer_override(self, value: Any) -> Any:
+        if isinstance(value, ShardedTensor):
+            return _stored, (self._name_of(value),)
+        if not isinstance(value, Tensor):
+            return NotImplemented
+        if _is_number(value):
+            return _tensor_of, (value.item(), value.dtype)
+        if is_view_of_parameter(value):
+            value = value.whole()  # type: ignore[attr-defined]
+        if self._rank != 0:
+            return _tensor_of, (0, value.dtype)  # only rank 0 keeps values that are not sharded
+        if isinstance(value, LazyTensor) or (self.is_lazy and _is_strided(value)):
+            return _stored, (self._name_of(value),)
+        return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+    def _name_of(self, tensor: Tensor) -> str:
+        key = identity(tensor)
+        if key not in self._names:
+            if isinstance(tensor, ShardedTensor):
+                name = f"{self.sharded}: {tensor.slot.name}"
+                self.sharded += 1
+            else:
+                name = f"unsharded {len(self._names)}"
+            self._names[key] = name
+            self._alive.append(tensor)
+            entry = entry_of(tensor, self._rank, (name,))
+            if entry.stop > entry.start or (self._rank == 0 and not entry.shape.numel()):
+                self.entries.append(entry)
+        return self._names[key]
+
+
+def _is_number(value: Tensor) -> bool:
+    """Whether a value is an ordinary zero-dimensional tensor in CPU memory, such as an optimizer's ``step``."""
+    return (
+        type(value) is Tensor
+        and not value.dim()
+        and value.device.type == "cpu"
+        and _is_strided(value)
+        and not value.requires_grad
+    )
+
+
+def _is_strided(value: Tensor) -> bool:
+    return value.layout is torch.strided and not value.is_quantized
+
+
+def _tensor_of(number: Any, dtype: torch.dtype) -> Tensor:
+    return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+def _stored(name: str) -> Tensor:
+    """Return the tensor of this name. ``_Unpickler`` puts the function that does so in place of this one."""
+    raise NotImplementedError
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, data: bytes, tensors: Mapping[str, Tensor]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = super().find_class(module, name)
+        return self._tensors.__getitem__ if found is _stored else found
 
 
 class SlotWriter:
@@ -90,11 +201,11 @@ class SlotWriter:
         self._targets: dict[int, Tensor] = {}  # the memory of an entry's values, by the entry's number
         self._tensors = b""
 
-    def begin(self, content: Content, about: About, own: Any) -> Callable[[], None]:
-        """Begin to replace the contents: copy unguarded values, which may change at any time, and pickle non-tensors.
+    def begin(self, state: KeptState, about: About, own: Any) -> Callable[[], None]:
+        """Begin to replace the contents: copy unguarded values, which may change at any time.
 
         Args:
-            content: what to write; guarded values are copied later.
+            state: what to write; guarded values are copied later.
             own: this rank's own state, such as its position in the data.
 
         Returns:
@@ -105,10 +216,10 @@ class SlotWriter:
             OSError: if the file system has too little space.
         """
         os.pwrite(self._file, bytes(_HEADER.size), 0)
-        entries = sorted(content.entries, key=lambda entry: entry.is_guarded)
+        entries = sorted(state.entries, key=lambda entry: entry.is_guarded)
         self._arrange(entries)
         end = self._positions[-1]
-        state = _pickled((content.paths, content.rest, content.objects, own))
+        others = (*state[1:], pickle.dumps(own, pickle.HIGHEST_PROTOCOL))
         self._reserve(end)
         free = sum(not entry.is_guarded for entry in entries)
         sums = self._copied(_on_cpu(entries[:free], CopyBuffer()), 0)
@@ -120,7 +231,7 @@ class SlotWriter:
         def complete() -> None:
             with work:
                 sums.extend(self._copied(_on_cpu(guarded, self._staging, ready), free))
-            trailer = pickle.dumps((about, self._described(entries), sums, state), pickle.HIGHEST_PROTOCOL)
+            trailer = pickle.dumps((about, self._described(entries), sums, others), pickle.HIGHEST_PROTOCOL)
             self._reserve(end + len(trailer))
             os.pwrite(self._file, trailer, end)
             header = _HEADER.pack(_MAGIC, end, len(trailer), zlib.crc32(trailer))
@@ -196,7 +307,9 @@ class SlotWriter:
             if isinstance(entry.values, LazyTensor):
                 target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
                 continue
-            source = entry.values.reshape(-1)[: target.numel()]
+            source = entry.values
+            if source.shape != target.shape:
+                source = source.reshape(-1)[: target.numel()]
             step = _PIECE // entry.dtype.itemsize
             starts = range(position, position + entry.nbytes, _PIECE)
             for start, to, values in zip(starts, _cut(target, step), _cut(source, step)):
@@ -241,23 +354,6 @@ def _place(entry: Entry, box: Box, position: int) -> list[int]:
 def _on_cpu(entries: list[Entry], staging: CopyBuffer, after: torch.Event | None = None) -> list[Entry]:
     """Return the entries if their values are on the CPU, otherwise copies of the entries in ``staging``."""
     return entries if device_of(entries) is None else staging.copied(entries, after)
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles a zero-dimensional tensor as a number, which takes a fraction of the time."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (_tensor_of, (value.item(), value.dtype)) if is_number(value) else NotImplemented
-
-
-def _tensor_of(number: Any, dtype: torch.dtype) -> Tensor:
-    return torch.tensor(number, dtype=dtype, device="cpu")
-
-
-def _pickled(value: Any) -> bytes:
-    stream = io.BytesIO()
-    _Pickler(stream, pickle.HIGHEST_PROTOCOL).dump(value)
-    return stream.getvalue()
 
 
 def _sum(memory: Tensor) -> int:
@@ -306,10 +402,10 @@ class Slot:
         return Written(os.path.basename(self.path), os.path.getsize(self.path), pickle.loads(tensors), {}, None)
 
     @property
-    def state(self) -> tuple[dict[str, tuple[Any, ...]], Any, dict[str, Any], Any]:
-        """``paths``, ``rest`` and ``objects`` as in ``Content``, and ``own`` as in ``SlotWriter.begin``."""
+    def state(self) -> tuple[int, bytes, bytes]:
+        """``sharded`` and ``rest`` as in ``KeptState``, and the pickled ``own`` of ``SlotWriter.begin``."""
         _, _, state = self._trailer
-        return pickle.loads(state)
+        return state
 
 
 class _SlotFolder(Folder):
@@ -317,21 +413,23 @@ class _SlotFolder(Folder):
 
     def __init__(self, folder: str, slots: Sequence[Slot]) -> None:
         self.files, self.written_by = Files(folder), {}
-        states = [slot.state for slot in slots]
-        paths, self._whole_rest, self._objects, _ = states[0]
-        self.own = [own for *_, own in states]
+        counts, (self._pickled, *_), own = zip(*(slot.state for slot in slots))
+        if len(set(counts)) > 1:
+            raise ValueError(
+                f"the ranks have kept different numbers of sharded tensors, {counts}: a hook that saves values of "
+                "sharded parameters must do so on every rank, not inside 'if rank == 0:'"
+            )
+        self.own = [pickle.loads(each) for each in own]
         written = [slot.written for slot in slots]
-        metadata = metadata_of({name: path for name, path in paths.items() if name not in self._objects}, written)
-        metadata.planner_data = paths
+        names = {name for each in written for names, *_ in each.tensors for name in names}
         sizes = {each.file: each.nbytes for each in written}
-        self._take(metadata, None, sizes, tuple(slots[0].about))
+        self._take(metadata_of({name: (name,) for name in names}, written), None, sizes, tuple(slots[0].about))
 
-    def _rest(self) -> Any:
-        return self._whole_rest
-
-    def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
-        values = dict(super()._values(metadata)) | self._objects
-        return ((name, values[name]) for name in metadata.planner_data)
+    def tree(self) -> dict[str, Any]:
+        metadata, self._metadata = self._metadata, None
+        assert metadata is not None
+        unpickler = _Unpickler(self._pickled, dict(self._values(metadata)))
+        return unpickler.load() | unpickler.load()
 
     def _decoded(self, data: memoryview, chunk: Any, dtype: torch.dtype) -> Tensor:
         flat = torch.frombuffer(data, dtype=dtype) if len(data) else torch.empty(0, dtype=dtype, device="cpu")

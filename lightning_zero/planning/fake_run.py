@@ -158,9 +158,9 @@ class _PretendingZero(_Pretending):
     def kept_bytes(self) -> int:
         if self.options.keeps is None:  # type: ignore[attr-defined]
             return 0
-        content, _ = self.state_in_parts()  # type: ignore[attr-defined]
+        state, _ = self.state_in_parts()  # type: ignore[attr-defined]
         copies = 2 if self._machines == 1 else 4  # two slots, plus mirrors of two slots of another machine, if any
-        return copies * sum(entry.nbytes for entry in content.entries)
+        return copies * sum(entry.nbytes for entry in state.entries)
 
     def most_loaded(self, rank: int) -> int:
         assert self.engine is not None

@@ -26,45 +26,53 @@ def global_batch(trainer: Any) -> dict[str, Any]:
     }
 
 
-def keep_global_batch(trainer: Any, before: dict[str, Any]) -> None:
+def keep_global_batch(trainer: Any, before: dict[str, Any]) -> Fraction:
     """Set ``accumulate_grad_batches`` so that each step takes as many samples as before the restart. Collective.
 
     Args:
         trainer: the trainer, before its data is set up.
         before: the result of ``global_batch`` before the restart.
 
+    Returns:
+        The number of this rank's batches that correspond to one batch of a rank before the restart.
+
     Raises:
         ValueError: if the required ``accumulate_grad_batches`` is not a whole number, or cannot be set.
     """
-    is_as_before = before["accumulate"] == trainer.accumulate_grad_batches or not _can_accumulate(trainer)
-    if before["ranks"] == trainer.world_size and is_as_before:
-        return
+    may_set = _can_accumulate(trainer)
+    # A schedule sets the number again when the epoch begins.
+    own = trainer.accumulate_grad_batches if may_set else before["accumulate"]
+    if before["ranks"] == trainer.world_size and before["accumulate"] == own:
+        return Fraction(1)
     trainer.fit_loop.setup_data()
     now = global_batch(trainer)
     trainer.fit_loop._combined_loader = None  # the fit sets the loaders up again, at the loaded position
     if len(now["samples"]) != len(before["samples"]):
-        return  # ``before`` was recorded before the data was set up
-    ratios = {Fraction(old, new) for old, new in zip(before["samples"], now["samples"])}
-    accumulate = now["accumulate"] * max(ratios, default=Fraction(1))
+        return Fraction(1)  # ``before`` was recorded before the data was set up
+    ratios = {
+        Fraction(old * now["accumulate"], new * own) for old, new in zip(before["samples"], now["samples"], strict=True)
+    }
+    accumulate = own * max(ratios, default=Fraction(1))
     change = f"The number of ranks was {before['ranks']} before the restart and is {now['ranks']} now."
     if before["ranks"] == now["ranks"]:  # an earlier restart has changed ``accumulate_grad_batches``
-        change = (
-            f"accumulate_grad_batches was {before['accumulate']} before the restart and is {now['accumulate']} now."
-        )
-    if len(ratios) > 1 or accumulate.denominator > 1 or (ratios != {1} and not _can_accumulate(trainer)):
+        change = f"accumulate_grad_batches was {before['accumulate']} before the restart and is {own} now."
+    if len(ratios) > 1 or accumulate.denominator > 1 or (ratios != {1} and not may_set):
         raise ValueError(
             f"{change} To keep the samples per step, accumulate_grad_batches would have to be {accumulate}, which "
             "cannot be set. Choose the number of ranks, the batch size and accumulate_grad_batches so that their "
             f"product is {before['samples'][0]}. In manual optimization, or with an accumulation schedule, the script "
             "itself must keep this product."
         )
-    trainer.accumulate_grad_batches = int(accumulate)
-    rank_zero_info(
-        f"{change} Each step takes as many samples as before the restart, with "
-        f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
-    )
+    if may_set:
+        trainer.accumulate_grad_batches = int(accumulate)
+        rank_zero_info(
+            f"{change} Each step takes as many samples as before the restart, with "
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}."
+        )
+    return accumulate / before["accumulate"]
 
 
 def _can_accumulate(trainer: Any) -> bool:
-    has_schedule = any(type(each).__name__ == "GradientAccumulationScheduler" for each in trainer.callbacks)
-    return trainer.lightning_module.automatic_optimization and not has_schedule
+    # by name, since projects use ``lightning.pytorch`` or ``pytorch_lightning``
+    classes = {cls.__name__ for each in trainer.callbacks for cls in type(each).__mro__}
+    return trainer.lightning_module.automatic_optimization and "GradientAccumulationScheduler" not in classes

@@ -12,8 +12,7 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saving import Content
-from lightning_zero.checkpoint.slots import About, Slot, open_slots
+from lightning_zero.checkpoint.slots import About, KeptState, Slot, open_slots
 from lightning_zero.io.labels import this_machine
 from lightning_zero.strategies.mirror import send_file
 
@@ -31,7 +30,7 @@ class Strategy(Protocol):
 
     def all_gather_values(self, value: Any) -> list[Any]: ...
     def broadcast(self, obj: Any, src: int = 0) -> Any: ...
-    def state_in_parts(self) -> tuple[Content, dict[str, Any]]: ...
+    def state_in_parts(self) -> tuple[KeptState, dict[str, Any]]: ...
     def save_in_parts(self, path: Any) -> None: ...
 
 

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from fractions import Fraction
 from functools import partial
 from typing import Any
 
@@ -25,8 +26,8 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.checkpoint.saving import CheckpointNotSavedError, Content, CopyBuffer
-from lightning_zero.checkpoint.slots import About, SlotWriter
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError, CopyBuffer
+from lightning_zero.checkpoint.slots import About, KeptState, SlotWriter
 from lightning_zero.strategies.global_batch import GLOBAL_BATCH, keep_global_batch
 from lightning_zero.strategies.jobs import JobFolder
 from lightning_zero.strategies.kept_states import KeptStates, Strategy
@@ -54,6 +55,10 @@ class Resilience:
         trainer: the fit's trainer.
         job: the job's name, which stays the same when the job is started again.
 
+    Attributes:
+        factor: the number of this rank's batches that correspond to one batch of a rank before the restart; None if the
+            fit does not continue from a state of this job.
+
     Raises:
         NoRoomError: if the folder in memory is full.
         ValueError: if the folder cannot be used.
@@ -71,6 +76,7 @@ class Resilience:
         self._at_end = os.path.join(on_disk, f"{self._fit}.ckpt")  # the checkpoint saved when a signal ends the fit
         self._states = KeptStates(strategy, self._folder, self._record, self._at_end)
         self._number = 0
+        self._has_removed_older = False
         self._step = -config.every_n_steps  # step of the last copy, or of the state from which the fit continued
         self._index = 0  # index of the slot that is overwritten next
         self._writers: dict[int, SlotWriter] = {}
@@ -78,6 +84,8 @@ class Resilience:
         self._executor: ThreadPoolExecutor | None = None
         self._copy: Future[None] | None = None
         self._has_warned = False
+        self.factor: Fraction | None = None
+        self._accumulate: int | None = None  # ``accumulate_grad_batches`` of the state from which the fit continues
         self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
         several = self._size > self._of_machine
         self._mirror = Mirror(self._folder, self._of_machine, strategy.options.group_timeout) if several else None
@@ -116,6 +124,7 @@ class Resilience:
         """Replace Lightning's ``resume_start``: continue from the newest intact state. Collective."""
         # True when a tuner in the fit restores its starting point. This attempt has then been counted already.
         is_again = self._trial is not None and str(path) == self._trial
+        self.factor = self._accumulate = None
         sources = self._states.sources()
         newest = sources[0].step if sources else 0
         self._step, failures = newest, self._states.failures_after(newest)
@@ -139,13 +148,19 @@ class Resilience:
             if index is not None:
                 self._index = 1 - index
             before = self._trainer._checkpoint_connector._loaded_checkpoint.get(CHECKPOINT_KEY, {}).get(GLOBAL_BATCH)
-            if before is not None:
-                keep_global_batch(self._trainer, before)
+            self.factor = keep_global_batch(self._trainer, before) if before is not None else Fraction(1)
+            self._accumulate = int(before["accumulate"] * self.factor) if before is not None else None
             return
         self._step = -self._config.every_n_steps
         if self._states.attempt:
             rank_zero_warn("No state or checkpoint of this job is intact, so the job starts over.")
         resume(path, weights_only=weights_only)
+
+    def on_train_start(self) -> None:
+        """Continue with the accumulation of an unfinished epoch: schedules only set it when an epoch begins."""
+        if self._accumulate is not None:
+            self._trainer.accumulate_grad_batches = self._accumulate
+            self._accumulate = None
 
     def opened(self, path: Any) -> dict[str, Any] | None:
         """Return the checkpoint in the slots if ``path`` is a ``Source.path`` of slots, otherwise None. Collective.
@@ -200,14 +215,16 @@ class Resilience:
             self._index = 1 - self._index
         if self._copy is not None or not self._is_due(is_end) or self._trial is not None:
             return
+        is_complete = self._number > 0 and not has_failed  # whether there is a complete copy of this attempt
         self._step, self._number = self._trainer.global_step, self._number + 1
         about = About(self._states.attempt, self._number, self._step, self._size, self._rank)
-        content, own = self._strategy.state_in_parts()
+        state, own = self._strategy.state_in_parts()
         index, self._index = self._index, 1 - self._index
-        if self._number == 2:  # the first copy of this attempt is complete: older slots are not needed
+        if is_complete and not self._has_removed_older:
             self._states.remove_all_but(set())
+            self._has_removed_older = True
         try:
-            complete = self._begin(index, content, about, own)
+            complete = self._begin(index, state, about, own)
         except OSError as error:
             complete = partial(_raise, error)
         if self._executor is None:
@@ -227,13 +244,13 @@ class Resilience:
         if error is not None:
             raise error
 
-    def _begin(self, index: int, content: Content, about: About, own: Any) -> Callable[[], None]:
+    def _begin(self, index: int, state: KeptState, about: About, own: Any) -> Callable[[], None]:
         if index not in self._writers:
             path = os.path.join(self._folder, f"{self._rank}.{index}")
             self._writers[index] = SlotWriter(path, self._staging)
         while True:
             try:
-                return self._writers[index].begin(content, about, own)
+                return self._writers[index].begin(state, about, own)
             except OSError:
                 if not self._forget_a_fit():
                     raise
@@ -278,10 +295,11 @@ class Resilience:
         paths: list[str] = []
         with suppress(OSError, ValueError), open(self._record) as file:
             paths = json.load(file)
+        place = str(path) if "://" in str(path) else os.path.abspath(path)
         try:
             os.makedirs(os.path.dirname(self._record), exist_ok=True)
             with open(f"{self._record}.new", "w") as file:
-                json.dump([*[each for each in paths if each != str(path)][-7:], os.path.abspath(str(path))], file)
+                json.dump([*[each for each in paths if each != place][-7:], place], file)
             os.replace(f"{self._record}.new", self._record)
         except OSError as error:
             rank_zero_warn(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
-from fractions import Fraction
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -19,7 +18,8 @@ from lightning_zero.checkpoint.commit import remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
 from lightning_zero.checkpoint.newest import is_last, others_by_age
-from lightning_zero.checkpoint.saving import Content, by_name, content_of, names_in
+from lightning_zero.checkpoint.saving import by_name, names_in
+from lightning_zero.checkpoint.slots import KeptState, kept_state_of
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
@@ -191,16 +191,17 @@ class TrainerCheckpoints(ZeroProcesses):
         finally:
             self._copies_parts = before
 
-    def state_in_parts(self) -> tuple[Content, dict[str, Any]]:
-        """Return this rank's part of a checkpoint, and a dict with its RNG and data-loading states.
+    def state_in_parts(self) -> tuple[KeptState, dict[str, Any]]:
+        """Return this rank's part of the state, and a dict with its RNG and data-loading states.
 
         Collective. The ranks must have synchronized just before.
         """
         with self._taking_parts():
             checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, is_kept=True)
-            content = content_of(self._tree_in(checkpoint), checkpoint, self.global_rank, serialise=None)
-        return content, self._data_loading.state() if self._data_loading is not None else {}
+            tree = {key: checkpoint.pop(key) for key in ("state_dict", "optimizer_states")}
+            state = kept_state_of(tree, checkpoint, self.global_rank)
+        return state, self._data_loading.state() if self._data_loading is not None else {}
 
     def save_in_parts(self, path: Any) -> None:
         """Save a checkpoint: sharded if there is one machine, otherwise as in ``options.checkpoint``. Collective."""
@@ -318,9 +319,9 @@ class TrainerCheckpoints(ZeroProcesses):
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
         if self._data_loading is not None and "rng" in loaded and loaded is self._loaded:
             rng, data, own = loaded["rng"], loaded["data"], None
-            if self._resilience is not None and GLOBAL_BATCH in loaded and all(data):
-                now = self.lightning_module.trainer.accumulate_grad_batches
-                own = moved(data[self.global_rank % len(data)], Fraction(now, loaded[GLOBAL_BATCH]["accumulate"]))
+            factor = self._resilience.factor if self._resilience is not None else None
+            if factor is not None and all(data):
+                own = moved(data[self.global_rank % len(data)], factor)
             elif len(data) == self.world_size:
                 own = data[self.global_rank]
             self._data_loading.resume(rng[self.global_rank] if self.global_rank < len(rng) else None, own)
@@ -328,6 +329,8 @@ class TrainerCheckpoints(ZeroProcesses):
     def on_train_start(self) -> None:
         super().on_train_start()
         self._loaded = self._loaded or {}  # from here on, callbacks only restore checkpoints of this run
+        if self._resilience is not None:
+            self._resilience.on_train_start()
         if self._data_loading is not None:
             self._data_loading.restore_rng()
 

@@ -4,26 +4,33 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Adam
 
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saving import content_of, save_in_parts
-from lightning_zero.checkpoint.slots import About, Slot, SlotWriter, open_slots
+from lightning_zero.checkpoint.slots import About, Slot, SlotWriter, kept_state_of, open_slots
+from lightning_zero.engine import Engine
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tree import walk
+from lightning_zero.engine.tensor.sharded_tree import in_parts, walk
 from lightning_zero.io.labels import new_label
 from tests.support.training import same_values
+from tests.support.workers import rank
 
 NUMBERS = {
     torch.float64: [1 / 3, math.inf, -0.0, 5e-324],
@@ -54,7 +61,7 @@ def slot_in(folder: Path) -> Iterator[Keep]:
     def keep(tree: dict[str, Any]) -> dict[str, Any]:
         number = next(numbers)
         about = About(attempt=0, number=number, step=number, world_size=1, rank=0)
-        writer.begin(content_of({"tree": tree}, {}, serialise=None), about, {})()
+        writer.begin(kept_state_of({"tree": tree}, {}), about, {})()
         slot = Slot.at(path)
         assert slot is not None and slot.verify() and slot.about == about
         opened, _ = open_slots(str(folder), [slot])
@@ -126,3 +133,43 @@ def test_any_tree_is_read_as_it_was_written(trees, twice):
             written = tree | {"tied": next(iter(tree.values()))} if twice else tree
             same_values(keep(written), written, "slot")
         same_values(saved(Path(name), written), written, "checkpoint")
+
+
+def keep_together(folder: str) -> None:
+    """Each rank keeps its shards of weights and optimizer states, and rank 0 also keeps values that are not sharded."""
+    torch.manual_seed(0)
+    module = nn.Linear(7, 5)
+    optimizer = Adam(module.parameters())
+    engine = Engine(module, [optimizer], stage=3)
+    module(torch.ones(2, 7)).sum().backward()
+    optimizer.step()
+    state = engine.full_optimizer_state_dict(optimizer, leaf=in_parts)["state"]
+    expected = engine.full_optimizer_state_dict(optimizer)["state"]
+    weights = engine.full_state_dict()
+
+    def kept(number: int, extra: dict[str, Any]) -> dict[str, Any]:
+        tree = {"state_dict": module.state_dict(), "again": module.weight, "states": state, "mean": torch.ones(2, 2)}
+        rest = {"callback": torch.arange(3), "part": state[0]["exp_avg"], "object": {1: Fraction(1, 3)}, **extra}
+        about = About(0, number, step=number, world_size=2, rank=rank())
+        writer = SlotWriter(os.path.join(folder, f"{rank()}.{number}"))
+        writer.begin(kept_state_of(tree, rest, rank()), about, {"rank": rank()})()
+        writer.close()
+        dist.barrier()
+        slots = [slot for other in (0, 1) if (slot := Slot.at(os.path.join(folder, f"{other}.{number}"))) is not None]
+        opened, own = open_slots(folder, slots)
+        assert own == [{"rank": 0}, {"rank": 1}]
+        return opened.checkpoint
+
+    found = kept(0, {})
+    assert type(found["callback"]) is Tensor and isinstance(found["mean"], LazyTensor)
+    assert found["again"] is found["state_dict"]["weight"] and found["part"] is found["states"][0]["exp_avg"]
+    assert found["object"] == {1: Fraction(1, 3)}
+    values = {"state_dict": weights, "states": expected, "mean": torch.ones(2, 2), "callback": torch.arange(3)}
+    same_values({name: in_memory(found[name]) for name in values}, values, "slots")
+    with pytest.raises(DamagedCheckpointError, match="different numbers of sharded tensors, \\(7, 6\\)"):
+        kept(1, {"only here": module.bias.detach() * 2} if rank() == 0 else {})
+    engine.close()
+
+
+def test_slots_of_several_ranks_are_read_as_one_state(run_on, tmp_path):
+    run_on(2, keep_together, folder=str(tmp_path))

@@ -461,6 +461,7 @@ def delete_everything(stage):
         engine = Engine(module, [optimizer], stage=stage)
         train(module, module, optimizer, steps=2)
         optimizer.zero_grad()
+        assert all(optimizer.state[p] for p in module.parameters())
         watched = [weakref.ref(engine), weakref.ref(module), *(weakref.ref(b) for b in engine.buckets)]
         watched += [weakref.ref(p) for p in module.parameters()]
         del engine, module, optimizer

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import time
+import weakref
 
 import numpy
 import pytest
@@ -219,6 +220,30 @@ def write_to_gradients(stage):
         engine.close()
 
 
+def compute_with_lists():
+    """Operators on lists return what operators on single tensors return, also where local ranges are in fp32."""
+    for stage in (1, 2, 3):
+        module, _, _, engine = make(stage, torch.bfloat16)
+        parameters = list(module.parameters())
+        gradients = [p.grad for p in parameters]
+        cases = {
+            "scaled": (torch._foreach_mul(gradients, 0.3), [g * 0.3 for g in gradients]),
+            "added": (torch._foreach_add(gradients, parameters), [g + p for g, p in zip(gradients, parameters)]),
+        }
+        for name, (found, expected) in cases.items():
+            for ours, theirs in zip(found, expected):
+                assert ours.dtype == torch.bfloat16
+                torch.testing.assert_close(plain(ours), plain(theirs), rtol=0, atol=0, msg=lambda m: f"{name}: {m}")
+        for p, scaled in zip(parameters, cases["scaled"][0]):
+            p.grad = scaled
+        engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_operators_on_lists_compute_in_the_dtype_of_the_tensors(run_on, world_size):
+    run_on(world_size, compute_with_lists)
+
+
 @pytest.mark.behaviour("The module", "Writes to a gradient")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_a_gradient_is_what_the_optimizer_uses(run_on, stage):
@@ -326,6 +351,46 @@ def look_inside(stage):
     for ours, theirs in pairs(module, reference):
         torch.testing.assert_close(plain(ours), theirs.detach(), rtol=0, atol=0)
     engine.close()
+
+
+class Replacing(torch.optim.Optimizer):
+    """SGD with momentum that puts a new tensor into its state at each step."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["momentum"] = self.state[p].get("momentum", torch.zeros_like(p)) * 0.5 + p.grad
+            p.sub_(self.state[p]["momentum"], alpha=0.125)
+
+
+def look_at_replaced_state(stage):
+    module, reference, _, engine = make(stage)
+    engine.close()
+    optimizer, other = Replacing(module.parameters()), Replacing(reference.parameters())
+    engine = Engine(module, [optimizer], stage=stage, whole_parameters=False)
+    replaced = []
+    for number in range(5):
+        optimizer.zero_grad()
+        other.zero_grad()
+        for each in (module, reference):
+            each(torch.full((2, 7), 1.0 + number)).sum().backward()
+        optimizer.step()
+        assert number < 2 or all(reference() is None for reference in replaced), "replaced tensors take memory"
+        other.step()
+        for ours, theirs in pairs(module, reference):
+            state = {key: plain(value) for key, value in optimizer.state[ours].items()}
+            torch.testing.assert_close(state, dict(other.state[theirs]), rtol=0, atol=0)
+        replaced = [weakref.ref(state["momentum"]) for state in dict.values(optimizer.state)]
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "`full_grad`, `full_optimizer_state`, `shard_of`, `optimizer.state[p]`")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_state_of_an_optimizer_that_replaces_its_tensors_is_shown_and_not_kept(run_on, stage):
+    run_on(2, look_at_replaced_state, stage=stage)
 
 
 @pytest.mark.behaviour("The module", "`full_grad`, `full_optimizer_state`, `shard_of`, `optimizer.state[p]`")

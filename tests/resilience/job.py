@@ -5,6 +5,7 @@ Every process prints a line at the start of each batch, so that a test can see w
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from contextlib import suppress
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset
@@ -42,6 +43,8 @@ OPTIONS = {
     "pause": 0.0,  # seconds in each step, for faults from outside
     "precision": "32-true",
     "accumulate": 1,
+    "schedule": None,  # micro-batches a step by the epoch from which on they apply
+    "ckpt_path": None,
     "batch": None,  # samples of a rank's batch; null: 16 of all ranks
     "is_plain": False,  # without dropout and batch statistics, so that the results do not depend on the ranks
 }
@@ -114,6 +117,10 @@ class Note(Callback):
         act("start" if batch_idx % options["accumulate"] == 0 else "micro-batch")
 
 
+class Schedule(GradientAccumulationScheduler):
+    """A project's own subclass."""
+
+
 EVALUATION = "validation", "test"
 LATER = "forward", "loss", "backward", "update"
 """Moments at which a copy is usually complete: faults wait for it, so that the step to continue from is certain."""
@@ -162,7 +169,13 @@ def spoil() -> None:
     shard[0] = torch.nan
 
 
+def find_no_room() -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
 WHAT = {
+    "find no room": find_no_room,
+    "save to a URL": lambda: trainer.save_checkpoint(f"file://{os.getcwd()}/at a URL.ckpt"),
     "spoil": spoil,
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "term": lambda: os.kill(os.getpid(), signal.SIGTERM),
@@ -201,6 +214,8 @@ def new_trainer() -> Trainer:
     if options["saves"]:
         callbacks += [ModelCheckpoint("checkpoints", every_n_train_steps=options["saves"], save_top_k=-1)]
     callbacks += [LearningRateFinder(num_training_steps=4)] if options["tunes_within"] else []
+    if options["schedule"]:
+        callbacks += [Schedule({int(epoch): number for epoch, number in options["schedule"].items()})]
     return Trainer(
         strategy=ZeroStrategy(stage=options["stage"], resilience=resilience, **options["strategy"]),
         accelerator="cpu",
@@ -237,7 +252,7 @@ if __name__ == "__main__":
     for fit in range(options["fits"]):
         trainer = new_trainer() if fit else trainer
         print(f"rank {trainer.global_rank} begins fit {fit}", flush=True)
-        trainer.fit(net, *new_loaders())
+        trainer.fit(net, *new_loaders(), ckpt_path=options["ckpt_path"])
     if options["tests"]:
         try:
             trainer.test(net, new_loaders()[1], verbose=False)

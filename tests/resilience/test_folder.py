@@ -184,3 +184,13 @@ def test_without_memory_the_job_still_finds_its_checkpoints(uninterrupted, tmp_p
     found = ended(tmp_path, started(tmp_path, options | {"faults": []}).wait(60))
     assert found.continued == [6], found.output
     found.same_as(uninterrupted({}))
+
+
+@pytest.mark.exhaustive
+def test_without_memory_the_job_finds_a_checkpoint_that_was_saved_to_a_url(uninterrupted, tmp_path):
+    options = {"faults": [fault(0, 5, [0, 1], "start", "save to a URL"), fault(0, 8, [0, 1], "forward")]}
+    run(tmp_path, options, restarts=0)
+    shutil.rmtree(tmp_path / "memory")
+    found = run(tmp_path, {})
+    assert found.continued == [5], found.output
+    found.same_as(uninterrupted({}))

@@ -56,3 +56,35 @@ def test_on_the_same_ranks_a_changed_accumulation_is_named_and_set_back(tmp_path
     found = run(folder, {**options, "accumulate": 2}, 2)
     assert "accumulate_grad_batches was 1 before the restart and is 2 now" in found.output
     same_tensors(run(tmp_path / "whole", options, 2).weights, found.weights, bound=1e-12)
+
+
+def test_a_job_with_an_accumulation_schedule_continues_at_the_same_batch(tmp_path):
+    options = {"batch": 4, "schedule": {"0": 2, "1": 3}}
+    whole = run(tmp_path / "whole", options)
+    faults = [fault(0, 3, [0, 1], "backward"), fault(1, 7, [1], "start")]
+    found = run(tmp_path / "killed", {**options, "faults": faults})
+    found.same_as(whole)
+
+
+@pytest.mark.exhaustive
+def test_a_checkpoint_is_resumed_on_other_ranks_as_without_resilience(tmp_path):
+    """The samples per step are those of the script, as with any `ckpt_path`, since no state of the job is kept."""
+    options = {"is_plain": True, "batch": 4}
+    saved = run(tmp_path / "before", {**options, "saves": 8, "epochs": 1})
+    (path,) = (saved.folder / "checkpoints").glob("*step=8.ckpt")
+    options |= {"ckpt_path": str(path), "epochs": 2}
+    plain = run(tmp_path / "plain", {**options, "resilience": None}, 4)
+    found = run(tmp_path / "kept", {**options, "resilience": {"job": "another"}}, 4)
+    found.same_as(plain)
+
+
+@pytest.mark.exhaustive
+def test_states_of_the_old_ranks_are_removed_only_when_a_copy_of_the_new_ranks_is_complete(tmp_path):
+    options = {**OPTIONS, "batch": 4}
+    whole = run(tmp_path / "whole", options, 4)
+    run(tmp_path / "moved", {**options, "faults": [fault(0, 4, range(4), "backward")]}, 4, restarts=0)
+    faults = [fault(0, 5, [0, 1], "copy", "find no room"), fault(0, 6, [0, 1], "copy")]
+    run(tmp_path / "moved", {**options, "faults": faults}, 2, restarts=0)
+    found = run(tmp_path / "moved", options, 2)
+    assert found.continued == [4]
+    same_tensors(whole.weights, found.weights, bound=1e-12)

@@ -132,6 +132,7 @@ class MasterStates:
         self._master_of: dict[BucketSlot, Master] = {}
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
+        self._views: dict[Any, Any] = {}  # by slot and key: a master's entry, and the sharded tensor of the slot's part
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -180,6 +181,7 @@ class MasterStates:
 
     def _split(self, master: Master, wanted: set[BucketSlot]) -> None:
         """Split a master of which only the wanted slots are updated now. Each part keeps its part of the state."""
+        self._views.clear()
         state, slots = self.by_master.pop(master.tensor, {}), set(master.slots)
         for run in (*runs_of(list(slots & wanted)), *runs_of(list(slots - wanted))):
             part = self._add(run)
@@ -213,6 +215,7 @@ class MasterStates:
 
     def release(self) -> None:
         """Remove the bytes of optimizer state from the ledger."""
+        self._views.clear()
         self._enter(Counter())
 
     def _enter(self, held: Counter[str]) -> None:
@@ -319,12 +322,18 @@ class MasterStates:
 
             return resolved(entry, owned, slot.device)
         if master is None or not slot.local_numel:
-            part = torch.empty(0, dtype=entry, device=slot.device)
-        elif (on_disk := slot.bucket.states) is None:
-            part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
-        else:
-            part = on_disk.tensor(key, slot.local_range.start, slot.local_range.stop)
-        return ShardedTensor(slot, part, keep=self)
+            return ShardedTensor(slot, torch.empty(0, dtype=entry, device=slot.device), keep=self)
+        if (on_disk := slot.bucket.states) is not None:
+            return ShardedTensor(slot, on_disk.tensor(key, slot.local_range.start, slot.local_range.stop), keep=self)
+        of_master = self.by_master[master.tensor][key]
+        known = self._views.get((slot, key))
+        if known is not None and known[0] is of_master:
+            return known[1]
+        # ``keep`` is not this object: through ``_views``, the cycle would delay the freeing of memory
+        view = ShardedTensor(slot, of_master.reshape(-1)[master.part_of(slot)], keep=of_master)
+        # An optimizer may replace its tensors at each step: views of these would keep the memory of replaced ones.
+        self._views[slot, key] = (None, None) if known is not None else (of_master, view)
+        return view
 
     # -- by master --------------------------------------------------------------------------------------------------
 
@@ -381,6 +390,7 @@ class MasterStates:
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
         self._master_of.clear()
+        self._views.clear()
         self._measured = -1
         optimizer.state, self._own = StateMapping(self), None
         by_slot: dict[BucketSlot, dict[str, Any]] = {}
