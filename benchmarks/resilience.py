@@ -2,11 +2,12 @@
 
     python benchmarks/resilience.py
     python benchmarks/resilience.py --batch 4 --systems ""      # the overhead alone
-    python benchmarks/resilience.py --model tiny --blocks 2 --rounds 1 --systems memory,memory_launch --output FOLDER
+    python benchmarks/resilience.py --model tiny --pairs 8 --rounds 1 --systems memory,memory_launch --output FOLDER
 
-The overhead is measured within one run, in alternating blocks of steps that keep the state never, every step or every
-fifth step. In the other measurement rank 1 of two is killed (SIGKILL) in the middle of a step. The other systems' jobs
-resume from checkpoints that they write at regular intervals, as the training scripts in their documentation do.
+The overhead is measured within one run that keeps the state of every other step: a step during which a state is copied
+takes longer than the steps before and after it. In the other measurement rank 1 of two is killed (SIGKILL) within a
+step. The other systems' jobs resume from checkpoints that they write at regular intervals, as the training scripts in
+their documentation do.
 """
 
 import argparse
@@ -23,9 +24,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, spread, write_results
+from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 
-INTERVALS = {"nothing": 10**9, "every step": 1, "every fifth": 5}
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
 LAUNCH = ["-m", "lightning_zero", "launch"]
 SYSTEMS: dict[str, tuple[str, list[str]]] = {
@@ -44,7 +44,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="25m", choices=GPTS)
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and rank")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--blocks", type=int, default=8, help="blocks of ten timed steps, for each interval")
+    parser.add_argument("--pairs", type=int, default=100, help="timed steps with a copy, and as many without")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="systems that are killed; by default all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is killed")
     parser.add_argument("--kill-at", type=int, default=27, help="step in which rank 1 is killed")
@@ -74,7 +74,7 @@ def loader_of(arguments: argparse.Namespace, steps: int) -> Any:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Run one rank that keeps its state at changing intervals; write seconds per step, by block."""
+    """Run one rank that keeps the state of every other step; write the seconds that steps take."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
@@ -82,36 +82,30 @@ def work(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
-    order = [name for _, names in in_turn(list(INTERVALS), arguments.blocks) for name in names]
     config = ResilienceConfig(job=f"benchmark-{os.environ['MASTER_PORT']}")
 
     class Clock(Callback):
-        """Times steps from start to start, without a block's first one, which includes work from the block before."""
+        """Times steps from end to end, so that a step's time includes the copy of the state before it."""
 
         def __init__(self) -> None:
-            self.begun: list[float] = []
-            self.blocks: list[tuple[str, list[float]]] = []
+            self.ends: list[float] = []
 
-        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-            self.begun.append(time.perf_counter())
-            step = len(self.begun) - 1 - WARM_UP
-            if step >= 0 and step % (TIMED + 1) == 0:
-                if step:
-                    times = self.begun[-TIMED - 1 :]
-                    name = order[step // (TIMED + 1) - 1]
-                    self.blocks.append((name, [end - begin for begin, end in zip(times, times[1:], strict=False)]))
-                if step // (TIMED + 1) < len(order):
-                    name = order[step // (TIMED + 1)]
-                    trainer.strategy._resilience._config = replace(config, every_n_steps=INTERVALS[name])
+        def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+            interval = 1 if len(self.ends) % 2 == 0 else NEVER
+            self.ends.append(time.perf_counter())
+            trainer.strategy._resilience._config = replace(config, every_n_steps=interval)
 
-    steps = WARM_UP + len(order) * (TIMED + 1) + 1
+    steps = WARM_UP + 2 * arguments.pairs + 2
     clock = Clock()
-    trainer = Trainer(strategy=ZeroStrategy(stage=3, resilience=config), callbacks=[clock], max_steps=steps, **QUIET)
-    trainer.fit(learner_of(arguments), loader_of(arguments, steps))
-    arguments.worker.write_text(json.dumps(clock.blocks))
+    strategy = ZeroStrategy(stage=3, resilience=config)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = Trainer(strategy=strategy, callbacks=[clock], max_steps=steps, default_root_dir=folder, **QUIET)
+        trainer.fit(learner_of(arguments), loader_of(arguments, steps))
+    seconds = [end - begin for begin, end in zip(clock.ends, clock.ends[1:], strict=False)]
+    arguments.worker.write_text(json.dumps(seconds[WARM_UP:]))
 
 
-WARM_UP, TIMED = 5, 10  # steps; those that are timed make a block
+WARM_UP, NEVER = 6, 10**9  # steps; an even number, so that the first timed step has a copy
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 2,
@@ -122,12 +116,27 @@ QUIET: dict[str, Any] = {
 }
 
 
-def overhead(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds per step on rank 0, by interval, in blocks."""
+def overhead(arguments: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of steps with and without a copy on rank 0, in turn."""
     given = ["--model", arguments.model, "--batch", str(arguments.batch), "--sequence", str(arguments.sequence)]
-    given += ["--blocks", str(arguments.blocks)]
-    blocks, _ = run_workers(__file__, given, 2, {}, WORKER_TIMEOUT)
-    return {name: [times for its, times in blocks if its == name] for name in INTERVALS}
+    given += ["--pairs", str(arguments.pairs)]
+    seconds, _ = run_workers(__file__, given, 2, {}, WORKER_TIMEOUT)
+    return {"with": seconds[0::2], "without": seconds[1::2]}
+
+
+def overhead_table(seconds: dict[str, list[float]]) -> list[str]:
+    """The time that a copy adds to a step: mean and standard error of the differences from neighbouring steps."""
+    without = seconds["without"]
+    step = statistics.mean(without)
+    around = [(before + after) / 2 for before, after in zip(without, without[1:], strict=False)]
+    added = [copy - rest for copy, rest in zip(seconds["with"][1:], around, strict=False)]
+    mean, error = statistics.mean(added), statistics.stdev(added) / len(added) ** 0.5
+    rows = [["nothing", f"{step:.4f}", "", ""]]
+    for name, interval in (("every step", 1), ("every fifth (a fifth of that)", 5)):
+        of_step = mean / interval
+        ratio = f"{of_step / step:+.1%} +- {error / interval / step:.1%}"
+        rows.append([name, f"{step + of_step:.4f}", f"{1e3 * of_step:.1f} +- {1e3 * error / interval:.1f}", ratio])
+    return markdown_table(["kept", "seconds a step", "ms added to a step", "added"], rows)
 
 
 # -- recovery ----------------------------------------------------------------------------------------------------------
@@ -245,14 +254,8 @@ def main() -> None:
         return work(arguments)
     if arguments.job:
         return job(arguments)
-    blocks = overhead(arguments)
-    base = statistics.median(statistics.mean(times) for times in blocks["nothing"])
-    rows = []
-    for name, times in blocks.items():
-        means = [statistics.mean(each) for each in times]
-        ratio = statistics.median(means) / base
-        rows.append([name, f"{statistics.median(means):.4f}", spread([[each] for each in means]), f"{ratio:.3f}"])
-    lines = markdown_table(["kept", "seconds a step", "lowest - highest block", "x nothing"], rows)
+    seconds = overhead(arguments)
+    lines = overhead_table(seconds)
 
     systems = [name for name in arguments.systems.split(",") if name]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in systems}
@@ -269,7 +272,7 @@ def main() -> None:
     lines += ["", *markdown_table(head, rows)] if rows else []
     about = describe(__file__, ("torch", "lightning", "deepspeed"))
     name = "resilience" if systems else f"resilience_batch{arguments.batch}"
-    write_results(arguments.output, name, {"about": about, "overhead": blocks, "recovery": found}, lines)
+    write_results(arguments.output, name, {"about": about, "overhead": seconds, "recovery": found}, lines)
 
 
 if __name__ == "__main__":
