@@ -94,6 +94,10 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         self._states.synchronize()
         return super().items()
 
+    def clear(self) -> None:
+        self._states.forget_views()
+        super().clear()
+
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(self._own_key(key), value)
 
@@ -132,7 +136,8 @@ class MasterStates:
         self._master_of: dict[BucketSlot, Master] = {}
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
-        self._views: dict[Any, Any] = {}  # by slot and key: a master's entry, and the sharded tensor of the slot's part
+        # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
+        self._views: dict[Any, tuple[Any, int, Any]] = {}
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -215,8 +220,12 @@ class MasterStates:
 
     def release(self) -> None:
         """Remove the bytes of optimizer state from the ledger."""
-        self._views.clear()
+        self.forget_views()
         self._enter(Counter())
+
+    def forget_views(self) -> None:
+        """Drop the sharded tensors that refer to the masters' entries."""
+        self._views.clear()
 
     def _enter(self, held: Counter[str]) -> None:
         for category in held.keys() | self._bytes.keys():
@@ -327,12 +336,12 @@ class MasterStates:
             return ShardedTensor(slot, on_disk.tensor(key, slot.local_range.start, slot.local_range.stop), keep=self)
         of_master = self.by_master[master.tensor][key]
         known = self._views.get((slot, key))
-        if known is not None and known[0] is of_master:
-            return known[1]
+        if known is not None and known[0] is of_master and known[1] == of_master.data_ptr():
+            return known[2]
         # ``keep`` is not this object: through ``_views``, the cycle would delay the freeing of memory
         view = ShardedTensor(slot, of_master.reshape(-1)[master.part_of(slot)], keep=of_master)
         # An optimizer may replace its tensors at each step: views of these would keep the memory of replaced ones.
-        self._views[slot, key] = (None, None) if known is not None else (of_master, view)
+        self._views[slot, key] = (None, 0, None) if known is not None else (of_master, of_master.data_ptr(), view)
         return view
 
     # -- by master --------------------------------------------------------------------------------------------------
