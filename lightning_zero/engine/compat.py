@@ -261,6 +261,15 @@ def is_compiled(module: torch.nn.Module) -> bool:
     )
 
 
+def running_calls(module: torch.nn.Module) -> int:
+    """The number of a module's calls on the stack. Hooks cannot count them: torch calls none after Ctrl-C."""
+    count, frame = 0, sys._getframe().f_back
+    while frame is not None:
+        count += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        frame = frame.f_back
+    return count
+
+
 # -- patches -----------------------------------------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
-from lightning_zero.engine.compat import flatten_weights
+from lightning_zero.engine.compat import flatten_weights, running_calls
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
@@ -124,6 +124,7 @@ class Engine(Optimizers):
         check_can_be_initialised(module, sources)
         self._buffers_follow = True
         self._is_forward_a_step = True  # whether a call of the module is a step; False once ``window`` is used
+        self._is_window_a_forward = False  # whether a call of the module has opened the outermost window
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
             self._swap = self._open_swap(offload)
@@ -168,7 +169,7 @@ class Engine(Optimizers):
         )
         self.set_optimizers(optimizers)
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
-        before = OwnHook(lambda *_: self._open_window(is_step=self._is_forward_a_step))
+        before = OwnHook(self._before_forward)
         after = OwnHook(lambda *_: self._close_window())
         may_join = module.modules() if self.gathers else ()
         self._installed: list[Any] = [
@@ -228,15 +229,14 @@ class Engine(Optimizers):
     def window(self) -> Iterator[None]:
         """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
         self._is_forward_a_step = False
+        self._recover_if_interrupted(running=0)
         self.schedule.check_in_place()
         windows = self.schedule.windows
         try:
             self._open_window(is_step=True)
             yield
         except (KeyboardInterrupt, SystemExit):
-            for checkpointed in self._checkpointed:
-                checkpointed.recover()
-            self.schedule.recover(windows + 1)
+            self._recover(windows + 1)
             raise
         finally:
             if self.schedule.windows > windows:
@@ -261,6 +261,32 @@ class Engine(Optimizers):
         """Whether a forward communicates with the other ranks."""
         return self.communicator.size > 1 and not all(unit.stays for unit in self.units)
 
+    def _before_forward(self, *_: Any) -> None:
+        self._recover_if_interrupted(running=1)
+        if self.schedule.windows == 0:
+            self._is_window_a_forward = True
+        self._open_window(is_step=self._is_forward_a_step)
+
+    def _recover_if_interrupted(self, running: int) -> None:
+        """Recover if Ctrl-C or ``sys.exit`` has interrupted a forward outside of ``window``.
+
+        Args:
+            running: how many calls of the module are running, if no call has been interrupted.
+        """
+        if in_backward():
+            return
+        if self.schedule.windows == 0:
+            was_interrupted = any(unit.depth for unit in self.units)
+        else:
+            was_interrupted = self._is_window_a_forward and running_calls(self.module) <= running
+        if was_interrupted:
+            self._recover(0)
+
+    def _recover(self, windows: int) -> None:
+        for checkpointed in self._checkpointed:
+            checkpointed.recover()
+        self.schedule.recover(windows)
+
     def _open_window(self, *, is_step: bool) -> None:
         if self.schedule.windows == 0:
             if not in_backward():
@@ -281,6 +307,8 @@ class Engine(Optimizers):
     def _close_window(self) -> None:
         if self.schedule.windows:
             self.schedule.close_window()
+        if not self.schedule.windows:
+            self._is_window_a_forward = False
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

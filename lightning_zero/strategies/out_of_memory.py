@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 
 from lightning_zero.engine import Engine
+from lightning_zero.engine.comm.failures import is_of_memory
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.report import formula_bytes
 from lightning_zero.io.sizes import in_gb
@@ -15,16 +16,9 @@ from lightning_zero.io.sizes import in_gb
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
     """Add the memory in use by category, and remedies, to an out-of-memory error. Leave other errors unchanged."""
-    if engine is None or not _is_of_memory(error) or not error.args:
+    if engine is None or not is_of_memory(error) or not error.args:
         return
     error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
-
-
-def _is_of_memory(error: BaseException) -> bool:
-    said = str(error)
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
-        isinstance(error, RuntimeError) and ("can't allocate memory" in said or "not enough memory" in said)
-    )
 
 
 def _holders(engine: Engine) -> str:

@@ -258,6 +258,17 @@ def test_compiled_modules_are_recognised():
     assert all(map(compat.is_compiled, [torch.compile(nn.Linear(2, 2), backend="eager"), in_place, by_forward]))
 
 
+class CallsItself(torch.nn.Module):
+    def forward(self, depth):
+        return max(compat.running_calls(self), self(depth - 1) if depth else 0)
+
+
+def test_running_calls_of_a_module_are_counted():
+    module = CallsItself()
+    assert compat.running_calls(module) == 0
+    assert module(0) == 1 and module(2) == 3
+
+
 def test_nested_values_are_flattened_and_unflattened():
     nested = {"a": [torch.ones(1), 2], "b": (3,)}
     leaves, form = compat.tree_flatten(nested)

@@ -30,6 +30,7 @@ class Writer(nn.Module):
         self.encoder = nn.Sequential(nn.Linear(6, 9), nn.Tanh(), nn.Linear(9, 6))
         self.decoder = nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 6), nn.Tanh())
         self.head = nn.Linear(6, WORDS)
+        self.most = None
 
     def forward(self, words, memory):
         return self.head(self.decoder(self.embedding(words) + memory))
@@ -40,7 +41,9 @@ class Writer(nn.Module):
     @torch.no_grad()
     def generate(self, prompt: torch.Tensor, length: int = 3) -> torch.Tensor:
         memory = self.read(prompt)
-        for _ in range(length):
+        for number in range(length):
+            if number == self.most:
+                raise ValueError("the text is too long")
             prompt = torch.cat([prompt, self(prompt, memory)[:, -1:].argmax(-1)], dim=1)
         return prompt
 
@@ -55,6 +58,12 @@ class Author(LightningModule):
         self.written = []
 
     def write(self, prompt, length):
+        try:
+            return self.write_all(prompt, length)
+        except ValueError:
+            return prompt
+
+    def write_all(self, prompt, length):
         if self.by_hand:
             with lightning_zero.uneven_forwards(self.writer):
                 return type(self.writer).generate(self.writer, prompt, length)
@@ -106,9 +115,10 @@ def run(strategy, module, uneven_loaders):
     return module.written, predictions, metrics, module.state_dict()
 
 
-def write_as_under_ddp(stage, by_hand=False, uneven_loaders=True, **options):
+def write_as_under_ddp(stage, by_hand=False, uneven_loaders=True, most=None, **options):
     torch.manual_seed(0)
     module = Author(by_hand)
+    module.writer.most = most
     reference = copy.deepcopy(module)
     expected = run(lambda: "ddp", reference, uneven_loaders)
     got = run(lambda: ZeroStrategy(stage=stage, **options), module, uneven_loaders)
@@ -130,6 +140,10 @@ def test_ranks_write_texts_of_different_lengths(run_on, stage):
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_three_ranks_write_texts_of_different_lengths_with_any_prefetch(run_on, prefetch):
     run_on(3, write_as_under_ddp, stage=3, prefetch=prefetch)
+
+
+def test_a_rank_may_catch_an_error_of_its_own_generation(run_on):
+    run_on(2, write_as_under_ddp, stage=3, most=5)
 
 
 def test_a_project_can_declare_its_own_loops_uneven(run_on):

@@ -113,6 +113,8 @@ class _Watchdog(Lifelines):
         try:
             yield
         except RuntimeError as error:
+            if is_of_memory(error):  # memory for the result was lacking, for which other ranks are not to blame
+                raise
             reason = reason_soon()
             cause = error if reason is None else None  # a known reason makes the connection's error superfluous
             raise RuntimeError(f"{wait.what} did not complete: {reason or self._blame(error)}") from cause
@@ -154,7 +156,7 @@ class _Watchdog(Lifelines):
         if text:
             *wait, begun, closed = json.loads(text)
             self._notices[rank] = _Wait(*wait), Counter(begun), closed
-            if (cycle := self._cycle([rank])) is None:
+            if (cycle := self._cycle([rank], set())) is None:
                 return
             waits = {each: self._notices[each][0] for each in sorted(cycle)}
             where = ", ".join(f"rank {each} waits for {wait.what}" for each, wait in waits.items())
@@ -168,16 +170,21 @@ class _Watchdog(Lifelines):
                 "lightning_zero.uneven_forwards(module):', which every rank must enter."
             )
 
-    def _cycle(self, path: list[int]) -> list[int] | None:
-        """Extend a path, in which each rank waits for the next, into a cycle; None if there is none."""
+    def _cycle(self, path: list[int], seen: set[int]) -> list[int] | None:
+        """Extend a path, in which each rank waits for the next, into a cycle; None if there is none.
+
+        Args:
+            seen: ranks from which no path leads back. They are tried only once, since there may be very many paths.
+        """
         wait = self._notices[path[-1]][0]
         for other, (_, begun, closed) in self._notices.items():
             takes_part = not wait.members or other in wait.members
             if takes_part and begun[wait.key] < wait.ordinal and _engine_in(wait.key) not in closed:
                 if other == path[0]:
                     return path
-                if other not in path and (found := self._cycle([*path, other])) is not None:
+                if other not in path and other not in seen and (found := self._cycle([*path, other], seen)) is not None:
                     return found
+        seen.add(path[-1])
         return None
 
 
@@ -218,8 +225,8 @@ class Watch:
                 the run.
 
         Raises:
-            RuntimeError: if the code inside raises a RuntimeError. The new error gives the reason if it is known:
-                which rank failed, or which ranks are in a deadlock.
+            RuntimeError: if the code inside raises a RuntimeError, unless that says that memory ran out. The new error
+                gives the reason if it is known: which rank failed, or which ranks are in a deadlock.
         """
         ordinal = self.begin(what) if ordinal is None else ordinal
         key = f"{self._name}: {what}"
@@ -268,6 +275,14 @@ def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[No
         if reason is None:
             raise
         raise RuntimeError(f"{what} did not complete: {reason}") from None
+
+
+def is_of_memory(error: BaseException) -> bool:
+    """Whether an error says that this rank has run out of memory."""
+    said = str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
+        isinstance(error, RuntimeError) and ("can't allocate memory" in said or "not enough memory" in said)
+    )
 
 
 def explain(error: BaseException) -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.failures import failure
 from lightning_zero.engine.comm.rendezvous import Absence, Rendezvous
 from lightning_zero.engine.runtime.schedule import Schedule
 from lightning_zero.engine.state.bucket import Bucket
@@ -73,13 +74,18 @@ class Join:
 
         hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
         self._schedule.is_joining = True
+        ends = True
         try:
             yield
+        except BaseException as error:  # if the caller catches it, the program goes on
+            ends = isinstance(error, Exception) and failure() is None
+            raise
         finally:
             self._schedule.is_joining = False
             for hook in hooks:
                 hook.remove()
-        self._take(2 * self._position + 1)
+            if ends:
+                self._take(2 * self._position + 1)
 
     def _take(self, own: int) -> None:
         self._end()

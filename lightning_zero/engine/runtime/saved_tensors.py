@@ -129,8 +129,8 @@ class Attributes:
         for position, (reference, count, names) in enumerate(self._found):
             holder = vars(module) if (module := reference()) is not None else {}
             if len(holder) != count:
-                # Skip numbers, strings and flags for speed: most attributes that constructors set are of these types.
-                of_interest = (name for name, value in holder.items() if not isinstance(value, (bool, int, float, str)))
+                # Skip flags and strings for speed; a number may be what a tensor later replaces.
+                of_interest = (name for name, value in holder.items() if not isinstance(value, (bool, str)))
                 names = [name for name in of_interest if name not in _OF_EVERY_MODULE]
                 self._found[position] = reference, len(holder), names
             for name in names:
