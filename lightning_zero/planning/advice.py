@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_zero.engine.compat import tree_leaves, tree_map
-from lightning_zero.engine.config import NothingToCompressError
+from lightning_zero.engine.config import NothingToCompressError, stages_allowed
 from lightning_zero.io.sizes import in_gb
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
@@ -129,7 +129,8 @@ def make_plans(
         memory: the device's memory in bytes; with None, plans do not say whether they fit.
         accumulate: micro-batches per step; one number, or several choices.
         shard_within: choices for stage 3.
-        compression: choices by name; at stage 3 only with ``shard_within``.
+        compression: choices; those that send changes of parameters are combined with stage 3 only if it has
+            ``shard_within``.
         tensor_parallel: choices for ``tensor_parallel_size``; only None is combined with ``shard_within``.
         left_out: receives a sentence for each combination whose ``compression`` has nothing to compress.
 
@@ -146,13 +147,11 @@ def make_plans(
     )
     for micro_batch, of_step, stage, offload, recompute, within, compress, together in choices:
         is_partitioned = recompute == "partitioned"
-        if stage == 0 and (offload != "none" or recompute or compress or together):
+        if stage == 0 and (offload != "none" or recompute or within or compress or together):
             continue
-        if within is not None and (stage != 3 or together):
+        if (stage and stage not in stages_allowed(within, compress)) or (within is not None and together):
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
-            continue
-        if compress is not None and stage == 3 and within is None:  # no rank keeps full parameters to compare with
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
