@@ -254,7 +254,7 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             f"has {in_gb(ROOM * memory)} of usable memory. The largest category is {largest} "
             f"({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
-    timed = [plan for plan in fitting if plan.samples_per_second is not None]
+    timed = [plan for plan in fitting if plan.seconds_per_step]
     ddp = next((plan for plan in plans if plan.stage == 0), None)
     if not timed:
         best = min(fitting, key=lambda plan: (plan.stage, plan.offload != "none"))
@@ -267,21 +267,24 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             "Times are unknown without the machine's speed: pass --flops, or --resources with a file written by "
             "`lightning-zero doctor --json`.",
         ]
-    best = max(timed, key=lambda plan: plan.samples_per_second or 0.0)
-    assert best.seconds_per_step is not None and best.samples_per_second is not None
-    micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
+    best = max(timed, key=_rate)
+    assert best.seconds_per_step is not None
+    if best.samples_per_second is not None:
+        micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
+        sizes = f" with {best.micro_batch} samples a rank{micro_batches}"
+        rate = f"{best.samples_per_second:.4g} samples/s, "
+    else:
+        sizes = f" with {best.accumulate} micro-batches a step" if best.accumulate > 1 else ""
+        rate = ""
     said = [
-        f"Take {best.name} with {best.micro_batch} samples a rank{micro_batches}: "
-        f"{best.samples_per_second:.4g} samples/s, {best.seconds_per_step:.3g} s a step, "
+        f"Take {best.name}{sizes}: {rate}{best.seconds_per_step:.3g} s a step, "
         f"{in_gb(best.peak_bytes['total'])} a rank."
     ]
-    if ddp is not None and ddp.samples_per_second is not None:
-        ratio = best.samples_per_second / ddp.samples_per_second
+    if ddp is not None and ddp.seconds_per_step:
         if best is ddp:
-            rivals = [plan for plan in timed if plan.stage]
-            rival = max(rivals, key=lambda plan: plan.samples_per_second or 0.0, default=None)
-            if rival is not None and rival.samples_per_second is not None:
-                slower = 100 * (1 - rival.samples_per_second / ddp.samples_per_second)
+            rival = max((plan for plan in timed if plan.stage), key=_rate, default=None)
+            if rival is not None:
+                slower = 100 * (1 - _rate(rival) / _rate(ddp))
                 saved = ddp.peak_bytes["total"] - rival.peak_bytes["total"]
                 less = f"; it would save {in_gb(saved)} a rank" if saved > 0 else ""
                 said.append(
@@ -290,7 +293,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         elif ddp.fits is False:
             said.append(f"DDP does not fit: it needs {in_gb(ddp.peak_bytes['total'])}.")
         else:
-            said.append(f"That is {ratio:.2f} times DDP's rate at {ddp.micro_batch} samples a rank.")
+            at = f" at {ddp.micro_batch} samples a rank" if ddp.micro_batch is not None else ""
+            said.append(f"That is {_rate(best) / _rate(ddp):.2f} times DDP's rate{at}.")
     if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:
         part = 100 * best.waiting_seconds / best.seconds_per_step
         said.append(
@@ -298,6 +302,14 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             "micro-batches or a faster link help more than a higher stage."
         )
     return said
+
+
+def _rate(plan: Plan) -> float:
+    """Samples per second; micro-batches per second if their number of samples is unknown; 0 if the time is unknown."""
+    if plan.samples_per_second is not None:
+        return plan.samples_per_second
+    micro_batches = plan.accumulate * (plan.ranks // (plan.tensor_parallel_size or 1))
+    return micro_batches / plan.seconds_per_step if plan.seconds_per_step else 0.0
 
 
 def _largest(plan: Plan) -> str:

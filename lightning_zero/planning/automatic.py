@@ -117,11 +117,8 @@ class AutomaticStrategy(TrainerStrategy):
         resources, transport = self._resources, "nccl" if self.root_device.type == "cuda" else "shared memory"
         if resources is None:
             with isolate_rng():
-                resources, about = measure_rank(self.root_device, self.world_size)
+                resources, about = measure_rank(self.root_device, self.world_size, self.num_nodes)
             transport = about.get("transport", transport)
-        memory = resources.memory
-        if memory is not None and self.root_device.type == "cpu" and self._resources is None:
-            resources = replace(resources, memory=memory / self.num_processes)
         choice = self._advised(trainer, resources, transport) if self.is_global_zero else None
         chosen: Choice = self.broadcast(choice)
         return chosen
