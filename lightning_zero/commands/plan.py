@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
     for reason in left_out:
         print(f"Left out: {reason}", file=sys.stderr)
     if parsed.json:
-        print_json([plan.as_json() for plan in plans])
+        print_json([asdict(plan) for plan in plans])
         return 0
     _print(plans)
     for sentence in advise(plans, memory):

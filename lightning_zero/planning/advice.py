@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
@@ -95,9 +95,6 @@ class Plan:
         }
         options = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
         return f"{text} with {options}" if options else text
-
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "assumptions": list(self.assumptions)}
 
 
 def make_plans(
