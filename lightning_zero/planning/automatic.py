@@ -151,7 +151,11 @@ class AutomaticStrategy(TrainerStrategy):
 
         options = dict(self._given)
         # as choices, since DDP has no such options and the names of plans show them
-        own: dict[str, Any] = {name: [options.pop(name, None)] for name in ("shard_within", "compression")}
+        compression = options.pop("compression", None)
+        own: dict[str, Any] = {
+            "shard_within": [options.pop("shard_within", None)],
+            "compression": [compression if isinstance(compression, str) else self.config.compresses],
+        }
         plan_with = partial(
             make_plans,
             make_module,

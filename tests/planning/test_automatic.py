@@ -122,6 +122,7 @@ def test_training_under_zero_auto_gives_ddps_numbers(run_on):
 @pytest.mark.parametrize(
     ("options", "name"),
     [
+        ({"shard_within": None, "compression": {}}, "zero[123]"),
         ({"shard_within": "node"}, "zero3 with shard_within='node'"),
         ({"compression": "int8"}, "zero[12] with compression='int8'"),
         ({"compression": CompressionConfig(gradients="int8")}, "zero[123] with compression=CompressionConfig.*"),
