@@ -39,6 +39,9 @@ def main(arguments: list[str]) -> int:
     except (RuntimeError, AssertionError) as error:
         print(f"lightning-zero doctor: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        print(f"lightning-zero doctor: {error}", file=sys.stderr)
+        return 2
     about["disk"] = parsed.disk or os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     findings = []
     try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
 
         measured = json.loads(parsed.resources.read_text()) if parsed.resources is not None else {}
         resources = _resources(parsed, measured.get("resources", {}))
-        memory = _memory(parsed.memory) if parsed.memory else resources.memory if resources is not None else None
+        memory = parsed.memory or (resources.memory if resources is not None else None)
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
     for reason in left_out:
         print(f"Left out: {reason}", file=sys.stderr)
     if parsed.json:
-        print_json([plan.as_json() for plan in plans])
+        print_json([asdict(plan) for plan in plans])
         return 0
     _print(plans)
     for sentence in advise(plans, memory):
@@ -81,6 +82,18 @@ _SPEEDS = (
 
 _SETTINGS = ("ranks", "machines", "accumulate", "precision", "clip")
 """Options that take precedence over the arguments of the project's own Trainer."""
+
+
+_CHOICES = {
+    "stage": "--stage {}",
+    "offload": "--offload with cpu, nvme or activations",
+    "shard_within": "--shard-within {}",
+    "compression": "--compression {}",
+    "tensor_parallel_size": "--tensor-parallel {}",
+    "activation_checkpointing": "--checkpointing on",
+    "partition_activations": "--checkpointing partitioned",
+}
+"""Options of the strategy that have their own arguments here, since each value gets its own plans."""
 
 
 def parser() -> Parser:
@@ -141,7 +154,7 @@ def parser() -> Parser:
     made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)")
     made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
-    made.add_argument("--memory", help="memory of the device, such as 80GB, to show which choices fit")
+    made.add_argument("--memory", type=size_of, help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file with the output of lightning-zero doctor --json")
     made.add_argument("--flops", type=float, help="floating-point operations per second in matrix products")
     made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
@@ -174,19 +187,11 @@ def _group(text: str) -> str | int | None:
 
 def _fixed_options(given: list[str]) -> dict[str, Any]:
     """ZeroStrategy's options from --option, which are the same in all plans."""
-    options = strategy_options(given)
-    for name in ("stage", "shard_within", "compression"):
-        if name in options:
-            value, choice = options[name], name.replace("_", "-")
-            raise ValueError(f"{name}={value} cannot be set with --option: write --{choice} {value}.")
-    return options
-
-
-def _memory(text: str) -> int:
-    try:
-        return size_of(text)
-    except argparse.ArgumentTypeError:
-        raise ValueError(f"--memory {text!r} must be a number with a unit, such as 80GB or 24GiB") from None
+    for text in given:
+        name, _, value = text.partition("=")
+        if name in _CHOICES:
+            raise ValueError(f"{text} cannot be set with --option: write {_CHOICES[name].format(value)}.")
+    return strategy_options(given)
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
@@ -223,7 +228,8 @@ def _print(plans: list[Any]) -> None:
     )
     rows = [heading]
     for plan in plans:
-        times = (f"{plan.seconds_per_step:.3g}", f"{plan.samples_per_second or 0:.4g}") if has_times else ()
+        rate = "" if plan.samples_per_second is None else f"{plan.samples_per_second:.4g}"
+        times = (f"{plan.seconds_per_step:.3g}", rate) if has_times else ()
         rows.append(
             (
                 plan.name,

@@ -380,6 +380,18 @@ def compression_config(compression: Any) -> CompressionConfig | None:
     )
 
 
+def stages_allowed(shard_within: str | int | None, compression: Any) -> tuple[int, ...]:
+    """The stages at which the options ``shard_within`` and ``compression`` are allowed.
+
+    Raises:
+        ValueError: if ``compression`` is not a value of the option.
+    """
+    compression = compression_config(compression)
+    if shard_within is not None:
+        return (3,)
+    return (1, 2) if compression is not None and compression.parameters is not None else (1, 2, 3)
+
+
 def name_of_compression(compression: CompressionConfig) -> str:
     """A compression as a user would write it: its name if it has one, otherwise the ``CompressionConfig``."""
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))

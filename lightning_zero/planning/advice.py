@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_zero.engine.compat import tree_leaves, tree_map
-from lightning_zero.engine.config import NothingToCompressError
+from lightning_zero.engine.config import NothingToCompressError, stages_allowed
 from lightning_zero.io.sizes import in_gb
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
@@ -96,9 +96,6 @@ class Plan:
         options = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
         return f"{text} with {options}" if options else text
 
-    def as_json(self) -> dict[str, Any]:
-        return {**asdict(self), "assumptions": list(self.assumptions)}
-
 
 def make_plans(
     make_module: Callable[[], LightningModule],
@@ -129,7 +126,8 @@ def make_plans(
         memory: the device's memory in bytes; with None, plans do not say whether they fit.
         accumulate: micro-batches per step; one number, or several choices.
         shard_within: choices for stage 3.
-        compression: choices by name; at stage 3 only with ``shard_within``.
+        compression: choices; those that send changes of parameters are combined with stage 3 only if it has
+            ``shard_within``.
         tensor_parallel: choices for ``tensor_parallel_size``; only None is combined with ``shard_within``.
         left_out: receives a sentence for each combination whose ``compression`` has nothing to compress.
 
@@ -146,13 +144,11 @@ def make_plans(
     )
     for micro_batch, of_step, stage, offload, recompute, within, compress, together in choices:
         is_partitioned = recompute == "partitioned"
-        if stage == 0 and (offload != "none" or recompute or compress or together):
+        if stage == 0 and (offload != "none" or recompute or within or compress or together):
             continue
-        if within is not None and (stage != 3 or together):
+        if (stage and stage not in stages_allowed(within, compress)) or (within is not None and together):
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
-            continue
-        if compress is not None and stage == 3 and within is None:  # no rank keeps full parameters to compare with
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
         chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
@@ -255,7 +251,7 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             f"has {in_gb(ROOM * memory)} of usable memory. The largest category is {largest} "
             f"({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
-    timed = [plan for plan in fitting if plan.samples_per_second is not None]
+    timed = [plan for plan in fitting if plan.seconds_per_step]
     ddp = next((plan for plan in plans if plan.stage == 0), None)
     if not timed:
         best = min(fitting, key=lambda plan: (plan.stage, plan.offload != "none"))
@@ -268,21 +264,24 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             "Times are unknown without the machine's speed: pass --flops, or --resources with a file written by "
             "`lightning-zero doctor --json`.",
         ]
-    best = max(timed, key=lambda plan: plan.samples_per_second or 0.0)
-    assert best.seconds_per_step is not None and best.samples_per_second is not None
-    micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
+    best = max(timed, key=_rate)
+    assert best.seconds_per_step is not None
+    if best.samples_per_second is not None:
+        micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
+        sizes = f" with {best.micro_batch} samples a rank{micro_batches}"
+        rate = f"{best.samples_per_second:.4g} samples/s, "
+    else:
+        sizes = f" with {best.accumulate} micro-batches a step" if best.accumulate > 1 else ""
+        rate = ""
     said = [
-        f"Take {best.name} with {best.micro_batch} samples a rank{micro_batches}: "
-        f"{best.samples_per_second:.4g} samples/s, {best.seconds_per_step:.3g} s a step, "
+        f"Take {best.name}{sizes}: {rate}{best.seconds_per_step:.3g} s a step, "
         f"{in_gb(best.peak_bytes['total'])} a rank."
     ]
-    if ddp is not None and ddp.samples_per_second is not None:
-        ratio = best.samples_per_second / ddp.samples_per_second
+    if ddp is not None and ddp.seconds_per_step:
         if best is ddp:
-            rivals = [plan for plan in timed if plan.stage]
-            rival = max(rivals, key=lambda plan: plan.samples_per_second or 0.0, default=None)
-            if rival is not None and rival.samples_per_second is not None:
-                slower = 100 * (1 - rival.samples_per_second / ddp.samples_per_second)
+            rival = max((plan for plan in timed if plan.stage), key=_rate, default=None)
+            if rival is not None:
+                slower = 100 * (1 - _rate(rival) / _rate(ddp))
                 saved = ddp.peak_bytes["total"] - rival.peak_bytes["total"]
                 less = f"; it would save {in_gb(saved)} a rank" if saved > 0 else ""
                 said.append(
@@ -291,7 +290,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         elif ddp.fits is False:
             said.append(f"DDP does not fit: it needs {in_gb(ddp.peak_bytes['total'])}.")
         else:
-            said.append(f"That is {ratio:.2f} times DDP's rate at {ddp.micro_batch} samples a rank.")
+            at = f" at {ddp.micro_batch} samples a rank" if ddp.micro_batch is not None else ""
+            said.append(f"That is {_rate(best) / _rate(ddp):.2f} times DDP's rate{at}.")
     if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:
         part = 100 * best.waiting_seconds / best.seconds_per_step
         said.append(
@@ -299,6 +299,14 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             "micro-batches or a faster link help more than a higher stage."
         )
     return said
+
+
+def _rate(plan: Plan) -> float:
+    """Samples per second; micro-batches per second if their number of samples is unknown; 0 if the time is unknown."""
+    if plan.samples_per_second is not None:
+        return plan.samples_per_second
+    micro_batches = plan.accumulate * (plan.ranks // (plan.tensor_parallel_size or 1))
+    return micro_batches / plan.seconds_per_step if plan.seconds_per_step else 0.0
 
 
 def _largest(plan: Plan) -> str:

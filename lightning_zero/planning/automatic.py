@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,6 +20,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from lightning_zero.engine.config import stages_allowed
 from lightning_zero.engine.plan.mesh import Mesh
 from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
 from lightning_zero.strategies.trainer import TrainerStrategy
@@ -60,6 +62,7 @@ class AutomaticStrategy(TrainerStrategy):
         options: options of ``ZeroStrategy``, except those that the advisor chooses.
 
     Attributes:
+        stages: the stages that the options allow.
         choice: the advisor's latest choice; None before the first ``fit``.
 
     Raises:
@@ -84,8 +87,10 @@ class AutomaticStrategy(TrainerStrategy):
                 "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
                 f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
             )
-        super().__init__(stage=3, **options)  # provisional: stage 3 allows parameters on the meta device
+        self.stages = stages_allowed(options.get("shard_within"), options.get("compression"))
+        super().__init__(stage=self.stages[-1], **options)  # provisional: stage 3 allows parameters on the meta device
         self.choice: Choice | None = None
+        self._given = {name: value for name, value in options.items() if name not in self._arguments_of_base}
         self._resources = _declared(resources) if resources is not None else None
 
     @classmethod
@@ -112,11 +117,8 @@ class AutomaticStrategy(TrainerStrategy):
         resources, transport = self._resources, "nccl" if self.root_device.type == "cuda" else "shared memory"
         if resources is None:
             with isolate_rng():
-                resources, about = measure_rank(self.root_device, self.world_size)
+                resources, about = measure_rank(self.root_device, self.world_size, self.num_nodes)
             transport = about.get("transport", transport)
-        memory = resources.memory
-        if memory is not None and self.root_device.type == "cpu" and self._resources is None:
-            resources = replace(resources, memory=memory / self.num_processes)
         choice = self._advised(trainer, resources, transport) if self.is_global_zero else None
         chosen: Choice = self.broadcast(choice)
         return chosen
@@ -135,7 +137,7 @@ class AutomaticStrategy(TrainerStrategy):
             reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
         offload = None if self.root_device.type == "cpu" else "cpu"
         reason = f"this training run cannot be planned ({reason})"
-        return by_formula(module, self.world_size, resources.memory, offload, reason)
+        return by_formula(module, self.world_size, resources.memory, offload, reason, self.stages)
 
     def _planned(
         self,
@@ -147,31 +149,37 @@ class AutomaticStrategy(TrainerStrategy):
     ) -> Choice:
         from lightning_zero.planning.advice import advise, make_plans
 
-        def plans_of(stages: tuple[int, ...], offload: str = "none", recompute: bool = False) -> list[Plan]:
-            return make_plans(
-                make_module,
-                batch,
-                ranks=self.world_size,
-                stages=stages,
-                offloads=[offload],
-                checkpointing=[recompute],
-                resources=resources,
-                memory=resources.memory,
-                accumulate=trainer.accumulate_grad_batches,
-                precision=trainer.precision,
-                clip=trainer.gradient_clip_val,
-                transport=transport,
-            )
-
-        ddp = plans_of((0,))
-        plans = plans_of((1, 2, 3))
+        options = dict(self._given)
+        # as choices, since DDP has no such options and the names of plans show them
+        compression = options.pop("compression", None)
+        own: dict[str, Any] = {
+            "shard_within": [options.pop("shard_within", None)],
+            "compression": [compression if isinstance(compression, str) else self.config.compresses],
+        }
+        plan_with = partial(
+            make_plans,
+            make_module,
+            batch,
+            ranks=self.world_size,
+            machines=self.num_nodes,
+            resources=resources,
+            memory=resources.memory,
+            accumulate=trainer.accumulate_grad_batches,
+            precision=trainer.precision,
+            clip=trainer.gradient_clip_val,
+            transport=transport,
+            **options,
+        )
+        ddp = plan_with(stages=[0])
+        plans = plan_with(stages=self.stages, **own)
         rest = [("none", True)]
         if self.root_device.type != "cpu":  # offload to the host saves nothing if the device is the CPU
             rest = [("cpu", False), *rest, ("cpu", True)]
         for offload, recompute in rest:
             if any(plan.fits is not False for plan in plans):
                 break
-            plans += plans_of((2, 3), offload, recompute)
+            stages = [stage for stage in self.stages if stage > 1]
+            plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], **own)
         fitting = [plan for plan in plans if plan.fits is not False]
         # of equally fast plans, take the one that needs the least memory
         best = min(fitting or plans[-1:], key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), _total(plan)))
@@ -199,27 +207,37 @@ def sample_batch(trainer: Trainer) -> Any:
     """Return a batch of the training loader's batch size that repeats the first sample.
 
     Raises:
-        ValueError: if the dataset is not map-style: reading from a stream would consume its first batch.
+        ValueError: if the dataset is not map-style, or if the batch sampler does not state its batch size: reading from
+            a stream or a sampler would consume its first batch.
     """
     loader = trainer.fit_loop._data_source.dataloader()
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ValueError("planning reads a sample, which requires one DataLoader with a map-style dataset")
-    if loader.batch_size is None:
+    sampler = loader.batch_sampler
+    if sampler is None:  # the dataset's items are batches
         return loader.collate_fn(loader.dataset[0])
-    return loader.collate_fn([loader.dataset[0]] * min(loader.batch_size, len(loader.dataset)))  # type: ignore[arg-type]
+    size = getattr(sampler, "batch_size", None)
+    if size is None:
+        raise ValueError(
+            "planning repeats a sample, which requires a batch sampler with the attribute batch_size, but "
+            f"{type(sampler).__name__} has none"
+        )
+    return loader.collate_fn([loader.dataset[0]] * min(size, len(loader.dataset)))  # type: ignore[arg-type]
 
 
-def by_formula(module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str) -> Choice:
-    """Choose the lowest stage whose model states plus 30 % fit in memory; if none fits, stage 3 with ``offload``."""
+def by_formula(
+    module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str, stages: Sequence[int]
+) -> Choice:
+    """Choose the lowest of ``stages`` whose model states plus 30 % fit in memory; if none fits, the last, offloaded."""
     mesh = Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
         stage: _REST
         * sum(placements_of(stage).model_state_bytes(n, mesh, parameter_bytes=4, trains=t) for n, t in sizes)
-        for stage in (1, 2, 3)
+        for stage in stages
     }
     ddp = _REST * sum(replicated_bytes(n, 4, trains=t) for n, t in sizes)
-    stage = next((stage for stage in needed if memory is None or needed[stage] <= memory), 3)
+    stage = next((stage for stage in needed if memory is None or needed[stage] <= memory), stages[-1])
     fits = memory is None or needed[stage] <= memory
     offload = None if fits else offload
     why = (

@@ -29,8 +29,11 @@ def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, A
         The resources available to one rank while all ranks are busy, and a description of the measurement.
 
     Raises:
+        ValueError: if ``ranks`` is below 1.
         RuntimeError: if a rank cannot be measured.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1.")
     if ranks == 1:
         return measure_rank(torch.device(device), 1)
     # This process hosts the store, so that the port is open before the ranks receive its number.
@@ -55,8 +58,12 @@ def _worker(rank: int, ranks: int, port: int, device: str, results: Any) -> None
         results.put(found)
 
 
-def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, Any]]:
+def measure_rank(place: torch.device, ranks: int, machines: int = 1) -> tuple[Resources, dict[str, Any]]:
     """Measure this rank's device, and its links to the ranks of the default process group. Collective.
+
+    Args:
+        ranks: the size of the group.
+        machines: number of machines; the ranks are split evenly among them.
 
     Returns:
         The same as ``measure``.
@@ -82,7 +89,7 @@ def measure_rank(place: torch.device, ranks: int) -> tuple[Resources, dict[str, 
         operator_seconds=_seconds(lambda: small.add_(1), place, 200),
         host_bandwidth=8 * on_host.nbytes / _seconds(adam, torch.device("cpu")),
         overlaps=place.type != "cpu",
-        memory=_memory(place),
+        memory=_memory(place, ranks // machines),
         **link,
     )
     return resources, about
@@ -123,10 +130,11 @@ def _finish(place: torch.device) -> None:
         torch.accelerator.synchronize(place)
 
 
-def _memory(place: torch.device) -> float:
+def _memory(place: torch.device, ranks: int) -> float:
+    """The memory in bytes for one of a machine's ranks: its GPU's, or its share of the host's."""
     if place.type == "cuda":
         return float(torch.cuda.get_device_properties(place).total_memory)
-    return float(host_memory())
+    return host_memory() / ranks
 
 
 def host_memory() -> int:

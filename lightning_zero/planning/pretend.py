@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.codec import Codec, Quantised
 from lightning_zero.engine.comm.collectives import BucketCollectives, Communicator, Everyone, Gathering
+from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
-from lightning_zero.engine.comm.rendezvous import Absence
+from lightning_zero.engine.comm.rendezvous import Absence, Rendezvous
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
 from lightning_zero.engine.comm.tensor_parallel import ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport, slices_of
@@ -39,40 +40,23 @@ from lightning_zero.planning.timeline import Recorder
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
-T = TypeVar("T")
 
-
-class PretendControlPlane:
-    """Returns this rank's values for every rank, without waiting. See ``ControlPlane`` for the methods."""
-
-    small = None
+class PretendControlPlane(ControlPlane):
+    """A control plane of one rank, except that it returns this rank's values for every simulated rank."""
 
     def __init__(self, size: int) -> None:
+        super().__init__(None, [0], 0, None, Counters(), 0)
         self._size = size
-
-    def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        return list(flags)
 
     def gather_numbers(self, number: int, what: str) -> list[int]:
         return [number] * self._size
 
-    def numbers_of_first(self, numbers: Sequence[int]) -> list[int]:
-        return list(numbers)
-
-    def copy_from_first(self, tensors: list[Tensor]) -> None:
-        pass
-
-    def gather_objects(self, value: T) -> list[T]:
+    def gather_objects(self, value: Any) -> list[Any]:
         return [value] * self._size
-
-    def is_alike(self, text: str) -> bool:
-        return True
 
 
 class PretendWatch:
     """A ``Watch`` for simulated ranks, which are never awaited."""
-
-    ended: frozenset[int] = frozenset()
 
     def begin(self, what: str) -> int:
         return 0
@@ -105,7 +89,7 @@ class _PretendTransport(Transport):
         slices = slices_of(flat, ranges)
         return slices.pop(self._rank), slices
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, own: Tensor | None = None) -> Started:
+    def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
         return Started([self._sent_of(full.nbytes)], [full])
 
     def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:
@@ -210,8 +194,6 @@ class PretendCommunicator(Communicator):
         mesh: the ranks' device mesh; None without tensor parallelism.
     """
 
-    name = "pretend"
-
     def __init__(
         self,
         size: int,
@@ -225,8 +207,7 @@ class PretendCommunicator(Communicator):
     ) -> None:
         self.rank, self.device, self.counters, self._recorder = rank, device, Counters(), recorder
         self.tensor = PretendTensorParallel(mesh, self.counters)
-        control: Any = PretendControlPlane(size)
-        self.everyone = Everyone(rank * self.tensor.size, size, control)
+        self.everyone = Everyone(rank * self.tensor.size, size, PretendControlPlane(size))
         groups_here = min(self.tensor.size, size // machines)  # data-parallel groups that have ranks on one machine
         self.size = size = size // self.tensor.size
         machines = min(machines, size)
@@ -267,36 +248,12 @@ class PretendCommunicator(Communicator):
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         return tensor
 
-    def copy_from_first(self, tensors: list[Tensor]) -> None:
-        pass
 
-    def close(self) -> None:
-        pass
-
-
-class PretendRendezvous:
-    """A rendezvous that never waits. See ``Rendezvous`` for the methods."""
-
-    is_closed = False
-    meetings = 0
+class PretendRendezvous(Rendezvous):
+    """A rendezvous that never waits, like that of one rank."""
 
     def __init__(self) -> None:
-        self.absence = Absence()
-
-    def meet(self, what: str) -> None:
-        self.meetings += 1
-
-    def met(self, what: str) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def have_met(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
-    def require_all(self, what: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
+        self._size, self._is_met, self.is_closed, self.absence = 1, False, False, Absence()
 
 
 class InlineUpdates(Updates):
@@ -437,7 +394,7 @@ def pretending(
             self.communicator = PretendCommunicator(
                 ranks, device, recorder, transport, rank, machines, within, self._mesh
             )
-            self.rendezvous = PretendRendezvous()  # type: ignore[assignment]
+            self.rendezvous = PretendRendezvous()
 
         def _open_swap(self, offload: OffloadConfig) -> Swap:
             assert offload.path is not None

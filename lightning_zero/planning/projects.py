@@ -122,7 +122,8 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
     if isinstance(devices, (list, tuple)):
         devices = len(devices)
-    if isinstance(devices, int) or (isinstance(devices, str) and devices.isdigit()):
+    # like "auto", -1 means all devices of a machine, whose number is unknown
+    if (isinstance(devices, int) and devices != -1) or (isinstance(devices, str) and devices.isdigit()):
         settings |= {"ranks": int(devices) * nodes, "machines": nodes}
     names = {"accumulate_grad_batches": "accumulate", "precision": "precision", "gradient_clip_val": "clip"}
     return settings | {names[name]: trainer[name] for name in names if trainer.get(name) is not None}

@@ -31,7 +31,7 @@ class Resources:
         disk_bandwidth: bytes per second that an update of states on a disk reads and writes in total.
         overlaps: whether collectives and updates in the host's memory overlap with computation on the device. On a CPU,
             all three compete for the same cores.
-        memory: the device's memory in bytes; None if unknown.
+        memory: the device's memory in bytes, on a CPU this rank's share of the host's; None if unknown.
     """
 
     flops: float

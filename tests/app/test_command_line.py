@@ -101,6 +101,7 @@ MISTAKES = {
     "bench growth --uints 3": "lightning-zero bench growth: no option --uints; did you mean --units?",
     "plan --stage 7": "lightning-zero plan: argument --stage: invalid choice: 7; there are 0, 1, 2, 3",
     "plan --ranks two": "lightning-zero plan: argument --ranks: invalid int value: 'two'",
+    "plan --memory large": "lightning-zero plan: argument --memory: 'large' is not a size such as 500MB, 5GB or 4GiB",
     "plan": "lightning-zero plan: name a project (package.module:Module, train.py or model=gpt_small), or pass --paper",
     "doctor here": "lightning-zero doctor: unexpected argument 'here'",
     "train --jsno": "lightning-zero train: no option --jsno; did you mean --json?",

@@ -38,6 +38,14 @@ class Net(LightningModule):
         return torch.optim.AdamW(self.parameters())
 
 
+class OfTwoTensors(Net):
+    """Takes two tensors that differ in their first dimension."""
+
+    def training_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        first, second = batch
+        return super().training_step(first, batch_idx) + self.blocks(second[None]).mean()
+
+
 class Reading(Net):
     """Reads tensor values, which a plan does not have."""
 

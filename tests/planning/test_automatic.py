@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,12 +13,14 @@ import pytorch_lightning
 import torch
 from lightning.pytorch import seed_everything
 from lightning_utilities.core import rank_zero
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
-from lightning_zero import ZeroAutoStrategy
+from lightning_zero import CompressionConfig, ZeroAutoStrategy
+from lightning_zero.planning.automatic import by_formula, sample_batch
 from lightning_zero.pytorch_lightning import ZeroAutoStrategy as OtherZeroAutoStrategy
-from tests.planning.projects import Net
+from tests.planning.projects import Block, Net
 from tests.support.trainer import make_trainer
+from tests.support.workers import rank
 
 SPEED = {"flops": 1e11, "memory_bandwidth": 1e10, "link_bandwidth": 1e9}
 
@@ -51,16 +56,43 @@ class Says(logging.Handler):
         self.said.append(record.getMessage())
 
 
-def trained(strategy: str, memory: float | None = None, stream: bool = False) -> dict[str, Any]:
+class Own(torch.optim.Optimizer):
+    """An elementwise optimizer of a class that the engine does not know."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        loss = closure() if closure is not None else None
+        for parameter in self.param_groups[0]["params"]:
+            parameter -= 0.1 * parameter.grad
+        return loss
+
+
+class TrainsWithOwn(Net):
+    def configure_optimizers(self) -> Any:
+        return Own(self.parameters())
+
+
+def trained(
+    strategy: str,
+    memory: float | None = None,
+    stream: bool = False,
+    net: type[Net] = Net,
+    options: dict[str, Any] | None = None,
+    of_trainer: dict[str, Any] | None = None,
+    **speed: float,
+) -> dict[str, Any]:
     said, log = Says(), rank_zero.log  # that of lightning or pytorch_lightning, whichever was imported last
     log.addHandler(said)
     seed_everything(3, verbose=False)
     Stream.taken = Rows.read = 0
     chosen: Any = strategy
     if memory is not None:
-        chosen = ZeroAutoStrategy(resources={**SPEED, "memory": memory})
-    module = Net()
-    trainer = make_trainer(chosen, max_steps=3)
+        chosen = ZeroAutoStrategy(resources={**SPEED, **speed, "memory": memory}, **(options or {}))
+    module = net()
+    trainer = make_trainer(chosen, max_steps=3, **(of_trainer or {}))
     log.setLevel(logging.INFO)
     trainer.fit(module, DataLoader(Stream() if stream else Rows(), batch_size=4))
     log.removeHandler(said)
@@ -85,6 +117,56 @@ def test_training_under_zero_auto_gives_ddps_numbers(run_on):
     assert any("samples/s" in sentence for sentence in found[0]["said"])
     assert found[1]["said"] == []
     assert found[0]["read"] == expected[0]["read"] + 1 and found[1]["read"] == expected[1]["read"]
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"shard_within": None, "compression": {}}, "zero[123]"),
+        ({"shard_within": "node"}, "zero3 with shard_within='node'"),
+        ({"compression": "int8"}, "zero[12] with compression='int8'"),
+        ({"compression": CompressionConfig(gradients="int8")}, "zero[123] with compression=CompressionConfig.*"),
+    ],
+)
+def test_zero_auto_chooses_a_stage_that_its_options_allow(run_on, options, name):
+    found = run_on(2, trained, strategy="", memory=1e9, options=options)[0]
+    assert re.fullmatch(f"zero_auto chose {name}[.]", found["choice"].why[0])
+    assert f"zero{found['stage']}" in found["choice"].why[0]
+
+
+@pytest.mark.parametrize(
+    ("options", "roomy", "tight"),
+    [({}, 1, 3), ({"shard_within": 2}, 3, 3), ({"compression": "int8"}, 1, 2), ({"compression": None}, 1, 3)],
+)
+def test_the_formula_chooses_among_the_stages_that_the_options_allow(options, roomy, tight):
+    stages = ZeroAutoStrategy(**options).stages
+    chosen = [by_formula(Net(), 2, memory, None, "of a test", stages).stage for memory in (1e9, 1.0)]
+    assert chosen == [roomy, tight]
+
+
+def test_zero_auto_plans_with_the_users_options(run_on):
+    options = {
+        "allow_any_optimizer": True,
+        "prefetch": 0,
+        "checkpoint": "sharded",
+        "async_save": True,
+        "units": [Block],
+    }
+    options |= {"units": [Block], "timeout": 60, "after_fit": "full", "resilience": None, "shard_within": None}
+    found = run_on(2, trained, strategy="", memory=1e9, net=TrainsWithOwn, options=options)[0]
+    assert any("samples/s" in sentence for sentence in found["choice"].why), "of a plan, not of the formula"
+
+
+def sentences_on_two_machines(machine_bandwidth: float) -> tuple[str, ...]:
+    os.environ.update(LOCAL_RANK="0", GROUP_RANK=str(rank()), LOCAL_WORLD_SIZE="1")
+    trainer = {"devices": 1, "num_nodes": 2}
+    found = trained("", memory=1e9, of_trainer=trainer, machine_bandwidth=machine_bandwidth)
+    return found["choice"].why
+
+
+def test_zero_auto_plans_for_the_trainers_number_of_machines(run_on):
+    why = run_on(2, sentences_on_two_machines, machine_bandwidth=1e5)[0]  # the model has 0.8 MB of parameters
+    assert any("the device waits for communication" in sentence for sentence in why)
 
 
 @pytest.mark.exhaustive
@@ -129,6 +211,42 @@ def test_zero_auto_also_plans_for_pytorch_lightning(run_on):
     assert any("samples/s" in sentence for sentence in roomy.why), "of a plan, not of the formula"
     assert (tight.stage, tight.activation_checkpointing) == (3, "units")
     assert all(map(torch.equal, weights, same))
+
+
+class Samples(Net):
+    """Compares the batch for plans with the first training batch."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        self.seen, self.sampled = batch.shape, sample_batch(self.trainer).shape
+        return super().training_step(batch.view(-1, 16, 64), batch_idx)
+
+
+class BySize:
+    """A batch sampler that gives its batches, but not their size."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        yield from ([0, 1, 2], [3])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch_size": 4},
+        {"batch_size": 100},
+        {"batch_sampler": BatchSampler(range(32), 3, drop_last=False)},
+        {"batch_size": None},
+    ],
+    ids=str,
+)
+def test_the_batch_for_a_plan_has_the_shape_of_the_loaders_batches(options):
+    module = Samples()
+    make_trainer("auto", max_steps=1).fit(module, DataLoader(Rows(), **options))
+    assert module.sampled == module.seen
+
+
+def test_a_batch_sampler_of_unknown_batch_size_is_not_read_for_a_plan():
+    with pytest.raises(ValueError, match="requires a batch sampler with the attribute batch_size, but BySize has none"):
+        make_trainer("auto", max_steps=1).fit(Samples(), DataLoader(Rows(), batch_sampler=BySize()))
 
 
 def test_zero_auto_does_not_read_a_stream_to_choose(run_on):

@@ -79,6 +79,13 @@ raise SystemExit("the script was to end at fit")
 """
 
 
+@pytest.mark.parametrize("devices", [-1, "-1", "auto"])
+def test_all_devices_of_a_machine_are_an_unknown_number_of_ranks(capsys, tmp_path, devices):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("devices=8, num_nodes=2", f"{devices=}, num_nodes=2"))
+    assert main([str(tmp_path / "train.py"), "--stage", "2", "--json", "--", "--width", "32"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["ranks"] == 1
+
+
 def test_a_script_is_planned_with_its_trainers_settings_without_its_devices(capsys, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--json", "--", "--width", "32"]) == 0
@@ -129,6 +136,23 @@ def test_a_configuration_is_planned_as_train_would_run_it(capsys):
     assert wider["ranks"] == 8 and wider["peak_bytes"]["optimizer"] < plan["peak_bytes"]["optimizer"]
 
 
+def test_plans_of_a_batch_of_unknown_size_are_compared_by_their_time(capsys):
+    project = ["tests.planning.projects:OfTwoTensors", "--batch", "float32[4,16,64]", "float32[2,64]"]
+    arguments = [*project, "--ranks", "8", "--stage", "0", "3", "--flops", "1e12", "--link-bandwidth", "1e7"]
+    assert main([*arguments, "--json"]) == 0
+    ddp, zero3 = json.loads(capsys.readouterr().out)
+    assert ddp["micro_batch"] is None and ddp["samples_per_second"] is None
+    assert ddp["seconds_per_step"] < zero3["seconds_per_step"]
+    assert main(arguments) == 0
+    said = capsys.readouterr().out
+    assert f"Take DDP: {ddp['seconds_per_step']:.3g} s a step, " in said and "Times are unknown" not in said
+    assert "ZeRO does not help here: its fastest plan, zero3, is " in said
+    assert main([*arguments, "--stage", "0", "1", "--accumulate", "1", "4"]) == 0
+    said = capsys.readouterr().out
+    assert "Take zero1 with 4 micro-batches a step: " in said, "stage 1 reduces once for all micro-batches"
+    assert "times DDP's rate.\n" in said
+
+
 @pytest.mark.exhaustive
 def test_plans_vary_the_micro_batch_and_checkpointing(capsys):
     plans = planned(capsys, "--stage", "2", "--micro-batch", "2", "8", "--checkpointing", "off", "on")
@@ -174,7 +198,6 @@ def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
     [
         (["tests.planning.projects", "--batch", "a:b"], "'tests.planning.projects' must be package.module:Name"),
         (["tests.planning.projects:Nett", "--batch", "tests.planning.projects:batch"], "has no attribute 'Nett'"),
-        ([*PROJECT, "--memory", "large"], "--memory 'large' must be a number with a unit, such as 80GB or 24GiB"),
         ([*PROJECT, "--link-bandwidth", "1e9"], "--flops is required if other speeds are given"),
         (["tests.planning.projects:Net", "width", "--batch", "a:b"], "'width' must be name=value"),
         (["tests.planning.projects:Net"], "--batch is missing"),
@@ -202,6 +225,7 @@ def test_plans_use_the_speeds_that_doctor_measured(capsys, tmp_path):
     assert doctor.main(["--ranks", "2", "--disk", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["machine"]["ranks"] == 2 and found["machine"]["transport"] in ("shared memory", "gloo")
+    assert found["resources"]["memory"] == found["machine"]["memory_bytes"] / 2
     assert found["resources"]["disk_bandwidth"] != Resources.disk_bandwidth and not list(tmp_path.iterdir())
     file = tmp_path / "machine.json"
     file.write_text(json.dumps(found))
@@ -213,6 +237,12 @@ def test_a_disk_that_cannot_be_measured_is_reported_by_doctor(capsys, tmp_path):
     (tmp_path / "file").touch()
     assert doctor.main(["--ranks", "1", "--disk", str(tmp_path / "file")]) == 0
     assert "The disk for offload='nvme' could not be measured" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("ranks", ["0", "-2"])
+def test_doctor_refuses_to_measure_less_than_one_rank(capsys, ranks):
+    assert doctor.main(["--ranks", ranks]) == 2
+    assert f"lightning-zero doctor: ranks={ranks} must be at least 1." in capsys.readouterr().err
 
 
 @pytest.mark.exhaustive
@@ -292,6 +322,20 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
             "compression='zip' must be None, 'exact', 'int8', 'int4', a CompressionConfig or a mapping of its fields",
         ),
         (["--option", "shard_within=2"], "shard_within=2 cannot be set with --option: write --shard-within 2"),
+        (["--option", "compression=int8"], "compression=int8 cannot be set with --option: write --compression int8"),
+        (["--option", "tensor_parallel_size=2"], "cannot be set with --option: write --tensor-parallel 2"),
+        (
+            ["--option", "offload=cpu"],
+            "offload=cpu cannot be set with --option: write --offload with cpu, nvme or activations",
+        ),
+        (
+            ["--option", "activation_checkpointing=units"],
+            "activation_checkpointing=units cannot be set with --option: write --checkpointing on",
+        ),
+        (
+            ["--option", "partition_activations=true"],
+            "partition_activations=true cannot be set with --option: write --checkpointing partitioned",
+        ),
         (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', None, or a number of ranks >= 2"),
     ],
 )
