@@ -306,6 +306,19 @@ def test_versions_in_a_loggers_folder_are_runs_that_are_compared_by_their_settin
     assert "0.125" not in (one / "report.html").read_text().partition("<svg")[0], "metrics of no validation are curves"
 
 
+def test_passwords_that_hydra_or_a_logger_has_written_are_not_shown(tmp_path: Path) -> None:
+    for name, key in (("0", "abc"), ("1", "def")):
+        logger = CSVLogger(tmp_path, name=name, version="")
+        logger.log_hyperparams({"api_key": key})
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.save()
+        (tmp_path / name / ".hydra").mkdir()
+        (tmp_path / name / ".hydra/overrides.yaml").write_text(f"- logger.api_key={key}")
+    assert [(job["label"], job["overrides"], job["config"]) for job in summary_of(tmp_path)["jobs"]] == [
+        (f"{name}", ["logger.api_key=***"], {"api_key": "***"}) for name in "01"
+    ]
+
+
 def test_a_run_that_did_not_end_is_reported_as_such_without_a_cost(project: Path, tmp_path: Path) -> None:
     manifest = read_json(project / "manifest.json")
     del manifest["end"]
