@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -246,10 +246,16 @@ def _strategy(trainer: Trainer) -> dict[str, Any]:
         found["stage"] = strategy.stage
         backend = "gloo" if strategy.root_device.type == "cpu" else "nccl"
         found["transport"] = "shared memory" if is_within else backend
+        chosen = {
+            field.name: getattr(options, field.name)
+            for options in (strategy.config, strategy.options)
+            for field in fields(options)
+            if field.name != "stage" and getattr(options, field.name) != field.default
+        }
+        # A timeout is written in seconds, from which, unlike from its text, the option can be restored.
         found["options"] = {
-            field.name: plain(getattr(strategy.config, field.name))
-            for field in fields(strategy.config)
-            if field.name != "stage" and getattr(strategy.config, field.name) != field.default
+            name: value.total_seconds() if isinstance(value, timedelta) else plain(value)
+            for name, value in chosen.items()
         }
     return found
 
