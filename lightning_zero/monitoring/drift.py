@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import CatMetric
@@ -121,7 +122,8 @@ class DriftMonitor(EvaluationCallback):
     def end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        recent = {name: np.atleast_1d(seen.compute().cpu().numpy()) for name, seen in self._seen.items()}
+        found = {name: torch.as_tensor(seen.compute()) for name, seen in self._seen.items()}  # [] if all are NaN
+        recent = {name: np.atleast_1d(values.cpu().numpy()) for name, values in found.items()}
         if not trainer.is_global_zero:
             return
         if self._save_to is not None:
