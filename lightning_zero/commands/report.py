@@ -25,7 +25,7 @@ def main(arguments: list[str]) -> int:
             raise ReportError("--carbon-intensity requires --power-watts: CO2 is carbon intensity times energy")
         runs = read_runs(parsed.folder)
         declared = Declared(parsed.price_per_hour, parsed.power_watts, parsed.carbon_intensity)
-        summary = summarize(runs, declared, **({} if parsed.prediction else {"predict": None}))
+        summary = summarize(runs, declared, parsed.prediction)
         if parsed.json:
             print_json(summary)
             return 0
