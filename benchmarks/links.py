@@ -34,6 +34,10 @@ BASES = {"fp32": "zero3", "bf16": "bf16 zero3_node"}
 """The system with which those of each precision are compared."""
 
 
+def base_of(system: str) -> str:
+    return BASES["bf16" if system.startswith("bf16") else "fp32"]
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--systems", default=",".join(SYSTEMS))
@@ -43,7 +47,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=6, help="timed steps per round, after the warm-up")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    systems = arguments.systems.split(",")
+    if unknown := set(systems) - set(SYSTEMS):
+        parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join(SYSTEMS)}")
+    if not arguments.worker and (missing := {base_of(system) for system in systems} - set(systems)):
+        parser.error(f"--systems: add {', '.join(sorted(missing))}, with which other systems are compared")
+    return arguments
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -129,7 +139,7 @@ def main() -> None:
 
     rows = []
     for system, each in found.items():
-        base = BASES["bf16" if system.startswith("bf16") else "fp32"]
+        base = base_of(system)
         rows.append(
             [
                 system,

@@ -30,6 +30,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bf16 int8": {"bf16": True, "compression": {"parameters": "exact", "gradients": "int8"}},
     "bf16 int4": {"bf16": True, "compression": {"parameters": "exact", "gradients": "int4"}},
 }
+BASE = "fp32"
+"""The system with which the others are compared."""
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -39,7 +41,13 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    systems = arguments.systems.split(",")
+    if unknown := set(systems) - set(SYSTEMS):
+        parser.error(f"--systems: {', '.join(sorted(unknown))} is not among {', '.join(SYSTEMS)}")
+    if BASE not in systems:
+        parser.error(f"--systems: add {BASE}, with which other systems are compared")
+    return arguments
 
 
 def work(arguments: argparse.Namespace) -> None:
@@ -113,7 +121,7 @@ def main() -> None:
     with Machines() as machines:
         ranks = run_workers(__file__, options, 2, {}, WORKER_TIMEOUT, machines)
     found, seeds = ranks[0], arguments.seeds.split(",")
-    reference = found["fp32"]
+    reference = found[BASE]
     spread = max(reference[seed] for seed in seeds) - min(reference[seed] for seed in seeds)
     rows = []
     for system, losses in found.items():

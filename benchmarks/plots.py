@@ -66,33 +66,31 @@ def main() -> None:
 def step_time(read: Any) -> Figure:
     """Seconds per step for the 25 M GPT, by system."""
     result = read("peers_25m")
-    seconds = {name: result["systems"][name]["median_seconds"] for name in NAMES}
-    figure = bars(seconds, "{:.2f}", "seconds a step (less is better)", result)
-    figure.axes[0].set_title("Time of a training step: GPT of 25 M parameters, fp32, 2 CPU processes", loc="left")
-    return figure
+    seconds = {label: result["systems"][name]["median_seconds"] for name, label in NAMES.items()}
+    title = "Time of a training step: GPT of 25 M parameters, fp32, 2 CPU processes"
+    return bars(seconds, "{:.2f}", "seconds a step (less is better)", title, result, height=3.1)
 
 
 def memory(read: Any) -> Figure:
     """Peak resident memory per rank for the 25 M GPT, by system."""
     result = read("peers_25m")
-    mebibytes = {name: result["systems"][name]["resident_bytes"] / 2**20 for name in NAMES}
-    figure = bars(mebibytes, "{:.0f}", "MiB a rank at the peak (less is better)", result)
-    figure.axes[0].set_title("Memory of a rank: GPT of 25 M parameters, fp32, 2 CPU processes", loc="left")
-    return figure
+    mebibytes = {label: result["systems"][name]["resident_bytes"] / 2**20 for name, label in NAMES.items()}
+    title = "Memory of a rank: GPT of 25 M parameters, fp32, 2 CPU processes"
+    return bars(mebibytes, "{:.0f}", "MiB a rank at the peak (less is better)", title, result, height=3.1)
 
 
-def bars(values: dict[str, float], form: str, label: str, result: dict[str, Any]) -> Figure:
-    figure, axes = canvas(7.6, 3.1)
-    bar = axes.barh(
-        [NAMES[name] for name in values],
-        list(values.values()),
-        color=[OURS if name.startswith("zero") else THEIRS for name in values],
-        height=0.7,
-    )
+def bars(
+    values: dict[str, float], form: str, unit: str, title: str, result: dict[str, Any], height: float = 2.6
+) -> Figure:
+    """One bar for each value, with the value as text of the given form; ZeRO's bars have another colour."""
+    figure, axes = canvas(7.6, height)
+    colours = [OURS if label.startswith("zero") else THEIRS for label in values]
+    bar = axes.barh(list(values), list(values.values()), color=colours, height=0.7)
     axes.bar_label(bar, [form.format(value) for value in values.values()], padding=3, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlim(0, 1.1 * max(values.values()))
-    axes.set_xlabel(label)
+    axes.set_xlabel(unit)
+    axes.set_title(title, loc="left")
     source(figure, result)
     return figure
 
@@ -131,40 +129,25 @@ def checkpoints(read: Any) -> Figure:
         "full_async": "zero3, one file, background",
         "sharded_async": "zero3, folder, background",
     }
-    seconds = [result["medians"][name]["stall"] for name in names]
-    figure, axes = canvas(7.6, 2.6)
-    colours = [THEIRS if name.startswith("fsdp") else OURS for name in names]
-    bar = axes.barh(list(names.values()), seconds, color=colours, height=0.7)
-    axes.bar_label(bar, [f"{value:.2f}" for value in seconds], padding=3, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.1 * max(seconds))
-    axes.set_xlabel("seconds for which training waits for a save (less is better)")
-    axes.set_title("Saving 1.45 GB of weights and AdamW's state, 2 processes", loc="left")
-    source(figure, result)
-    return figure
+    seconds = {label: result["medians"][name]["stall"] for name, label in names.items()}
+    title = "Saving 1.45 GB of weights and AdamW's state, 2 processes"
+    return bars(seconds, "{:.2f}", "seconds for which training waits for a save (less is better)", title, result)
 
 
 def offload(read: Any) -> Figure:
     """Seconds per step with model states in host memory and on a disk, next to the same system without offload."""
-    ours = read("offload")["medians"]
-    shown = {
-        "zero3": ours["none"],
-        "zero3, states in host memory": ours["cpu"],
-        "zero3, states on a disk": ours["nvme"],
-        "zero3, states and parameters on a disk": ours["nvme_all"],
-        "FSDP2": ours["fsdp2"],
-        "FSDP2, CPUOffloadPolicy": ours["fsdp2_cpu"],
+    result = read("offload")
+    medians = result["medians"]
+    seconds = {
+        "zero3": medians["none"],
+        "zero3, states in host memory": medians["cpu"],
+        "zero3, states on a disk": medians["nvme"],
+        "zero3, states and parameters on a disk": medians["nvme_all"],
+        "FSDP2": medians["fsdp2"],
+        "FSDP2, CPUOffloadPolicy": medians["fsdp2_cpu"],
     }
-    figure, axes = canvas(7.6, 2.6)
-    colours = [OURS if name.startswith("zero") else THEIRS for name in shown]
-    bar = axes.barh(list(shown), list(shown.values()), color=colours, height=0.7)
-    axes.bar_label(bar, [f"{value:.2f}" for value in shown.values()], padding=3, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlim(0, 1.1 * max(shown.values()))
-    axes.set_xlabel("seconds a step (less is better)")
-    axes.set_title("Offload: GPT of 25 M parameters, fp32, one CPU process", loc="left")
-    source(figure, read("offload"))
-    return figure
+    title = "Offload: GPT of 25 M parameters, fp32, one CPU process"
+    return bars(seconds, "{:.2f}", "seconds a step (less is better)", title, result)
 
 
 def canvas(width: float, height: float) -> tuple[Figure, Axes]:

@@ -25,9 +25,9 @@ def main(arguments: list[str]) -> int:
             raise ReportError("--carbon-intensity requires --power-watts: CO2 is carbon intensity times energy")
         runs = read_runs(parsed.folder)
         declared = Declared(parsed.price_per_hour, parsed.power_watts, parsed.carbon_intensity)
-        summary = summarize(runs, declared, **({} if parsed.prediction else {"predict": None}))
+        summary = summarize(runs, declared, parsed.prediction)
         if parsed.json:
-            print_json(_finite(summary))
+            print_json(summary)
             return 0
         for path in _write(summary, parsed.folder, [run.folder for run in runs], parsed.output or parsed.folder):
             print(path)
@@ -95,12 +95,3 @@ def _write(summary: dict[str, Any], root: Path, folders: list[Path], output: Pat
             card.write(job, path)
             written.append(path)
     return written
-
-
-def _finite(value: Any) -> Any:
-    """Replace infinities and NaN, which JSON cannot represent, with None."""
-    if isinstance(value, dict):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

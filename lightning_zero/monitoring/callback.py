@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
-from lightning.fabric.utilities.throughput import Throughput, get_available_flops
+from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
@@ -76,7 +76,8 @@ class Monitor:
     Attributes:
         loss_curve: (step, this rank's training loss) of each optimizer step.
         validation_curve: (step, metrics) of each validation during the fit.
-        counted: the unit of throughput that ``per_second`` counts; ``"steps"`` unless the module defines another.
+        counted: the unit of throughput that ``per_second`` counts: the module's ``counted``; ``"items"`` if only
+            ``length_fn`` or the module's ``count`` is given; ``"steps"`` if neither is.
         per_second: throughput in ``counted`` per second, over all ranks, during training only.
         elements_per_step: elements that this rank communicates per optimizer step, during training only.
         peak_bytes: this rank's peak memory in bytes, by category.
@@ -132,7 +133,8 @@ class Monitor:
         self._part, self._total = Measured(), Measured()  # sums since the last observation, and sums up to it
         self._losses: list[tuple[int, Tensor]] = []  # by step; on the device, since reading them would synchronize
         self._copied: _Copies | None = None
-        self._throughput: Throughput | None = None
+        self._count: Callable[[Any], int] | None = None  # how many items a batch has
+        self._flops_per_second: float | None = None  # of a device
         self._flops_per_batch: float | None = None
         self._flop_counter: FlopCounter | None = None  # kept only until the first micro-batch has ended
         self._counts = False  # whether the counter's context has been entered
@@ -142,7 +144,8 @@ class Monitor:
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reset()
-        self.counted = getattr(pl_module, "counted", "steps")
+        self._count = self._length_fn or getattr(pl_module, "count", None)
+        self.counted = getattr(pl_module, "counted", "items") if self._count is not None else "steps"
         self.numel = sum(p.numel() for p in pl_module.parameters())
         if not trainer.loggers:
             rank_zero_info("ZeroMonitor: the Trainer has no logger, so values are only in the callback's `metrics`.")
@@ -162,10 +165,9 @@ class Monitor:
         self._stop_counting()
         part = self._part
         if self._began is not None:
-            count = self._length_fn or getattr(pl_module, "count", None)
             part.batches += 1
             part.samples += self._batch_size_fn(batch)
-            part.items += count(batch) if count is not None else 0
+            part.items += self._count(batch) if self._count is not None else 0
         step = trainer.global_step
         if step == self._step:
             return  # no optimizer step: more micro-batches follow
@@ -202,7 +204,7 @@ class Monitor:
         total, engine = self._total, engine_of_run(trainer)
         total.add(self._part)
         if total.steps:
-            self.per_second = (total.items * ranks_with_data(trainer) or total.steps) / total.seconds
+            self.per_second = self._rate(trainer, total)
         if engine is None:
             # Without ZeRO, every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
@@ -226,8 +228,7 @@ class Monitor:
         """Find the FLOP counts that the MFU requires, or log why no MFU is available."""
         dtype = _DTYPES.get(str(trainer.precision).partition("-")[0], torch.float32)
         available = self._available_flops or get_available_flops(trainer.strategy.root_device, dtype)
-        self._throughput = Throughput(available, trainer.world_size, window_size=2)  # rates between two observations
-        self._throughput.update(time=0.0, batches=0, samples=0, lengths=self._length_fn and 0, flops=available and 0)
+        self._flops_per_second = available
         self._flops_per_batch = self._given_flops or getattr(pl_module, "flops_per_batch", None)
         if available is None:
             rank_zero_info(
@@ -285,7 +286,7 @@ class Monitor:
         if not trainer.is_global_zero:
             return
         losses = [rank.loss for rank in ranks if rank.loss is not None]
-        found = self._throughput_of(part, ranks_with_data(trainer)) | part.metrics(self._top_units)
+        found = self._throughput_of(trainer, part) | part.metrics(self._top_units)
         found |= memory_metrics(trainer, held, self.peak_bytes) | _slowest(ranks) | read
         if losses:
             found["training/loss"] = loss = statistics.fmean(losses)
@@ -296,7 +297,7 @@ class Monitor:
         for logger in trainer.loggers:
             logger.log_metrics(found, self._step)
         if trainer.progress_bar_callback is not None:
-            shown = {f"{self.counted}/s": (part.items * ranks_with_data(trainer) or part.steps) / part.seconds}
+            shown = {f"{self.counted}/s": self._rate(trainer, part)}
             shown |= {"MB/rank": sum(held.values()) / MEGA} | ({"loss": loss} if loss is not None else {})
             pl_module.log_dict(shown, prog_bar=True, logger=False, rank_zero_only=True)
 
@@ -304,20 +305,31 @@ class Monitor:
         if sum(held.values()) > sum(self.peak_bytes.values()):
             self.peak_bytes = dict(held)
 
-    def _throughput_of(self, part: Measured, ranks: int) -> dict[str, float]:
-        throughput, total, flops = self._throughput, self._total, self._flops_per_batch
-        assert throughput is not None
-        throughput.update(
-            time=total.seconds,
-            batches=total.batches,
-            samples=total.samples,
-            lengths=total.items if self._length_fn is not None else None,
-            flops=None if flops is None else round(flops * part.batches),
-        )
-        found = {f"throughput/{name}": value for name, value in throughput.compute().items()}
-        if part.items and self._length_fn is None:
-            found[f"throughput/{self.counted}_per_sec"] = part.items * ranks / part.seconds
-        return found
+    def _rate(self, trainer: Trainer, measured: Measured) -> float:
+        """The throughput in ``counted`` per second, over all ranks."""
+        count = measured.steps if self._count is None else measured.items * ranks_with_data(trainer)
+        return count / measured.seconds
+
+    def _throughput_of(self, trainer: Trainer, part: Measured) -> dict[str, float]:
+        """Totals of this rank, and rates since the last observation, under the names of Lightning's ``Throughput``."""
+        total, flops, counted = self._total, self._flops_per_batch, ranks_with_data(trainer)
+        found: dict[str, float] = {"time": total.seconds, "batches": total.batches, "samples": total.samples}
+        amounts = {"batches": (part.batches, counted), "samples": (part.samples, counted)}
+        if self._length_fn is not None:
+            found["lengths"] = total.items
+            amounts["items"] = (part.items, counted)
+        if flops is not None:
+            # Tensor-parallel ranks have the same batch, but each computes its own operations.
+            amounts["flops"] = (round(flops * part.batches), trainer.world_size)
+        for name, (amount, ranks) in amounts.items():
+            found[f"device/{name}_per_sec"] = amount / part.seconds
+            if trainer.world_size > 1:
+                found[f"{name}_per_sec"] = ranks * amount / part.seconds
+        if flops is not None and self._flops_per_second is not None:
+            found["device/mfu"] = found["device/flops_per_sec"] / self._flops_per_second
+        if self._count is not None and self._length_fn is None:
+            found[f"{self.counted}_per_sec"] = self._rate(trainer, part)
+        return {f"throughput/{name}": value for name, value in found.items()}
 
     def _copy_losses(self, norm: Tensor | None) -> None:
         """Start to copy ``norm`` and the losses since the last observation to the host; do not wait for the device."""
@@ -345,8 +357,9 @@ class Monitor:
     def _warn(self, part: Measured, found: dict[str, float]) -> None:
         """Warn if throughput has just fallen below its band, or the loss has just risen above its band or to NaN."""
         # Time per sample is compared, not the rate: even a fall to 0 samples/s may lie within a noisy run's band.
-        seconds = part.seconds / part.samples
-        if (band := self._time_band.exceeded_by(seconds)) is not None:
+        # Batches without samples have no such time.
+        seconds = part.seconds / part.samples if part.samples else None
+        if seconds is not None and (band := self._time_band.exceeded_by(seconds)) is not None:
             low, high = (1 / each if each > 0 else math.inf for each in reversed(band))
             slowest = ""
             if "straggler/rank" in found:

@@ -7,11 +7,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from lightning.pytorch import LightningModule, Trainer
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import CatMetric
-
-from lightning_zero.monitoring.evaluation import EvaluationCallback
 
 _BINS = 10
 _LEAST = 1e-4  # minimum fraction of values assumed for a bin, since an empty bin would make the index infinite
@@ -71,7 +70,7 @@ def _psi(reference: np.ndarray, recent: np.ndarray) -> float:
     return float(((now - before) * np.log(now / before)).sum())
 
 
-class DriftMonitor(EvaluationCallback):
+class DriftMonitor(Callback):
     """Records values from an evaluation or prediction on all ranks, and compares them with a reference.
 
     Args:
@@ -109,19 +108,22 @@ class DriftMonitor(EvaluationCallback):
         self.found: dict[str, Drift] = {}
         self.drifted: dict[str, Drift] = {}
 
-    def start(self, pl_module: LightningModule) -> None:
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._seen = {}
 
-    def update(self, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
+    def _update(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
+    ) -> None:
         for name, values in self._values(outputs, batch).items():
             if name not in self._seen:
                 self._seen[name] = CatMetric(nan_strategy="ignore").to(pl_module.device)
             self._seen[name].update(values.detach().float().flatten())
 
-    def end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        recent = {name: np.atleast_1d(seen.compute().cpu().numpy()) for name, seen in self._seen.items()}
+        found = {name: torch.as_tensor(seen.compute()) for name, seen in self._seen.items()}  # [] if all are NaN
+        recent = {name: np.atleast_1d(values.cpu().numpy()) for name, values in found.items()}
         if not trainer.is_global_zero:
             return
         if self._save_to is not None:
@@ -136,9 +138,9 @@ class DriftMonitor(EvaluationCallback):
         if self.drifted and self._on_drift is not None:
             self._on_drift(self.drifted)
 
-    on_predict_epoch_start = EvaluationCallback._start
-    on_predict_batch_end = EvaluationCallback._update
-    on_predict_epoch_end = EvaluationCallback._end
+    on_validation_epoch_start = on_test_epoch_start = on_predict_epoch_start = _start
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _update
+    on_validation_epoch_end = on_test_epoch_end = on_predict_epoch_end = _end
 
 
 def read_values(path: str | Path) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_zero.engine.compat import TorchDispatchMode
+from lightning_zero.engine.comm.tensor_parallel import are_divided
+from lightning_zero.engine.compat import FakeTensor, TorchDispatchMode
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -28,9 +29,12 @@ class FlopCounter(TorchDispatchMode):
         self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if are_divided(types):
+            return NotImplemented  # the operator is dispatched again on the local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self.total += flops_of(func, args, kwargs, result)
+        if not any(issubclass(each, FakeTensor) for each in types):  # with fake tensors, DTensor only finds shapes
+            self.total += flops_of(func, args, kwargs, result)
         return result
 
 

@@ -6,14 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import MetricCollection, SumMetric
 
-from lightning_zero.monitoring.evaluation import EvaluationCallback
 
-
-class SliceMetrics(EvaluationCallback):
+class SliceMetrics(Callback):
     """Logs metrics on each slice of the validation and test data, over all ranks, as ``NAME/SLICE/METRIC``.
 
     Args:
@@ -41,13 +39,15 @@ class SliceMetrics(EvaluationCallback):
         self._metrics = {each: metrics.clone() for each in slices}
         self._samples = {each: SumMetric() for each in slices}
 
-    def start(self, pl_module: LightningModule) -> None:
+    def _start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         every: list[Any] = [*self._metrics.values(), *self._samples.values()]
         for metric in every:
             metric.to(pl_module.device)
             metric.reset()
 
-    def update(self, pl_module: LightningModule, outputs: Any, batch: Any) -> None:
+    def _update(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, *_: Any, **__: Any
+    ) -> None:
         given = self._arguments(outputs, batch)
         for each, slice_of in self._slices.items():
             members = slice_of(batch)
@@ -55,7 +55,7 @@ class SliceMetrics(EvaluationCallback):
             if members.any():
                 self._metrics[each].update(*(value[members] for value in given))
 
-    def end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+    def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         for each, metrics in self._metrics.items():
             samples = self._samples[each].compute()
             pl_module.log(f"{self._name}/{each}/samples", samples, sync_dist=True)
@@ -64,3 +64,7 @@ class SliceMetrics(EvaluationCallback):
                     pl_module.log(
                         f"{self._name}/{each}/{metric}", torch.as_tensor(value, device=pl_module.device), sync_dist=True
                     )
+
+    on_validation_epoch_start = on_test_epoch_start = _start
+    on_validation_batch_end = on_test_batch_end = _update
+    on_validation_epoch_end = on_test_epoch_end = _end

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields, is_dataclass
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -166,34 +166,50 @@ def machine() -> dict[str, Any]:
     }
 
 
-_SECRET = re.compile(r"(?:^|[._-])(?:password|passwd|secret|api_?key|(?:access|auth|hf)_token)$", re.IGNORECASE)
+_SECRET = re.compile(
+    r"(?:^|[._-])(?:password|passwd|secret|(?:api|access|private|secret)[_-]?key|(?:access|auth|hf)[_-]?token)$",
+    re.IGNORECASE,
+)
+_MASK = "***"
 
 
 def plain(value: Any) -> Any:
     """Convert a value to JSON types. Classes and dtypes become their names, other objects ``{"repr": ...}``.
 
-    Passwords, tokens and API keys, which must not appear in a report, are replaced by ``"***"``.
+    Passwords, tokens and API keys, which must not appear in a report, are replaced by ``"***"``. They are recognised by
+    the names of settings, and in words of a command: ``api_key=abc``, ``--api-key=abc``, and ``--api-key`` before
+    ``abc``.
     """
+    if is_dataclass(value) and not isinstance(value, type):
+        value = {field.name: getattr(value, field.name) for field in fields(value)}
     if isinstance(value, Mapping):
         return {
-            str(key): "***" if isinstance(each, str) and _SECRET.search(str(key)) else plain(each)
+            str(key): _MASK if each is not None and _SECRET.search(str(key)) else plain(each)
             for key, each in value.items()
         }
     if isinstance(value, str):
         name, equals, _ = value.partition("=")
-        value = f"{name}=***" if equals and _SECRET.search(name) else value
-        return re.sub(r"(?<=://)[^/@\s]+@", "***@", value)  # user and password in a URL
+        value = f"{name}={_MASK}" if equals and _SECRET.search(name) else value
+        return re.sub(r"(?<=://)[^/@\s]+@", f"{_MASK}@", value)  # user and password in a URL
     if isinstance(value, (Sequence, set, frozenset)) and not isinstance(value, bytes):
-        return [plain(each) for each in value]
+        values = list(value)
+        return [
+            _MASK if _is_secret_option(before, each) else plain(each) for before, each in zip([None, *values], values)
+        ]
     if isinstance(value, type):
         return {"class": _name(value)}
     if isinstance(value, torch.dtype):
         return {"dtype": str(value).removeprefix("torch.")}
-    if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, (int, float, bool, type(None))):
         return value
     return str(value) if isinstance(value, Path) else {"repr": repr(value)}
+
+
+def _is_secret_option(word: Any, following: Any) -> bool:
+    """Whether two words of a command are an option such as ``--api-key`` and its value."""
+    if not isinstance(word, str) or not isinstance(following, str) or following.startswith("-"):
+        return False
+    return word.startswith("-") and _SECRET.search(word) is not None
 
 
 def shapes_of(batch: Any) -> Any:
@@ -230,10 +246,16 @@ def _strategy(trainer: Trainer) -> dict[str, Any]:
         found["stage"] = strategy.stage
         backend = "gloo" if strategy.root_device.type == "cpu" else "nccl"
         found["transport"] = "shared memory" if is_within else backend
+        chosen = {
+            field.name: getattr(options, field.name)
+            for options in (strategy.config, strategy.options)
+            for field in fields(options)
+            if field.name != "stage" and getattr(options, field.name) != field.default
+        }
+        # A timeout is written in seconds, from which, unlike from its text, the option can be restored.
         found["options"] = {
-            field.name: plain(getattr(strategy.config, field.name))
-            for field in fields(strategy.config)
-            if field.name != "stage" and getattr(strategy.config, field.name) != field.default
+            name: value.total_seconds() if isinstance(value, timedelta) else plain(value)
+            for name, value in chosen.items()
         }
     return found
 

@@ -25,18 +25,14 @@ class Drawing(NamedTuple):
 def render(summary: Mapping[str, Any], title: str) -> str:
     """Return a summary's page as HTML."""
     jobs = summary["jobs"]
-    return (
-        _environment()
-        .get_template("page.html.jinja")
-        .render(
-            title=title,
-            summary=summary,
-            jobs=jobs,
-            comparison=list(_comparison(jobs)) if len(jobs) > 1 else [],
-            columns=columns_of(jobs),
-            drawings=[{part: list(draw(job)) for part, draw in _PARTS.items()} for job in jobs],
-            main_packages=MAIN_PACKAGES,
-        )
+    return _template().render(
+        title=title,
+        summary=summary,
+        jobs=jobs,
+        comparison=list(_comparison(jobs)) if len(jobs) > 1 else [],
+        columns=columns_of(jobs),
+        drawings=[{part: list(draw(job)) for part, draw in _PARTS.items()} for job in jobs],
+        main_packages=MAIN_PACKAGES,
     )
 
 
@@ -139,15 +135,10 @@ def percent(measured: float, predicted: float) -> str:
     return f"{100 * (predicted - measured) / measured:+.1f} %" if measured else ""
 
 
-def _environment() -> Any:
-    from jinja2 import Environment, FunctionLoader, StrictUndefined
+def _template() -> Any:
+    from jinja2 import Environment, StrictUndefined
 
-    def load(name: str) -> str:
-        return (resources.files(__package__) / name).read_text()
-
-    made = Environment(
-        loader=FunctionLoader(load), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
+    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     made.filters |= {each.__name__: each for each in (duration, flat, in_bytes, number, rate, when)}
     made.globals["percent"] = percent
-    return made
+    return made.from_string((resources.files(__package__) / "page.html.jinja").read_text())

@@ -41,6 +41,7 @@ def predicted(manifest: Mapping[str, Any]) -> dict[str, Any]:
             lambda: _module(manifest),
             batch,
             ranks=manifest["ranks"],
+            machines=manifest.get("nodes", 1),
             stage=stage,
             accumulate=manifest["accumulate_grad_batches"],
             precision=manifest["precision"],

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from yaml import YAMLError
 
 from lightning_zero.reporting.manifest import NAME as MANIFEST
+from lightning_zero.reporting.manifest import plain
 
 Curve = list[tuple[int, float]]
 
@@ -120,10 +121,11 @@ def _settings(config: Mapping[str, Any]) -> list[str]:
 
 
 def _read(folder: Path) -> Run:
-    run = Run(folder, folder.name, overrides_of(folder))
-    run.manifest = _read_json(folder / MANIFEST)
+    # Hydra, loggers and earlier versions of RunManifest write passwords and keys, which a report must not show.
+    run = Run(folder, folder.name, plain(overrides_of(folder)))
+    run.manifest = plain(_read_json(folder / MANIFEST))
     run.results = _read_json(folder / "results.json")
-    run.config = run.manifest.get("config") or _read_config(folder)
+    run.config = run.manifest.get("config") or plain(_read_config(folder))
     run.metrics = _curves_of(run.results)
     for file in _newest(folder.rglob("metrics.csv")):
         run.metrics |= _read_csv(file)

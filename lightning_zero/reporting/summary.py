@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +30,13 @@ class Declared:
     carbon: float | None = None
 
 
-def summarize(
-    runs: list[Run], declared: Declared, predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None = predicted
-) -> dict[str, Any]:
+def summarize(runs: list[Run], declared: Declared, predict: bool) -> dict[str, Any]:
     """Return a report's contents as plain values.
 
     Args:
         runs: one run, or the jobs of a sweep.
         declared: figures for the cost estimate.
-        predict: predicts a run's memory from its manifest, or raises ``NotPredicted``; None to predict nothing.
+        predict: whether to predict each run's memory from its manifest.
     """
     jobs = [_job(run, declared, predict) for run in runs]
     costs = [job["cost"] for job in jobs if job["cost"]]
@@ -46,7 +44,7 @@ def summarize(
     return {"lightning_zero": __version__, "jobs": jobs, "cost": total}
 
 
-def _job(run: Run, declared: Declared, predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None) -> dict[str, Any]:
+def _job(run: Run, declared: Declared, predict: bool) -> dict[str, Any]:
     manifest, results = run.manifest, run.results
     end = manifest.get("end", {})
     engine = end.get("engine") or {}
@@ -112,13 +110,11 @@ def _at_peak(over_time: dict[str, Curve]) -> dict[str, float]:
     return max(by_step.values(), key=lambda found: sum(found.values()), default={})
 
 
-def _prediction(
-    manifest: Mapping[str, Any], predict: Callable[[Mapping[str, Any]], dict[str, Any]] | None
-) -> dict[str, Any]:
-    if predict is None:
+def _prediction(manifest: Mapping[str, Any], predict: bool) -> dict[str, Any]:
+    if not predict:
         return {"predicted": None, "not_predicted": "it was not requested"}
     try:
-        return {"predicted": predict(manifest), "not_predicted": None}
+        return {"predicted": predicted(manifest), "not_predicted": None}
     except NotPredicted as error:
         return {"predicted": None, "not_predicted": str(error)}
 
@@ -142,7 +138,7 @@ def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
     """Group curves by figure: a metric's curves (train, val, ...), or ZeroMonitor's curves of one kind and unit."""
     found: dict[str, dict[str, Curve]] = {}
     for name, curve in metrics.items():
-        part, _, rest = name.removeprefix(_PREFIX).partition("/")
+        part, _, rest = name.partition("/")
         if is_detail(name):
             series, _, unit = rest.rpartition("_")
             group = f"{part}, {unit}" if unit in _UNITS else part
@@ -156,23 +152,20 @@ def groups_of(metrics: Mapping[str, Curve]) -> dict[str, dict[str, Curve]]:
 
 def is_detail(name: str) -> bool:
     """Whether a metric is one of ZeroMonitor's many metrics for memory, communication, time or waits."""
-    return name.removeprefix(_PREFIX).partition("/")[0] in ("memory", "communication", "time", "wait")
+    return name.partition("/")[0] in ("memory", "communication", "time", "wait")
 
 
-_PREFIX = "zero/"
 SPARSITY = "pruning/sparsity"
 _UNITS = ("MB", "calls", "s")
 
 
 def _memory_over_time(metrics: Mapping[str, Curve]) -> dict[str, Curve]:
     """Curves of bytes by category from ZeroMonitor's metrics; ``peak`` is the highest sum so far."""
-    found = {}
-    for name, curve in metrics.items():
-        category = name.removeprefix(_PREFIX).removeprefix("memory/")
-        is_in_mega = category.endswith("_MB")
-        if is_detail(name) and category.removesuffix("_MB") in (*CATEGORIES, "peak"):
-            found[category.removesuffix("_MB")] = [(step, 1e6 * n if is_in_mega else n) for step, n in curve]
-    return found
+    return {
+        match[1]: [(step, 1e6 * megabytes) for step, megabytes in curve]
+        for name, curve in metrics.items()
+        if (match := re.fullmatch(r"memory/(\w+)_MB", name)) and match[1] in (*CATEGORIES, "peak")
+    }
 
 
 def _throughput(run: Run) -> dict[str, Any] | None:
@@ -182,7 +175,7 @@ def _throughput(run: Run) -> dict[str, Any] | None:
     found = {
         match[1]: curve[-1][1]
         for name, curve in run.metrics.items()
-        if (match := re.fullmatch(rf"(?:{_PREFIX})?throughput/(\w+)_per_sec", name))
+        if (match := re.fullmatch(r"throughput/(\w+)_per_sec", name))
     }
     general = ("samples", "batches", "flops")  # used only if the module reports no unit of its own, such as tokens
     counted = min(found, key=lambda name: general.index(name) if name in general else -1, default=None)

@@ -89,7 +89,7 @@ class GPT(nn.Module):
         tokens = torch.tensor([list(prompt)], device=device)
         for _ in range(length):
             logits = self(tokens[:, -self.context :])[0, -1].float() / temperature
-            values, indices = logits.topk(top_k)
+            values, indices = logits.nan_to_num().topk(top_k)  # after a diverged training, logits are NaN
             drawn = torch.multinomial(values.softmax(0), 1, generator=generator)
             tokens = torch.cat([tokens, indices[drawn][None]], dim=1)
         return bytes(tokens[0].tolist())

@@ -160,6 +160,17 @@ def test_a_resumed_run_continues_where_the_first_run_stopped(tmp_path: Path, alo
     assert [step for step, _ in results(tmp_path / "job")["loss_curve"]] == [7, 8, 9]
 
 
+def test_the_results_of_a_diverged_run_are_printed_as_json_with_null_for_nan(tmp_path: Path) -> None:
+    arguments = ["stage=ddp", "trainer.devices=1", "optimizer.lr=1e30", "trainer.log_every_n_steps=1"]
+    printed = succeed("train", *TINY, *arguments, "--json", folder=tmp_path)
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    losses = dict(json.loads(printed, parse_constant=refuse)["loss_curve"])
+    assert losses[1] > 0 and losses[6] is None
+
+
 def test_a_job_that_keeps_its_state_in_memory_continues_after_a_rank_is_killed(
     alone: tuple[Path, str], tmp_path: Path
 ) -> None:

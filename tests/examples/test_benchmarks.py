@@ -1,12 +1,13 @@
 """The benchmarks run, the compared systems do the same work, and results record machine and versions."""
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.app.commands import succeed
+from tests.app.commands import REPOSITORY, succeed
 from tests.examples.running import SCRIPT, run
 from tests.support.machines import on_two
 
@@ -185,3 +186,18 @@ def test_neutrality_compares_losses_with_those_of_fp32(tmp_path: Path) -> None:
     assert losses["int8"]["0"] == pytest.approx(losses["fp32"]["0"], rel=0.01)
     assert losses["int8"]["0"] != losses["fp32"]["0"]
     assert losses["int8"]["crossed"] < 0.7 * losses["fp32"]["crossed"]
+
+
+@pytest.mark.parametrize(
+    ("script", "systems", "said"),
+    [
+        ("links", "zero3,bf16 zero3_node exact", "add bf16 zero3_node, with which other systems are compared"),
+        ("links", "zero4", "zero4 is not among zero3"),
+        ("neutrality", "int8,bf16", "add fp32, with which other systems are compared"),
+        ("neutrality", "fp32,int3", "int3 is not among fp32"),
+    ],
+)
+def test_systems_that_cannot_be_compared_are_refused_at_the_start(script: str, systems: str, said: str) -> None:
+    command = [sys.executable, f"benchmarks/{script}.py", "--systems", systems]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and f"error: --systems: {said}" in done.stderr

@@ -16,6 +16,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
 
 from lightning_zero import ZeroStrategy
@@ -341,6 +342,71 @@ def test_available_flops_are_read_from_a_file_written_by_the_doctor_command(
     file.write_text("{}")
     with pytest.raises(ValueError, match="does not state the FLOP/s: available_flops must be a number, or a file"):
         ZeroMonitor(available_flops=file)
+
+
+class Rows(LightningModule):
+    """Trains on batches of the given numbers of rows."""
+
+    def __init__(self, rows: list[int]) -> None:
+        super().__init__()
+        self.rows, self.net = rows, nn.Linear(3, 1)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(batch).sum()
+
+    def train_dataloader(self) -> Any:
+        return DataLoader([torch.zeros(rows, 3) for rows in self.rows], batch_size=None)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def of_rows(module: Rows, **options: Any) -> tuple[dict[str, float], ZeroMonitor, dict[str, float]]:
+    """The last figures of a fit, the monitor, and what the progress bar showed."""
+    monitor = ZeroMonitor(every_n_steps=1, **options)
+    trainer = Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], **QUIET | {"enable_progress_bar": True}
+    )
+    trainer.fit(module)
+    return monitor.metrics, monitor, {name: float(value) for name, value in trainer.progress_bar_metrics.items()}
+
+
+@pytest.mark.parametrize("rows", [[4, 0, 4], [4, 0, 0], [0, 0, 0]], ids=str)
+def test_batches_without_rows_are_monitored(rows: list[int]) -> None:
+    """Nothing is measured before the end of the first step."""
+    found, monitor, _ = of_rows(Rows(rows), length_fn=len)
+    assert (found["throughput/batches"], found["throughput/samples"]) == (2, sum(rows[1:]))
+    assert found["throughput/device/samples_per_sec"] == pytest.approx(rows[-1] / found["throughput/step_s"])
+    assert len(monitor.loss_curve) == 3
+
+
+@pytest.mark.parametrize(
+    ("own", "options", "counted", "per_step"),
+    [
+        ({}, {}, "steps", 1),
+        ({"counted": "tokens"}, {}, "steps", 1),
+        ({}, {"length_fn": torch.numel}, "items", 12),
+        ({"count": torch.numel}, {}, "items", 12),
+        ({"counted": "tokens"}, {"length_fn": torch.numel}, "tokens", 12),
+        ({"counted": "tokens", "count": torch.numel}, {}, "tokens", 12),
+        ({"counted": "tokens", "count": lambda batch: 0}, {}, "tokens", 0),
+    ],
+    ids=["nothing", "no count", "length_fn", "count", "length_fn and unit", "count and unit", "no tokens"],
+)
+def test_throughput_has_the_unit_that_it_counts(own, options, counted, per_step) -> None:
+    module = Rows([4] * 3)
+    for name, value in own.items():
+        setattr(module, name, value)
+    found, monitor, shown = of_rows(module, **options)
+    rate = per_step / found["throughput/step_s"]
+    assert monitor.counted == counted
+    assert shown[f"{counted}/s"] == pytest.approx(rate)
+    assert monitor.per_second == pytest.approx(2 * per_step / monitor._total.seconds)
+    if "length_fn" in options:
+        assert found["throughput/device/items_per_sec"] == pytest.approx(rate)
+        assert found["throughput/lengths"] == 2 * per_step
+    elif "count" in own:
+        assert found[f"throughput/{counted}_per_sec"] == pytest.approx(rate)
 
 
 def _mfu(monitor: ZeroMonitor) -> float | None:

@@ -17,7 +17,7 @@ from lightning_zero.commands import drift as command
 from lightning_zero.monitoring import DriftMonitor, SliceMetrics
 from lightning_zero.monitoring.drift import Drift, drift_of, read_values
 from tests.support.trainer import make_trainer
-from tests.support.workers import rank
+from tests.support.workers import rank, world_size
 from tests.trainer.cases import Net, data, shared_folder
 
 
@@ -118,6 +118,36 @@ def watched(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_drift_calls_the_hook_once_on_rank_0(run_on, strategy):
     run_on(2, watched, strategy=strategy)
+
+
+def partly_nan(ranks_with_nan: int) -> None:
+    """On some ranks, every value of `odd` is NaN."""
+    folder = shared_folder()
+    folder.mkdir(exist_ok=True)
+
+    def values(outputs: Any, batch: Any) -> dict[str, Any]:
+        first = batch[0][:, 0]
+        return {"first": first, "odd": torch.full_like(first, math.nan) if rank() < ranks_with_nan else first}
+
+    def predict(**options: Any) -> None:
+        trainer = make_trainer("ddp", callbacks=[DriftMonitor(values, **options)], use_distributed_sampler=True)
+        trainer.predict(Net(), inputs(0))
+
+    predict(save_to=folder / "values.npz")
+    if rank():
+        return
+    saved = read_values(folder / "values.npz")
+    assert saved["odd"].shape == (400 * (world_size() - ranks_with_nan) // world_size(),)
+    assert saved["first"].shape == (400,)
+    if ranks_with_nan == 1 == world_size():
+        np.savez(folder / "reference.npz", odd=saved["first"])
+        with pytest.raises(ValueError, match="there are no values of 'odd' to compare"):
+            predict(reference=folder / "reference.npz")
+
+
+@pytest.mark.parametrize(("ranks", "ranks_with_nan"), [(1, 1), (2, 1), (2, 2)])
+def test_quantities_may_have_no_values_other_than_nan(run_on, ranks, ranks_with_nan):
+    run_on(ranks, partly_nan, ranks_with_nan=ranks_with_nan)
 
 
 def test_the_drift_commands_exit_code_says_whether_something_drifted(

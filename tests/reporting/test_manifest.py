@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -138,14 +139,47 @@ def test_passwords_and_keys_are_not_written() -> None:
         "logger": {"api_key": "abc", "tracking_uri": "http://me:abc@host/x"},
         "hf_token": "abc",
         "eos_token": "</s>",
+        "password": 1234,
+        "secret": None,
         "command": ["train", "logger.api_key=abc", "model.width=3"],
     }
     assert plain(given) == {
         "logger": {"api_key": "***", "tracking_uri": "http://***@host/x"},
         "hf_token": "***",
         "eos_token": "</s>",
+        "password": "***",
+        "secret": None,
         "command": ["train", "logger.api_key=***", "model.width=3"],
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "written"),
+    [
+        ("--api-key=abc --width=3", "--api-key=*** --width=3"),
+        ("--access-token=abc", "--access-token=***"),
+        ("--wandb-api-key abc --width 3", "--wandb-api-key *** --width 3"),
+        ("--hf_token abc", "--hf_token ***"),
+        ("--aws-secret-access-key abc", "--aws-secret-access-key ***"),
+        ("-password abc", "-password ***"),
+        ("--no-secret --width 3", "--no-secret --width 3"),
+        ("--eos-token </s>", "--eos-token </s>"),
+        ("password abc", "password abc"),
+    ],
+)
+def test_passwords_and_keys_in_words_of_a_command_are_not_written(words: str, written: str) -> None:
+    assert plain(words.split()) == written.split()
+
+
+@dataclass
+class Login:
+    user: str
+    password: str
+
+
+def test_passwords_in_dataclasses_are_not_written() -> None:
+    assert plain({"logins": [Login("me", "abc")]}) == {"logins": [{"user": "me", "password": "***"}]}
+    assert plain(Login) == {"class": "tests.reporting.test_manifest:Login"}
 
 
 class Unreadable(Noisy):

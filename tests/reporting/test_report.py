@@ -10,6 +10,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from lightning_zero.io.sizes import in_bytes
 from lightning_zero.reporting import RunManifest
 from tests.app.commands import TINY, finish, start, succeed
 from tests.reporting.projects import Project, loader
+from tests.strategy.test_two_dimensions import train
 
 COST = ("--price-per-hour", "2.5", "--power-watts", "400", "--carbon-intensity", "300")
 
@@ -240,6 +242,38 @@ def test_a_run_without_lightning_zero_train_has_curves_memory_and_a_prediction(p
     assert found["label"] == project.name
 
 
+def fit_with_manifest(folder: Path, strategy: dict[str, Any]) -> None:
+    train(strategy, callbacks=[RunManifest(folder)])
+
+
+@pytest.mark.parametrize(
+    ("options", "recorded"),
+    [
+        # Groups of two ranks on one machine stand for two machines of two ranks each, which hold the same.
+        ({"shard_within": 2}, {"nodes": 2, "shard_within": "node"}),
+        ({"tensor_parallel_size": 2, "timeout": timedelta(minutes=5)}, {}),
+    ],
+    ids=["machines", "tensor parallelism"],
+)
+def test_predicted_memory_is_what_the_ranks_of_a_node_or_a_mesh_held(run_on, tmp_path, options, recorded) -> None:
+    run_on(4, fit_with_manifest, folder=tmp_path, strategy={"stage": 3, "unit_numel": 0, **options})
+    manifest = read_json(tmp_path / "manifest.json")
+    manifest["nodes"] = recorded.pop("nodes", 1)
+    manifest["strategy"]["options"] |= recorded
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    memory = summary_of(tmp_path)["jobs"][0]["memory"]
+    assert memory["not_predicted"] is None
+    assert memory["predicted"]["peak_bytes"] == memory["measured"]
+
+
+def test_manifests_without_the_number_of_nodes_are_for_one(project: Path, tmp_path: Path) -> None:
+    manifest = read_json(project / "manifest.json")
+    del manifest["nodes"]
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    memory = summary_of(tmp_path)["jobs"][0]["memory"]
+    assert memory["predicted"]["peak_bytes"] == memory["measured"]
+
+
 def test_records_of_both_loggers_give_the_same_curves(project: Path, tmp_path: Path) -> None:
     curves = []
     for name in ("csv", "board"):
@@ -304,6 +338,19 @@ def test_versions_in_a_loggers_folder_are_runs_that_are_compared_by_their_settin
     assert report.main([str(one)]) == 0
     assert ModelCard.load(one / "README.md").data.eval_results[0].metric_value == 1 / 8
     assert "0.125" not in (one / "report.html").read_text().partition("<svg")[0], "metrics of no validation are curves"
+
+
+def test_passwords_that_hydra_or_a_logger_has_written_are_not_shown(tmp_path: Path) -> None:
+    for name, key in (("0", "abc"), ("1", "def")):
+        logger = CSVLogger(tmp_path, name=name, version="")
+        logger.log_hyperparams({"api_key": key})
+        logger.log_metrics({"loss": 1.0}, 1)
+        logger.save()
+        (tmp_path / name / ".hydra").mkdir()
+        (tmp_path / name / ".hydra/overrides.yaml").write_text(f"- logger.api_key={key}")
+    assert [(job["label"], job["overrides"], job["config"]) for job in summary_of(tmp_path)["jobs"]] == [
+        (f"{name}", ["logger.api_key=***"], {"api_key": "***"}) for name in "01"
+    ]
 
 
 def test_a_run_that_did_not_end_is_reported_as_such_without_a_cost(project: Path, tmp_path: Path) -> None:
