@@ -82,7 +82,7 @@ def _updated(
     optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
     update = Update.of(optimizer, group, torch.device("cpu"))
-    mine = {key: value for key, value in update.attributes.items() if key not in ("state", "param_groups")}
+    mine = {key: value for key, value in update.attributes.items() if key != "param_groups"}
     update = update._replace(attributes=copy.deepcopy(mine), group=copy.deepcopy({**update.group, "params": []}))
     values = [value.clone() for value in values]
     states: list[dict[str, Any]] = [{} for _ in values]
