@@ -22,6 +22,7 @@ from lightning_zero.engine.tensor.sharded_tree import walk
 from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
+from tests.support.whole import Layered, Together, matrices, others
 
 
 class SignDescent(Optimizer):
@@ -154,23 +155,30 @@ def test_an_unknown_optimizer_declared_to_need_whole_parameters_trains_as_under_
     run_on(2, train_both, stage=stage, optimizer=by_the_mean, whole_parameters=declared)
 
 
-def refuse_wrong_declarations() -> None:
-    refuse(
-        stage=3, kind=Adafactor, says="rows and columns of each matrix. Leave whole_parameters", whole_parameters=False
-    )
+def refuse_on_a_disk() -> None:
     refuse(stage=3, kind=Adafactor, says="states on a disk.*offload='cpu'", offload="nvme")
 
 
-def test_an_optimizer_of_whole_parameters_is_refused_with_shards_or_disk_offload(run_on):
-    run_on(2, refuse_wrong_declarations)
+def test_an_optimizer_of_whole_parameters_is_refused_with_disk_offload(run_on):
+    run_on(2, refuse_on_a_disk)
+
+
+def muon_and_sign_descent(model: nn.Module) -> Any:
+    """A known optimizer of whole parameters, and an unknown elementwise one."""
+    return Together(Muon(matrices(model), lr=0.02), SignDescent(others(model)))
+
+
+@pytest.mark.parametrize("option", [{"whole_parameters": False}, {"allow_any_optimizer": True}], ids=str)
+def test_the_option_for_unknown_optimizers_has_no_effect_on_known_ones(run_on, option):
+    run_on(2, train_both, stage=3, model=Layered, optimizer=muon_and_sign_descent, **option)
 
 
 def sign_descent(model: nn.Module) -> Optimizer:
     return make(SignDescent, model)
 
 
-def train_both(stage: int, optimizer: Any = sign_descent, **options: Any) -> None:
-    recipe = Recipe(OddModel, optimizer)
+def train_both(stage: int, optimizer: Any = sign_descent, model: Any = OddModel, **options: Any) -> None:
+    recipe = Recipe(model, optimizer)
     same_runs(train_zero(recipe, stage, **options), train_ddp(recipe))
 
 

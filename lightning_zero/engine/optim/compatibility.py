@@ -29,8 +29,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
 
     Raises:
         TypeError: if an optimizer needs other parameters to update one, if its class is unknown and
-            ``whole_parameters`` is unset, if it contradicts ``whole_parameters``, or if its states cannot be sharded or
-            offloaded.
+            ``whole_parameters`` is unset or refuted by a trial, or if its states cannot be sharded or offloaded.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
@@ -61,8 +60,6 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
                 + ("Pass whole_parameters=True, or " if refuted.is_of_parts else "Instead, ")
                 + f"{instead}."
             )
-    elif known.need is Need.PARAMETER and config.whole_parameters is False:
-        raise TypeError(f"{name} needs whole parameters: {known.why}. Leave whole_parameters=False out.")
     if _needs_whole(known, declared) and config.offloads_to_disk:
         raise TypeError(
             f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "
