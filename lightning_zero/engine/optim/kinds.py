@@ -9,7 +9,7 @@ other tensors. Only the rank that owns the whole parameter has the tensor.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
 from typing import Any, NamedTuple
@@ -144,12 +144,6 @@ def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device)
     if isinstance(entry, dict):
         return {key: resolved(item, of_owned, device) for key, item in entry.items()}
     return type(entry)(resolved(item, of_owned, device) for item in entry)
-
-
-def of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
-    """The entries of ``optimizer.state`` that belong to no parameter, such as the step count of a whole optimizer."""
-    # ``dict`` first, since background updates may add parameters' states meanwhile
-    return {key: value for key, value in dict(states).items() if not isinstance(key, Tensor)}
 
 
 def copied(value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
+from lightning_zero.engine.offload.updates import Updates, fields_by_parameter, of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
     Small,
@@ -26,7 +26,6 @@ from lightning_zero.engine.optim.kinds import (
     described,
     in_plain_tensors,
     is_by_element,
-    of_no_parameter,
     placed,
     resolved,
     tensors_in,
