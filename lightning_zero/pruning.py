@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.access import shard_of
 from lightning_zero.engine.comm.process_group import ReduceOp
+from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.optim.masters import after_updates
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Slot
@@ -172,7 +173,8 @@ class Pruning:
         sparsity_of: the pruned fraction of each chosen parameter, by name.
 
     Raises:
-        ValueError: if ``amount`` is not between 0 and 1, no parameter is chosen, or tensor parallelism is used.
+        ValueError: if ``amount`` is not between 0 and 1, no parameter is chosen, a checkpoint has masks of other
+            parameters, or tensor parallelism is used.
     """
 
     def __init__(
@@ -203,12 +205,25 @@ class Pruning:
                 "MagnitudePruning does not work with tensor parallelism yet: remove the callback or the option "
                 "tensor_parallel_size."
             )
+        self._check_loaded()
         self._masks = {}
         for name, mask in self._loaded.items():
             p = self._chosen[name]
             local = local_range_of(mask, p.slot) if isinstance(p, ShardedTensor) else mask.reshape(-1)
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
         self._handles = [after_updates(optimizer, self._set_to_zero) for optimizer in trainer.optimizers]
+
+    def _check_loaded(self) -> None:
+        extra = [name for name in self._loaded if name not in self._chosen]
+        missing = [name for name in self._chosen if name not in self._loaded] if self._loaded else []
+        if extra or missing:
+            found = [f"masks of {listed(extra)}, which parameters= no longer chooses"] if extra else []
+            found += [f"no masks of {listed(missing)}"] if missing else []
+            raise ValueError(
+                f"MagnitudePruning: the checkpoint has {', and '.join(found)}. Pass the parameters= of that run, or "
+                "leave ckpt_path out and call lightning_zero.load_weights(self, path) in configure_model, to start new "
+                "masks from the saved weights."
+            )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         amount = self._amount(trainer.current_epoch) if callable(self._amount) else self._amount

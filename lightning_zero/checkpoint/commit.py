@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.io.disk import Appender
-from lightning_zero.io.labels import LABEL, is_left_over, new_label
+from lightning_zero.io.labels import LABEL, created, is_left_over, new_label
 from lightning_zero.io.paths import is_folder, remove_path, replace, sync_folder
 
 _OF_A_CHECKPOINT = re.compile(
@@ -211,16 +211,16 @@ def stand_in(path: str) -> str | None:
     if not fs.exists(parent):
         return None
     start, _, suffix = _put_aside(name, "\0").partition("\0")
-    found = [
-        entry
+    found = {
+        entry: created(old["label"])
         for entry in fs.ls(parent, detail=False)
         if (name := os.path.basename(entry.rstrip("/"))).startswith(start)
         and name.endswith(suffix)
-        and _OLD.fullmatch(name)
-    ]
+        and (old := _OLD.fullmatch(name))
+    }
     if not found:
         return None
-    newest = max(found, key=fs.modified)
+    newest = max(found, key=lambda entry: found[entry])  # object stores have no times of folders for ``fs.modified``
     return fs.unstrip_protocol(newest) if "://" in path else newest
 
 

@@ -11,6 +11,8 @@ from typing import Any
 from fsspec.core import url_to_fs
 from lightning.pytorch import Trainer
 
+from lightning_zero.checkpoint.form import DCP_METADATA
+
 
 def is_last(trainer: Trainer, path: Any) -> bool:
     """Whether Lightning found the path itself, as for ``ckpt_path="last"``, instead of receiving it from the user.
@@ -34,9 +36,11 @@ def others_by_age(trainer: Trainer, path: Any) -> list[str]:
         fs, place = url_to_fs(folder)
         for entry in fs.ls(place, detail=False) if fs.exists(place) else []:
             hidden = os.path.basename(entry).startswith(".")
-            if not hidden and entry.endswith(".ckpt") and _plain(entry) != _plain(path):
-                with suppress(OSError):  # the entry may be a dangling link
-                    found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(entry)
+            if not hidden and entry.endswith(".ckpt") and os.path.normpath(entry) != _plain(path):
+                with suppress(OSError):  # the entry may be a dangling link, or a folder without metadata
+                    # an object store has times of files only
+                    dated = f"{entry}/{DCP_METADATA}" if fs.isdir(entry) else entry
+                    found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(dated)
     return sorted(found, key=lambda entry: found[entry], reverse=True)
 
 

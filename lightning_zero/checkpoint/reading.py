@@ -271,8 +271,11 @@ def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
         first = len(number_of)
         number_of |= {name: first + position for position, name in enumerate(group["params"])}
         groups.append({**group, "params": list(range(first, len(number_of)))})
-    state = {number_of[name]: value for name, value in saved.get("state", {}).items()}
-    return {**saved, "state": dict(sorted(state.items())), "param_groups": groups}
+    states = saved.get("state", {})
+    # an entry that belongs to no parameter keeps its name; a dict is the state of a parameter
+    own = {name: value for name, value in states.items() if name not in number_of and not isinstance(value, dict)}
+    state = {number_of[name]: value for name, value in states.items() if name not in own}
+    return {**saved, "state": own | dict(sorted(state.items())), "param_groups": groups}
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

@@ -333,11 +333,17 @@ class StoreExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Announce that this rank is done. Rank 0, whose process may host the store, then waits for the other ranks."""
+        """Announce that this rank is done.
+
+        Rank 0, whose process may host the store, waits for the other ranks, and then deletes the keys of all ranks.
+        """
         with suppress(RuntimeError):  # raised if the store is gone: then no rank can wait for this key
-            self._store.set(f"left/{self._rank}", "")
-            if self._rank == 0:
-                self._wait("left")
+            if self._rank != 0:
+                self._store.set(f"left/{self._rank}", "")
+            elif not self._wait("left"):
+                for what in (*range(self._round), "left"):
+                    for rank in range(self._size):
+                        self._store.delete_key(f"{what}/{rank}")
 
     def _wait(self, what: str) -> list[int]:
         """Wait until all other ranks have set a key, or a rank has ended or failed; return the ranks without a key."""

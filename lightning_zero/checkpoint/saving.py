@@ -162,7 +162,9 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
         names: the parameters' names, in the order of the groups; a parameter without a name keeps its number.
     """
 
-    def name_of(number: int) -> str:
+    def name_of(number: Any) -> str:
+        if not isinstance(number, int):
+            return str(number)
         return names[number] if number < len(names) else str(number)
 
     return {

@@ -7,7 +7,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ OffloadTarget = Literal["cpu", "nvme"]
 # The paper's names (P_os, P_os+g, P_os+g+p), and names from other texts that say what each stage shards in addition
 # to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
+
+Config = TypeVar("Config")
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters whose master weights and gradients are in fp32."""
@@ -278,16 +280,12 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     Raises:
         ValueError, TypeError: for any other value.
     """
-    if offload is None or isinstance(offload, OffloadConfig):
-        return offload
     if isinstance(offload, str) and offload in _PLACES:
         offload = {"optimizer": offload}
-    if isinstance(offload, Mapping):
-        check_fields("offload", offload, OffloadConfig)
-        if offload.get("path") is None and "nvme" in [offload.get(name) for name in _MOVED]:
+    if isinstance(offload, Mapping) and offload.get("path") is None:
+        if "nvme" in [offload.get(name) for name in _MOVED]:
             offload = {**offload, "path": default_folder()}
-        return OffloadConfig(**offload) if offload else None
-    raise ValueError(f"offload={offload!r} must be None, 'cpu', 'nvme', an OffloadConfig or a mapping of its fields.")
+    return config_of("offload", offload, OffloadConfig, ["cpu", "nvme"])
 
 
 class NothingToCompressError(ValueError):
@@ -367,17 +365,9 @@ def compression_config(compression: Any) -> CompressionConfig | None:
     Raises:
         ValueError: for any other value.
     """
-    if compression is None or isinstance(compression, CompressionConfig):
-        return compression
-    if isinstance(compression, str) and compression in _COMPRESSIONS:
-        return _COMPRESSIONS[compression]
-    if isinstance(compression, Mapping):
-        check_fields("compression", compression, CompressionConfig)
-        return CompressionConfig(**compression) if compression else None
-    names = ", ".join(map(repr, _COMPRESSIONS))
-    raise ValueError(
-        f"compression={compression!r} must be None, {names}, a CompressionConfig or a mapping of its fields."
-    )
+    if isinstance(compression, str):
+        compression = _COMPRESSIONS.get(compression, compression)
+    return config_of("compression", compression, CompressionConfig, _COMPRESSIONS)
 
 
 def stages_allowed(shard_within: str | int | None, compression: Any) -> tuple[int, ...]:
@@ -397,11 +387,26 @@ def name_of_compression(compression: CompressionConfig) -> str:
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
 
 
-def check_fields(option: str, given: Mapping[str, Any], config: type) -> None:
-    """Raise a ValueError if an option's mapping has a key that is not a field of the dataclass ``config``."""
-    known = names_of_options(config)
-    if unknown := sorted(set(given) - set(known)):
+def config_of(option: str, value: Any, kind: type[Config], names: Iterable[str]) -> Config | None:
+    """Convert an option's value to the dataclass ``kind``.
+
+    Args:
+        value: None, an instance of ``kind``, or a mapping of its fields, as from Hydra; an empty one means None.
+        names: the names that the option also accepts, which the caller has replaced.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    if value is None or isinstance(value, kind):
+        return value
+    if not isinstance(value, Mapping):
+        allowed = ", ".join(["None", *map(repr, names)])
+        a_config = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
+        raise ValueError(f"{option}={value!r} must be {allowed}, {a_config} or a mapping of its fields.")
+    known = names_of_options(kind)
+    if unknown := sorted(set(value) - set(known)):
         raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
+    return kind(**value) if value else None
 
 
 def default_folder() -> str:

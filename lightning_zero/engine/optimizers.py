@@ -161,7 +161,7 @@ class Optimizers(StateDicts):
 
     def _agree_on_changes(self) -> set[Bucket]:
         """The buckets that can be gathered by sending only changes: only updates have written to them. Collective."""
-        sending = [bucket for bucket in self.buckets if bucket.sends_changes]
+        sending = [bucket for bucket in self.buckets if bucket.residency.plan.sends_changes]
         if not sending:
             return set()
         written = self.communicator.control.any_rank([bucket.was_written for bucket in sending], "sending an update")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 import time
@@ -33,45 +34,37 @@ class Beats(NamedTuple):
     is_waiting: bool
 
 
-class _Writer:
-    def __init__(self, folder: str) -> None:
-        path = os.path.join(folder, f"{os.environ.get('RANK', '0')}-{os.getpid()}")
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        self._steps = 0
-
-    def step(self) -> None:
-        self._steps += 1
-        os.pwrite(self._file, _STEPS.pack(self._steps), 0)
-
-    def waits(self, is_waiting: bool) -> None:
-        os.pwrite(self._file, _WAITING.pack(time.time(), is_waiting), _STEPS.size)
-
-    def end(self) -> None:
-        os.pwrite(self._file, _STEPS.pack(-1), 0)
-
-
-@cache
-def _writer(process: int) -> _Writer | None:
-    folder = os.environ.get(FOLDER)
-    return _Writer(folder) if folder else None
+_numbers = itertools.count(1)  # of this process's steps
 
 
 def note_step() -> None:
     """Record that this process starts a step."""
-    if (writer := _writer(os.getpid())) is not None:
-        writer.step()
+    _note(0, _STEPS, next(_numbers))
 
 
 def note_waiting(is_waiting: bool) -> None:
     """Record whether this process is waiting for other ranks. Repeat during a wait: the record expires after 10 s."""
-    if (writer := _writer(os.getpid())) is not None:
-        writer.waits(is_waiting)
+    _note(_STEPS.size, _WAITING, time.time(), is_waiting)
 
 
 def note_end() -> None:
     """Record that this process starts no further steps for now, so that the launcher does not report a hang."""
-    if (writer := _writer(os.getpid())) is not None:
-        writer.end()
+    _note(0, _STEPS, -1)
+
+
+def _note(position: int, form: struct.Struct, *values: float) -> None:
+    if (file := _file(os.getpid())) is not None:
+        os.pwrite(file, form.pack(*values), position)
+
+
+@cache
+def _file(process: int) -> int | None:
+    """The descriptor of a process's own file; None if nothing is recorded."""
+    folder = os.environ.get(FOLDER)
+    if not folder:
+        return None
+    path = os.path.join(folder, f"{os.environ.get('RANK', '0')}-{process}")
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 
 def read_all(folder: str) -> Iterator[Beats]:

@@ -75,11 +75,6 @@ def attend(trainer: Trainer, engine: Engine) -> None:
         Around.put(loop, "run", partial(run, loop))
 
 
-def meets_between_batches(trainer: Trainer) -> bool:
-    """Whether this version of Lightning runs a collective before each training batch, to report a received SIGTERM."""
-    return hasattr(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES)
-
-
 def meet_between_batches(trainer: Trainer, meet: Callable[[], None]) -> None:
     """Replace Lightning's SIGTERM exchange before each training batch with ``meet``, until ``leave`` is called."""
     Around.put(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES, lambda _: meet())

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from lightning_zero.engine.config import check_fields
+from lightning_zero.engine.config import config_of
 
 
 @dataclass(frozen=True)
@@ -54,13 +53,5 @@ def resilience_config(resilience: Any) -> ResilienceConfig | None:
     Raises:
         ValueError: for any other value.
     """
-    if resilience is None or isinstance(resilience, ResilienceConfig):
-        return resilience
-    if resilience == "memory":
-        return ResilienceConfig()
-    if isinstance(resilience, Mapping):
-        check_fields("resilience", resilience, ResilienceConfig)
-        return ResilienceConfig(**resilience) if resilience else None
-    raise ValueError(
-        f"resilience={resilience!r} must be None, 'memory', a ResilienceConfig or a mapping of its fields."
-    )
+    value = ResilienceConfig() if resilience == "memory" else resilience
+    return config_of("resilience", value, ResilienceConfig, ["memory"])

@@ -35,7 +35,6 @@ from lightning_zero.strategies.loops import (
     attend,
     leave,
     meet_between_batches,
-    meets_between_batches,
     take_turns,
 )
 from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
@@ -181,7 +180,7 @@ class TrainerStrategy(TrainerCheckpoints):
             attend(trainer, self.engine)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
-        if not self._is_single and meets_between_batches(trainer):
+        if not self._is_single:
             self._signals = Signals(trainer, self._communicator, self._resilience)
             meet_between_batches(trainer, partial(self._signals.agree, "the next training batch"))
         elif self._resilience is not None:

@@ -9,9 +9,12 @@ import time
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from lightning.pytorch import Trainer
 
 from lightning_zero.checkpoint import saver
 from lightning_zero.checkpoint.commit import Destination, remove
+from lightning_zero.checkpoint.newest import others_by_age
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
@@ -147,6 +150,44 @@ def killed_between_the_renames(folder):
 
 def test_a_checkpoint_put_aside_by_a_killed_save_is_found_by_its_name_and_gets_it_back(run_on, tmp_path):
     run_on(1, killed_between_the_renames, folder=tmp_path)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_in_an_object_store_the_newest_checkpoint_put_aside_is_found_by_its_name(monkeypatch, form):
+    """Object stores have no times of folders."""
+    path, store = f"memory://{form}/last.ckpt", type(fsspec.filesystem("memory"))
+    move = store.mv
+
+    def lost(self, one, other, **options):
+        if ".partial-" in one:
+            raise ConnectionError("the connection is lost")
+        move(self, one, other, **options)
+
+    for value in (1.0, 2.0):
+        save(form, path, value)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "mv", lost)
+            with pytest.raises(Exception, match="the connection is lost"):
+                save(form, path, 9.0)
+        assert value_at(path) == value
+
+
+class Bucket(MemoryFileSystem):
+    """Names its contents `bucket/name`, as S3 does; listings of local folders have absolute paths."""
+
+    protocol, root_marker, store, pseudo_dirs = "bucket", "", {}, [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return str(path).removeprefix("bucket://").strip("/")
+
+
+def test_in_an_object_store_all_checkpoints_but_the_given_one_may_take_its_place():
+    fsspec.register_implementation("bucket", Bucket, clobber=True)
+    for name, form in (("a", "full"), ("b", "sharded"), ("last", "full")):
+        save(form, f"bucket://mine/runs/{name}.ckpt", 1.0)
+    others = others_by_age(Trainer(logger=False, accelerator="cpu"), "bucket://mine/runs/last.ckpt")
+    assert others == ["bucket://mine/runs/b.ckpt", "bucket://mine/runs/a.ckpt"]
 
 
 def killed_while_removing(folder, name):

@@ -7,6 +7,7 @@ import time
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 
 from lightning_zero import full_parameters
@@ -183,3 +184,25 @@ def waits_for_nothing(folder):
 
 def test_forward_and_backward_passes_do_not_wait_for_a_background_save(run_on, tmp_path):
     run_on(2, waits_for_nothing, folder=tmp_path / "c.ckpt")
+
+
+def keys_in_the_store(folder):
+    """The number of keys after the first save, and after each of two more."""
+    saver, counts = Saver(in_background=True), []
+    for number in range(3):
+        saver.save_in_parts({"state_dict": {"a": torch.ones(3)}}, {}, folder / f"{number}", {}, rank(), everyones)
+        saver.finish()
+        everyones(None)
+        counts.append(dist.distributed_c10d._get_default_store().num_keys())
+    return counts
+
+
+def everyones(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def test_a_background_save_leaves_no_keys_in_the_process_groups_store(run_on, tmp_path):
+    counts, _ = run_on(2, keys_in_the_store, folder=tmp_path)
+    assert counts == [counts[0]] * 3

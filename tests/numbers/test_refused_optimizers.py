@@ -5,6 +5,7 @@ A single rank has full parameters, which every optimizer updates as in plain tor
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from contextlib import contextmanager
 from typing import Any
@@ -14,10 +15,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, SparseAdam
 
+from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.engine import Engine
+from lightning_zero.engine.tensor.sharded_tree import walk
 from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
+from tests.support.whole import Layered, Together, matrices, others
 
 
 class SignDescent(Optimizer):
@@ -150,23 +155,30 @@ def test_an_unknown_optimizer_declared_to_need_whole_parameters_trains_as_under_
     run_on(2, train_both, stage=stage, optimizer=by_the_mean, whole_parameters=declared)
 
 
-def refuse_wrong_declarations() -> None:
-    refuse(
-        stage=3, kind=Adafactor, says="rows and columns of each matrix. Leave whole_parameters", whole_parameters=False
-    )
+def refuse_on_a_disk() -> None:
     refuse(stage=3, kind=Adafactor, says="states on a disk.*offload='cpu'", offload="nvme")
 
 
-def test_an_optimizer_of_whole_parameters_is_refused_with_shards_or_disk_offload(run_on):
-    run_on(2, refuse_wrong_declarations)
+def test_an_optimizer_of_whole_parameters_is_refused_with_disk_offload(run_on):
+    run_on(2, refuse_on_a_disk)
+
+
+def muon_and_sign_descent(model: nn.Module) -> Any:
+    """A known optimizer of whole parameters, and an unknown elementwise one."""
+    return Together(Muon(matrices(model), lr=0.02), SignDescent(others(model)))
+
+
+@pytest.mark.parametrize("option", [{"whole_parameters": False}, {"allow_any_optimizer": True}], ids=str)
+def test_the_option_for_unknown_optimizers_has_no_effect_on_known_ones(run_on, option):
+    run_on(2, train_both, stage=3, model=Layered, optimizer=muon_and_sign_descent, **option)
 
 
 def sign_descent(model: nn.Module) -> Optimizer:
     return make(SignDescent, model)
 
 
-def train_both(stage: int, optimizer: Any = sign_descent, **options: Any) -> None:
-    recipe = Recipe(OddModel, optimizer)
+def train_both(stage: int, optimizer: Any = sign_descent, model: Any = OddModel, **options: Any) -> None:
+    recipe = Recipe(model, optimizer)
     same_runs(train_zero(recipe, stage, **options), train_ddp(recipe))
 
 
@@ -288,9 +300,25 @@ def sparse_adam(model: nn.Module) -> Optimizer:
     return SparseAdam(model.parameters(), lr=0.01)
 
 
+def spam(model: nn.Module) -> Optimizer:
+    """Its state has two numbers that belong to no parameter, from the start."""
+    from pytorch_optimizer import SPAM
+
+    return SPAM(model.parameters(), lr=0.01, warmup_epoch=2, grad_accu_steps=1, update_proj_gap=3)
+
+
+def madgrad(model: nn.Module) -> Optimizer:
+    """Its state has a tensor that belongs to no parameter, from the first step."""
+    from pytorch_optimizer import MADGRAD
+
+    return MADGRAD(model.parameters(), lr=0.01)
+
+
 ON_ONE_RANK = [
     (lbfgs, Unused),
     (muon, Matrices),
+    (spam, OddModel),
+    (madgrad, OddModel),
     *(
         pytest.param(optimizer, model, marks=pytest.mark.exhaustive)
         for optimizer, model in (
@@ -317,7 +345,7 @@ def train_plain(strategy: str, optimizer: Any, model: Any, folder: str) -> Any:
     trainer.save_checkpoint(path)
     resumed, second = learner(), make_trainer(strategy, max_epochs=3)
     second.fit(resumed, ckpt_path=path)
-    saved = torch.load(path, weights_only=False)["optimizer_states"]
+    saved = [in_order(each) for each in torch.load(path, weights_only=False)["optimizer_states"]]
     return [{name: value.clone() for name, value in each.state_dict().items()} for each in (module, resumed)], saved
 
 
@@ -333,6 +361,80 @@ def train_as_plain_lightning(optimizer: Any, model: Any, folder: str) -> None:
 @pytest.mark.parametrize(("optimizer", "model"), ON_ONE_RANK, ids=lambda part: part.__name__)
 def test_on_one_rank_every_optimizer_trains_saves_and_resumes_as_in_plain_lightning(run_on, optimizer, model, tmp_path):
     run_on(1, train_as_plain_lightning, optimizer=optimizer, model=model, folder=str(tmp_path))
+
+
+def train_halves(optimizer: Any, **options: Any) -> list[Any]:
+    """Train two steps, and two more in a new module and optimizer that load the first ones' state.
+
+    Args:
+        options: of the engines; without options, there are none.
+
+    Returns:
+        After each half, the weights and the optimizer's state.
+    """
+    halves: list[Any] = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        module = OddModel()
+        made = optimizer(module)
+        engine = Engine(module, [made], **options) if options else None
+        if halves:
+            module.load_state_dict(halves[0][0])
+            made.load_state_dict(copy.deepcopy(halves[0][1]))
+        for step in range(2):
+            made.zero_grad()
+            module(*batch(step)).backward()
+            made.step()
+        halves.append(copy.deepcopy((module.state_dict(), in_order(made.state_dict()))))
+        if engine is not None:
+            engine.close()
+            same_values(in_order(made.state_dict()), halves[-1][1], "after close")
+    return halves
+
+
+def in_order(state: dict[str, Any]) -> dict[str, Any]:
+    """An optimizer's state dict whose states are in the order of their keys, among which are names."""
+    return {**state, "state": dict(sorted(state["state"].items(), key=lambda item: str(item[0])))}
+
+
+def keep_own_entries() -> None:
+    for optimizer, key, count in ((spam, "total_step", 2), (madgrad, "k", torch.tensor([2]))):
+        expected = train_halves(optimizer)
+        assert expected[0][1]["state"][key] == count
+        for stage in (1, 2, 3):
+            same_values(train_halves(optimizer, stage=stage), expected, f"stage {stage}")
+    for overlap in (False, True):
+        offload = OffloadConfig(optimizer="cpu", overlap=overlap)
+        offloaded = train_halves(madgrad, stage=3, offload=offload, whole_parameters=True)
+        same_values(offloaded, expected, f"offloaded, overlap={overlap}")
+
+
+def test_optimizer_state_that_belongs_to_no_parameter_is_used_saved_and_loaded(run_on):
+    run_on(1, keep_own_entries)
+
+
+def test_optimizer_state_that_belongs_to_no_parameter_trains_as_under_ddp(run_on):
+    run_on(2, train_both, stage=3, optimizer=madgrad, whole_parameters=True)
+
+
+def save_own_entries_in_shards(folder: str) -> None:
+    strategies = {"file": "auto", "shards": ZeroStrategy(checkpoint="sharded")}
+    for name, strategy in strategies.items():
+        torch.manual_seed(0)
+        trainer = make_trainer(strategy)
+        trainer.fit(Learner(OddModel, madgrad))
+        trainer.save_checkpoint(f"{folder}/{name}")
+    states = [in_order(open_checkpoint(f"{folder}/{name}").checkpoint["optimizer_states"][0]) for name in strategies]
+    same_values(walk(states[1], Tensor.clone), walk(states[0], Tensor.clone), "saved")
+    resumed = []
+    for name, strategy in (("file", "auto"), ("shards", "zero3")):
+        resumed.append(Learner(OddModel, madgrad))
+        make_trainer(strategy, max_epochs=3).fit(resumed[-1], ckpt_path=f"{folder}/{name}")
+    same_values(resumed[1].state_dict(), resumed[0].state_dict(), "resumed")
+
+
+def test_optimizer_state_that_belongs_to_no_parameter_is_saved_in_sharded_checkpoints(run_on, tmp_path):
+    run_on(1, save_own_entries_in_shards, folder=str(tmp_path))
 
 
 def write_states() -> None:

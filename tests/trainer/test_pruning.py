@@ -304,3 +304,21 @@ def test_wrong_amounts_and_an_empty_choice_of_parameters_are_refused_before_trai
     trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=lambda name, p: False)])
     with pytest.raises(ValueError, match=r"no parameter is chosen\. Pass parameters=f, where .* for example, \['model"):
         trainer.fit(Learner())
+
+
+def is_chosen(*names: str) -> Any:
+    return lambda name, p: name in names
+
+
+def test_a_checkpoint_with_masks_of_other_parameters_is_refused_with_their_names(tmp_path):
+    first, second = "model.widen.weight", "model.head.weight"
+    trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=is_chosen(first))])
+    trainer.fit(Learner())
+    trainer.save_checkpoint(tmp_path / "one.ckpt")
+    for names, says in (
+        ((first, second), rf"no masks of {second}\. Pass the parameters= of that run, or leave ckpt_path out"),
+        ((second,), rf"masks of {first}, which parameters= no longer chooses, and no masks of {second}"),
+    ):
+        trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=is_chosen(*names))], max_epochs=4)
+        with pytest.raises(ValueError, match=f"MagnitudePruning: the checkpoint has .*{says}"):
+            trainer.fit(Learner(), ckpt_path=tmp_path / "one.ckpt")

@@ -14,7 +14,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
-from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -25,8 +24,6 @@ from lightning_zero.io.swap import Extent, Ring, SwapFile
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """Names of fields that are not optimizer states: the master weights (first), and their copy in the compute dtype."""
-
-_NONE: Mapping[str, torch.dtype] = MappingProxyType({})
 
 
 class Swap:
@@ -78,7 +75,7 @@ class DiskStates:
     """
 
     def __init__(
-        self, swap: Swap, name: str, numel: int, dtype: torch.dtype, fields: Mapping[str, torch.dtype] = _NONE
+        self, swap: Swap, name: str, numel: int, dtype: torch.dtype, fields: Mapping[str, torch.dtype]
     ) -> None:
         self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
         self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
@@ -87,15 +84,12 @@ class DiskStates:
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
         """Add missing fields, filled with zeros. Raises an OSError, and changes nothing, if the disk lacks space."""
-        if not all(field in self.fields for field in fields):
-            self._lay_out({**self.fields, **fields})
-
-    def _lay_out(self, fields: Mapping[str, torch.dtype]) -> None:
-        """Copy the values to a new file with the given fields, where new fields are zeros, and close the old file."""
-        new = DiskStates(self.swap, self.name, self.numel, self.dtype, fields)
+        if all(field in self.fields for field in fields):
+            return
+        new = DiskStates(self.swap, self.name, self.numel, self.dtype, {**self.fields, **fields})
         try:
             for start, stop in map(self.range_of, range(self.count)):
-                for field in self.fields.keys() & fields.keys():
+                for field in self.fields:
                     new.write(field, start, self.read(field, start, stop))
         except BaseException:
             new.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import atexit
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import cache
@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.streams import own_stream
+from lightning_zero.engine.compat import tree_map_only
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.io.swap import stream
 
@@ -206,12 +207,18 @@ def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, N
     return run
 
 
+def of_no_parameter(states: Mapping[Any, Any]) -> dict[Any, Any]:
+    """The entries of ``optimizer.state`` that belong to no parameter, such as the step count of a whole optimizer."""
+    # ``dict`` first, since background updates may add parameters' states meanwhile
+    return {key: value for key, value in dict(states).items() if not isinstance(key, Tensor)}
+
+
 class Update(NamedTuple):
     """An optimizer's update for one parameter group. User hooks are not called: they run once per optimizer step."""
 
     kind: type[Optimizer]
     unhooked: type[Optimizer]  # a subclass of ``kind``, whose ``step`` calls no hooks
-    attributes: dict[str, Any]  # the optimizer's attributes
+    attributes: dict[str, Any]  # the optimizer's attributes; of its ``state``, only the entries of no parameter
     group: dict[str, Any]  # a copy of the group's options, which schedulers may change later
     dtype: torch.dtype  # dtype of step counts
 
@@ -223,7 +230,8 @@ class Update(NamedTuple):
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
             options["fused"] = kind.__name__ in _FUSED
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        return cls(kind, _without_hooks(kind), dict(optimizer.__dict__), options, dtype)
+        own = tree_map_only(Tensor, Tensor.clone, of_no_parameter(optimizer.state))
+        return cls(kind, _without_hooks(kind), {**optimizer.__dict__, "state": own}, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update one tensor and its state in place, as the optimizer's ``step`` does; return the state.
@@ -240,11 +248,13 @@ class Update(NamedTuple):
         parameters = [nn.Parameter(each) for each in values]
         for parameter, gradient in zip(parameters, gradients):
             parameter.grad = _on_device_of(gradient, parameter) if gradient is not None else None
+        # copies, since the optimizer's own ``step`` also changes these entries, and must do so only once
+        own = tree_map_only(Tensor, Tensor.clone, self.attributes["state"])
         alone = object.__new__(self.unhooked)
         alone.__dict__ = {
             **self.attributes,
             "param_groups": [{**self.group, "params": parameters}],
-            "state": defaultdict(dict, {p: state for p, state in zip(parameters, states) if state}),
+            "state": defaultdict(dict, {**own, **{p: state for p, state in zip(parameters, states) if state}}),
         }
         self.unhooked.step(alone)  # not the instance's ``step``, which schedulers replace
         after = [alone.state[parameter] for parameter in parameters]

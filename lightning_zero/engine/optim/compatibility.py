@@ -16,9 +16,6 @@ from lightning_zero.engine.optim.classes import TORCHS_ELEMENTWISE, Known, Need,
 from lightning_zero.engine.optim.probe import what_refutes
 from lightning_zero.engine.plan.share import Share
 
-ELEMENTWISE = frozenset(TORCHS_ELEMENTWISE)
-"""Optimizers of ``torch.optim`` that update each element only from the element's own gradient and state."""
-
 
 def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
     """Raise a TypeError for optimizers that would give different results with sharding than without.
@@ -29,8 +26,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
 
     Raises:
         TypeError: if an optimizer needs other parameters to update one, if its class is unknown and
-            ``whole_parameters`` is unset, if it contradicts ``whole_parameters``, or if its states cannot be sharded or
-            offloaded.
+            ``whole_parameters`` is unset or refuted by a trial, or if its states cannot be sharded or offloaded.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
@@ -56,18 +52,17 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
             )
         refuted = what_refutes(optimizer, is_elementwise=declared is False)
         if refuted is not None:
+            difference, is_of_parts = refuted
             raise TypeError(
-                f"{name} cannot be used with whole_parameters={declared}: {refuted}. "
-                + ("Pass whole_parameters=True, or " if refuted.is_of_parts else "Instead, ")
+                f"{name} cannot be used with whole_parameters={declared}: {difference}. "
+                + ("Pass whole_parameters=True, or " if is_of_parts else "Instead, ")
                 + f"{instead}."
             )
-    elif known.need is Need.PARAMETER and config.whole_parameters is False:
-        raise TypeError(f"{name} needs whole parameters: {known.why}. Leave whole_parameters=False out.")
     if _needs_whole(known, declared) and config.offloads_to_disk:
         raise TypeError(
             f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "
             "updated in chunks. Write offload='cpu', or use an elementwise optimizer "
-            f"({', '.join(sorted(ELEMENTWISE))})."
+            f"({', '.join(sorted(TORCHS_ELEMENTWISE))})."
         )
     if _has_overrides(optimizer):
         raise TypeError(
@@ -138,13 +133,13 @@ def check_not_divided(
             raise TypeError(
                 f"The optimizer of '{name}' needs the whole parameter, but tensor parallelism gives each of "
                 f"{share.count} ranks only a part. Give such parameters to an elementwise optimizer "
-                f"({', '.join(sorted(ELEMENTWISE))}), or leave them out of the tensor-parallel plan."
+                f"({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave them out of the tensor-parallel plan."
             )
 
 
 def is_torchs_elementwise(cls: type) -> bool:
     """Whether a class is one of torch's own elementwise optimizers."""
-    return cls.__name__ in ELEMENTWISE and cls.__module__.partition(".")[0] == "torch"
+    return cls.__name__ in TORCHS_ELEMENTWISE and cls.__module__.partition(".")[0] == "torch"
 
 
 def steps_as(optimizer: Optimizer, known: type) -> bool:

@@ -18,24 +18,15 @@ _SHAPE = (8, 12)
 _STEPS = 3
 
 
-class Refutation(str):
-    """The observation, in words, that contradicts the user's ``whole_parameters``.
-
-    Attributes:
-        is_of_parts: whether separate updates of a parameter's parts differ from an update of the whole parameter.
-    """
-
-    is_of_parts = False
-
-
-def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | None:
+def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> tuple[str, bool] | None:
     """Compare joint with separate updates of two parameters, and updates of a whole parameter with those of its parts.
 
     Args:
         is_elementwise: whether the optimizer is declared to be elementwise; parts are compared only then.
 
     Returns:
-        The observed difference, in words; None if updates are equal, or if the optimizer cannot be tried.
+        The observed difference, in words, and whether it is between a whole parameter and its parts. None if updates
+        are equal, or if the optimizer cannot be tried.
     """
     try:
         with torch.random.fork_rng(devices=[]):
@@ -44,7 +35,7 @@ def what_refutes(optimizer: Optimizer, *, is_elementwise: bool) -> Refutation | 
         return None
 
 
-def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
+def _seen(optimizer: Optimizer, is_elementwise: bool) -> tuple[str, bool] | None:
     generator = torch.Generator().manual_seed(0)
     values = [torch.randn(_SHAPE, generator=generator, device="cpu") for _ in range(2)]
     gradients = [
@@ -55,10 +46,10 @@ def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
         for index, value in enumerate(values):
             (alone,) = _updated(optimizer, group, [value], [[step[index]] for step in gradients])
             if not torch.equal(alone, together[index]):
-                return Refutation(
+                return (
                     "the update of a parameter depends on other parameters: with random gradients, separate updates "
                     f"of two parameters differ by up to {(alone - together[index]).abs().max():.1e} from joint updates"
-                )
+                ), False
         if is_elementwise:
             half = values[0].numel() // 2
             parts = _updated(
@@ -69,12 +60,10 @@ def _seen(optimizer: Optimizer, is_elementwise: bool) -> Refutation | None:
             )
             difference = (torch.cat(parts) - together[0].view(-1)).abs().max()
             if difference > 0:
-                refutation = Refutation(
+                return (
                     "the update of an element depends on other elements of the parameter: with random gradients, "
                     f"separate updates of the two halves of a matrix differ by up to {difference:.1e} from one update"
-                )
-                refutation.is_of_parts = True
-                return refutation
+                ), True
     return None
 
 
@@ -82,7 +71,7 @@ def _updated(
     optimizer: Optimizer, group: dict[str, Any], values: list[Tensor], gradients: list[list[Tensor]]
 ) -> list[Tensor]:
     update = Update.of(optimizer, group, torch.device("cpu"))
-    mine = {key: value for key, value in update.attributes.items() if key not in ("state", "param_groups")}
+    mine = {key: value for key, value in update.attributes.items() if key != "param_groups"}
     update = update._replace(attributes=copy.deepcopy(mine), group=copy.deepcopy({**update.group, "params": []}))
     values = [value.clone() for value in values]
     states: list[dict[str, Any]] = [{} for _ in values]

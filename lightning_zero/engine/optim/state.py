@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import Updates, fields_by_parameter
+from lightning_zero.engine.offload.updates import Updates, fields_by_parameter, of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
     Small,
@@ -212,9 +212,7 @@ class MasterStates:
             # ``dict.items``, since the mapping's own ``items`` would raise errors of updates here
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
-                    value.nbytes
-                    for value in tensors_in(in_plain_tensors(dict(state)))
-                    if not isinstance(value, LazyTensor)
+                    value.nbytes for value in tensors_in(in_plain_tensors(state)) if not isinstance(value, LazyTensor)
                 )
             self._enter(held)
 
@@ -249,14 +247,17 @@ class MasterStates:
         Args:
             leaf: converts each tensor; with ``in_parts``, entries by element are sharded tensors that share memory with
                 the masters' entries.
-            parameters: the parameters whose state to return; by default all that the optimizer holds.
+            parameters: the parameters whose state to return; by default all that the optimizer holds, and before them
+                the entries that belong to no parameter.
         """
+        found: States = {}
         if parameters is None:
             parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+            found = of_no_parameter(self.by_master)
         slots = {slot: p for p in parameters if (slot := slot_of(p)) is not None}
         with self._met(list(slots)):
             states = self._in_parts(list(slots))
-            found = {p: state for p in parameters if slot_of(p) is None and (state := self.by_master.get(p))}
+            found |= {p: state for p in parameters if slot_of(p) is None and (state := self.by_master.get(p))}
             found |= {slots[slot]: state for slot, state in states.items() if state}
             if leaf is in_parts:
                 return found
@@ -357,12 +358,11 @@ class MasterStates:
             return state_dict  # torch raises an error that names the mismatch
         saved = [index for group in saved_groups for index in group["params"]]
         parameters = [p for group in groups for p in group["params"]]
-        states: dict[Any, Any] = {}
+        states = of_no_parameter(state_dict["state"])
         for index, parameter in zip(saved, parameters):
-            if index in state_dict["state"]:
-                state, is_ours = state_dict["state"][index], slot_of(parameter) is not None
+            if index in states and slot_of(parameter) is not None:
                 # a copy, since torch replaces counts in this dict that are not tensors
-                states[parameter if is_ours else index] = dict(state) if is_ours else state
+                states[parameter] = dict(states.pop(index))
         return {**state_dict, "state": states}
 
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
@@ -405,7 +405,9 @@ class MasterStates:
         by_slot: dict[BucketSlot, dict[str, Any]] = {}
         for parameter, state in states.items():
             slot = slot_of(parameter)
-            if slot is None:
+            if not isinstance(parameter, Tensor):
+                optimizer.state[parameter] = state
+            elif slot is None:
                 optimizer.state[parameter] = {key: copied(value) for key, value in state.items()}
             elif state:
                 by_slot[slot] = state

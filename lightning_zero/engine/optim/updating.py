@@ -102,11 +102,9 @@ class OffloadedStep:
             shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
         """
         device = bucket.full.device
-        wanted = [
-            (Update.of(optimizer, optimizer.param_groups[number], device), master, gradients[master])
-            for number, master in masters
-            if master.is_here
-        ]
+        groups, numbers = optimizer.param_groups, {number for number, _ in masters}
+        update_of = {number: Update.of(optimizer, groups[number], device) for number in numbers}
+        wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
         update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
         if bucket.states is None:
             return bucket.background.submit(on_own_stream(device, update.in_memory))

@@ -376,11 +376,6 @@ class Bucket:
         if self.update is not None and self.update.writes_to_buffer:
             self.full.data[self._shard][part].copy_(values)
 
-    @property
-    def sends_changes(self) -> bool:
-        """Whether gathers after updates send only changes, unless something else has written values."""
-        return self.residency.plan.sends_changes
-
     def refresh(self, by_changes: bool = False) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
 

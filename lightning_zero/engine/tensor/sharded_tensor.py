@@ -46,11 +46,10 @@ class ShardedTensor(WrapperTensor):
         local: Tensor | None = None,
         dtype: torch.dtype | None = None,
         *,
-        requires_grad: bool = False,
         keep: Any = None,
     ) -> ShardedTensor:
         dtype = dtype or (local.dtype if local is not None else slot.dtype)
-        self = new_wrapper(cls, slot.shape, dtype=dtype, device=slot.device, requires_grad=requires_grad)
+        self = new_wrapper(cls, slot.shape, dtype=dtype, device=slot.device)
         self.slot, self._local, self.keep = slot, local, keep
         if keep is None:
             slot.remember(self)
