@@ -353,6 +353,39 @@ def look_inside(stage):
     engine.close()
 
 
+def reset_the_state_of_a_parameter(stage, **options):
+    """Each rank resets one parameter's state in mid-run, as if it were trained anew, in two ways."""
+    module, reference, _, engine = make(stage)
+    engine.close()
+    optimizer, other = torch.optim.Adam(module.parameters(), lr=0.1), torch.optim.Adam(reference.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], stage=stage, **options)
+    for number in range(6):
+        optimizer.zero_grad()
+        other.zero_grad()
+        for each in (module, reference):
+            each(torch.full((2, 7), 1.0 + number)).square().sum().backward()
+        optimizer.step()
+        other.step()
+        if number == 1:
+            for each in (optimizer.state[module[0].bias], other.state[reference[0].bias]):
+                for value in each.values():
+                    value.zero_()
+        if number == 3:
+            optimizer.state.clear()
+            other.state.clear()
+        for ours, theirs in pairs(module, reference):
+            state = {key: plain(value) for key, value in optimizer.state[ours].items()}
+            torch.testing.assert_close(state, dict(other.state[theirs]), **CLOSE)
+            torch.testing.assert_close(plain(ours), theirs.detach(), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "`full_grad`, `full_optimizer_state`, `shard_of`, `optimizer.state[p]`")
+@pytest.mark.parametrize(("stage", "options"), [(1, {}), (3, {}), (3, {"offload": "cpu"}), (3, {"offload": "nvme"})])
+def test_writes_to_a_parameters_state_concern_this_parameter_alone(run_on, stage, options):
+    run_on(2, reset_the_state_of_a_parameter, stage=stage, **options)
+
+
 class Replacing(torch.optim.Optimizer):
     """SGD with momentum that puts a new tensor into its state at each step."""
 

@@ -241,6 +241,7 @@ def in_between(stage: int, offload: str | None) -> dict[str, Any]:
         if step == 4:
             first.bias.requires_grad_(True)
             optimizer.state[last.weight]["exp_avg"].zero_()
+            optimizer.state[last.bias]["step"].zero_()
             optimizer.state[last.weight]["exp_avg_sq"].copy_(torch.full((150, 150), 0.5))
         if step == 5:
             with full_parameters(module, writeback=True), torch.no_grad():
@@ -271,6 +272,33 @@ def in_between_is_as_without(stage: int, offload: str) -> None:
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
 def test_changes_between_steps_take_effect_as_without_offload(run_on, ranks, stage, offload):
     run_on(ranks, in_between_is_as_without, stage=stage, offload=offload)
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+def momentum_from_mid_run(offload: str | None) -> dict[str, Any]:
+    module, optimizer = prepare(Recipe(Wide, sgd))
+    engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3))
+    for step in range(5):
+        if step == 2:
+            optimizer.param_groups[0]["momentum"] = 0.9
+        module(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    found = {"weights": dict(engine.full_state_dict()), "states": engine.full_optimizer_state_dict(optimizer)}
+    engine.close()
+    return found
+
+
+def momentum_from_mid_run_is_as_without(offload: str) -> None:
+    same_values(momentum_from_mid_run(offload), momentum_from_mid_run(None), offload)
+
+
+@EACH
+def test_an_option_that_adds_a_state_in_mid_run_takes_effect_as_without_offload(run_on, offload):
+    run_on(2, momentum_from_mid_run_is_as_without, offload=offload)
 
 
 def replaced(offload: str | None) -> dict[str, Any]:

@@ -265,7 +265,12 @@ class Masters:
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
         """Choose each group's masters, which cover its parameters with gradients; reuse the last choice if possible."""
-        signature = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
+        arranged = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
+        # Which options are in effect determines the states for which ``make_room`` reserves space.
+        options = [
+            [name for name, value in group.items() if isinstance(value, (int, float)) and value] for group in groups
+        ]
+        signature = arranged, options, self.states.version
         if signature == self._signature:
             return
         self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
@@ -282,7 +287,7 @@ class Masters:
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.states.optimizer)
-        self._signature = signature
+        self._signature = arranged, options, self.states.version
 
     def _gradient(self, master: Master) -> Tensor | None:
         gradients = [gradient for slot in master.slots if (gradient := slot.parameter.grad) is not None]

@@ -81,7 +81,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
             return super().__missing__(key)
         if is_alone(slot.bucket):
             return self[self._states.key_of(slot)]
-        return MappingProxyType(self._states.by_parameter(in_parts, [key]).get(key, {}))
+        return MappingProxyType(self._states.shown(key))
 
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default
@@ -95,6 +95,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         return super().items()
 
     def clear(self) -> None:
+        self._states.synchronize()  # an update that is still running would bring its state back
         self._states.forget_views()
         super().clear()
 
@@ -128,12 +129,14 @@ class MasterStates:
 
     Attributes:
         reference: a weak reference to the optimizer.
+        version: counts how often masters have been replaced by others.
     """
 
     def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
         self.reference = weakref.ref(optimizer)
         self._ledger, self._owners = owner.ledger, [weakref.ref(owner)]
         self._master_of: dict[BucketSlot, Master] = {}
+        self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
@@ -187,6 +190,7 @@ class MasterStates:
     def _split(self, master: Master, wanted: set[BucketSlot]) -> None:
         """Split a master of which only the wanted slots are updated now. Each part keeps its part of the state."""
         self._views.clear()
+        self.version += 1
         state, slots = self.by_master.pop(master.tensor, {}), set(master.slots)
         for run in (*runs_of(list(slots & wanted)), *runs_of(list(slots - wanted))):
             part = self._add(run)
@@ -262,6 +266,30 @@ class MasterStates:
             if leaf is in_parts:
                 return found
             return {p: as_made_of_tensors(state) for p, state in walk(found, leaf).items()}
+
+    def shown(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of one parameter, to whose tensors user code may write. Collective."""
+        state = self.by_parameter(in_parts, [parameter]).get(parameter, {})
+        return {
+            key: self._writable(parameter, key, value) if type(value) is Tensor and not value.dim() else value
+            for key, value in state.items()
+        }
+
+    def _writable(self, parameter: Tensor, key: str, value: Tensor) -> Tensor:
+        """A small entry that is written to this parameter's state alone, though parameters share their master's."""
+        slot = slot_of(parameter)
+        assert slot is not None
+
+        def write(new: Tensor) -> None:
+            value.copy_(new)
+            self.synchronize()
+            (master,) = self.masters_over([slot])
+            if master.is_here:
+                self.by_master[master.tensor][key].copy_(new)
+
+        return LazyTensor(
+            f"{key} of {slot.name}", (), value.dtype, lambda *_: value.view(1), write=write, device=value.device
+        )
 
     def state_dict(self, leaf: Leaf) -> dict[str, Any]:
         """The optimizer's ``state_dict()``, with each tensor converted by ``leaf``. Collective."""

@@ -147,8 +147,14 @@ class _BucketUpdate(NamedTuple):
             whole = _computed(gradient)
             with self.phase():
                 after = updated(update, values, whole[low - first : high - first] if whole is not None else None, known)
-            for key in (key for key in after if key in fields and after[key] is not known.get(key)):
-                fields[key][inside] = after[key]
+            for key, value in after.items():
+                if key in fields and value is not known.get(key):
+                    fields[key][inside] = value
+                elif key not in fields and is_by_element(key, value, values.shape):
+                    raise RuntimeError(
+                        f"{type(self.optimizer).__name__} has created the state {key!r} in a later step than the "
+                        "others, so that no disk space is reserved for it. Write offload='cpu'."
+                    )
             self._show(slice(low, high), values)
             if PARAMETERS in fields:
                 fields[PARAMETERS][inside] = values

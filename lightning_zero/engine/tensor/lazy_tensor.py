@@ -48,6 +48,7 @@ class LazyTensor(WrapperTensor):
         origin: a picklable object that is equal on all ranks that read the same stored values; None if only this rank
             can read them.
         write: replaces the stored values with those of a tensor of the same shape; None if the source is read-only.
+        device: the tensor's device.
     """
 
     _source: _Source
@@ -62,8 +63,9 @@ class LazyTensor(WrapperTensor):
         read: Callable[[int, int], Tensor],
         origin: Any = None,
         write: Callable[[Tensor], None] | None = None,
+        device: torch.device | str = "cpu",
     ) -> LazyTensor:
-        return cls._over(_Source(name, dtype, read, origin, write), torch.Size(shape), dtype)
+        return cls._over(_Source(name, dtype, read, origin, write), torch.Size(shape), dtype, device)
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
