@@ -16,6 +16,9 @@ CHECKPOINT_KEY = "lightning_zero"
 NAMES = "optimizer_names"
 """Key within our entry in a full checkpoint. Its value maps ``optimizer_0`` etc. to the optimizer's parameter names."""
 
+LEFT_OUT = "left_out"
+"""Key within our entry. Its value lists the parameters that were frozen and, on request, not saved."""
+
 CONTAINERS = "containers"
 """Key within our entry in a sharded checkpoint. Its value holds the containers that DCP's dotted names cannot express:
 empty containers, and dictionaries with keys that are not strings."""

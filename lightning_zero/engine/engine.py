@@ -43,6 +43,7 @@ from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.slot import slot_of
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
@@ -222,6 +223,13 @@ class Engine(Optimizers):
     @property
     def buckets(self) -> list[Bucket]:
         return [bucket for unit in self.units for bucket in unit.buckets]
+
+    def holds_all_of(self, module: nn.Module) -> bool:
+        """Whether the engine holds exactly the parameters that the module has now."""
+        slots = [slot_of(parameter) for parameter in module.parameters()]
+        own = set(self.buckets)
+        held = sum(len(bucket.layout.segments) for bucket in own)
+        return len(slots) == held and all(slot is not None and slot.bucket in own for slot in slots)
 
     # -- a step -----------------------------------------------------------------------------------------------------
 

@@ -182,7 +182,7 @@ class FabricStrategy(ZeroProcesses):
             for key, value in converted.items():
                 if isinstance(state[key], Optimizer):
                     tree[key] = by_name(value, _names_in(state[key], state))
-                elif isinstance(state[key], nn.Module):
+                elif isinstance(state[key], nn.Module) and value:  # DCP does not store empty containers
                     tree[key] = value
             rest = {**{key: value for key, value in converted.items() if key not in tree}, **about}
             self._save_in_parts(tree, rest, path, storage_options)

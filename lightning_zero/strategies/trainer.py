@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
+import torch
 from lightning import pytorch
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -155,7 +156,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def setup(self, trainer: Trainer) -> None:
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
-        self.engine = self._kept_engine()
+        self.engine = self._kept_engine(fitting=fitting)
         self._was_sharded = self.engine is not None
         offload = self.config.offloads
         overlaps = offload is not None and offload.optimizer is not None and offload.overlap and self.config.overlap
@@ -163,6 +164,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if self.engine is None:
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
+                _layer_syncs[self.lightning_module] = self._layer_sync
             self._convert_module()
             self.model_to_device()
         if fitting:
@@ -193,16 +195,35 @@ class TrainerStrategy(TrainerCheckpoints):
         if fitting:
             self._data_loading = DataLoadingState(trainer, self.root_device)
 
-    def _kept_engine(self) -> Engine | None:
+    def _kept_engine(self, *, fitting: bool) -> Engine | None:
         """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot reuse it."""
-        engine = engine_of(self.lightning_module)
+        module = self.lightning_module
+        engine = engine_of(module)
         if engine is None:
             return None
-        if engine.config != self._config_of_run():
-            engine.close(device=self.root_device)
+        has_other_layers = fitting and type(_layer_syncs.get(module)) is not type(self._layer_sync)
+        if engine.config != self._config_of_run() or not engine.holds_all_of(module) or has_other_layers:
+            self._close_kept(engine)
             return None
+        precisions = self.lightning.plugins.precision
+        if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
+            with self.precision_plugin.tensor_init_context():
+                dtype = torch.get_default_dtype()
+            if any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
+                self._close_kept(engine)
+                return None
         engine.sync_buffers()
         return engine
+
+    def _close_kept(self, engine: Engine) -> None:
+        engine.close(device=self.root_device)
+        self._revert_layers()
+
+    def _revert_layers(self) -> None:
+        """Undo ``sync_batchnorm``, also of an earlier run after which the module has stayed sharded."""
+        sync = _layer_syncs.pop(self.lightning_module, None)
+        if sync is not None:
+            self.model = sync.revert(self.model)
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -302,6 +323,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def _teardown(self) -> None:
         note_end()
+        self._accept_all()
         resilience, self._resilience = self._resilience, None
         if resilience is not None:
             resilience.close(has_ended=self._ended_by is None)
@@ -376,8 +398,8 @@ class TrainerStrategy(TrainerCheckpoints):
         self._close([engine], error, device="cpu")
 
     def _teardown_but_for_engine(self) -> None:
-        if self.lightning_module is not None and self._layer_sync and self.model is not None:
-            self.model = self._layer_sync.revert(self.model)
+        if self.lightning_module is not None and self.model is not None:
+            self._revert_layers()
         if self.lightning_module is not None and awaits_values(self.lightning_module):
             # The run failed before deferred parameters had values. Moving them would raise another error.
             self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
@@ -395,6 +417,10 @@ class TrainerStrategy(TrainerCheckpoints):
         # Users copy trainers and strategies; these attributes belong only to the original.
         own = "engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals", "_mesh", "_resilience"
         return {**super().__getstate__(), **dict.fromkeys(own), "_backward": ExitStack()}
+
+
+_layer_syncs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
+"""The plugin that has synchronised the layers of a module (``sync_batchnorm``), by module."""
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

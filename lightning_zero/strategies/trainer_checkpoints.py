@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, NAMES, configs_of_models
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
 from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.checkpoint.slots import KeptState, kept_state_of
@@ -55,6 +55,7 @@ class TrainerCheckpoints(ZeroProcesses):
         # Rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine has been closed.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
         self._resilience: Resilience | None = None
+        self._leniency: Any = None  # the handle of a hook; see ``_let_frozen_be_missing``
         self._copies_parts = False  # whether ``_taking_parts`` is in effect
 
     def _convert_module(self) -> None:
@@ -136,8 +137,8 @@ class TrainerCheckpoints(ZeroProcesses):
 
     @property
     def _left_out(self) -> set[str]:
-        """Names of parameters that are not saved, and that loaded checkpoints may lack."""
-        if not self.options.exclude_frozen_parameters:
+        """Names of parameters that are not saved."""
+        if not self.options.exclude_frozen_parameters or self._copies_parts:  # a restart must not lose their values
             return set()
         parameters = self.lightning_module.named_parameters(remove_duplicate=False)
         return {name for name, parameter in parameters if not parameter.requires_grad}
@@ -214,6 +215,8 @@ class TrainerCheckpoints(ZeroProcesses):
         A state kept in memory has the state of data loading elsewhere, and is never exported.
         """
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
+        if left_out := self._left_out:
+            about[LEFT_OUT] = sorted(left_out)
         if to_resume and not self._takes_parts:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and not is_kept and self._data_loading is not None:
@@ -286,10 +289,10 @@ class TrainerCheckpoints(ZeroProcesses):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._resilience is not None and self.engine is None:
             self._convert_module()  # before loading: in 64-true, fp32 parameters would round the loaded values
-        with self._letting_frozen_be_missing():
-            check_module(self.lightning_module, checkpoint["state_dict"], strict)
-            with taking_values(self.lightning_module, is_deferred) as targets:
-                super().load_model_state_dict(checkpoint, strict)
+        self._let_frozen_be_missing(checkpoint.get(CHECKPOINT_KEY, {}))
+        check_module(self.lightning_module, checkpoint["state_dict"], strict)
+        with taking_values(self.lightning_module, is_deferred) as targets:
+            super().load_model_state_dict(checkpoint, strict)
         give_values(targets, wait=True)
         if self._loaded is None:  # otherwise a callback is restoring a checkpoint of this run
             self._loaded = checkpoint.get(CHECKPOINT_KEY)
@@ -299,18 +302,25 @@ class TrainerCheckpoints(ZeroProcesses):
         else:
             self._masters = masters  # until the module is sharded
 
-    @contextmanager
-    def _letting_frozen_be_missing(self) -> Iterator[None]:
-        left_out = self._left_out
+    def _let_frozen_be_missing(self, about: Mapping[str, Any]) -> None:
+        """Accept state dicts without the parameters that were left out of the checkpoint, until the run starts.
+
+        Callbacks restore state dicts, too (``WeightAveraging``).
+        """
+        self._accept_all()
+        if not self.options.exclude_frozen_parameters:
+            return
+        left_out = self._left_out | set(about.get(LEFT_OUT, ()))  # parameters may be frozen only when the run starts
 
         def let_be_missing(module: Any, keys: Any) -> None:
             keys.missing_keys[:] = [name for name in keys.missing_keys if name not in left_out]
 
-        hook = self.lightning_module.register_load_state_dict_post_hook(let_be_missing)
-        try:
-            yield
-        finally:
-            hook.remove()
+        self._leniency = self.lightning_module.register_load_state_dict_post_hook(let_be_missing)
+
+    def _accept_all(self) -> None:
+        if self._leniency is not None:
+            self._leniency.remove()
+            self._leniency = None
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         check_optimizers(self.optimizers, checkpoint["optimizer_states"])
@@ -328,6 +338,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     def on_train_start(self) -> None:
         super().on_train_start()
+        self._accept_all()
         self._loaded = self._loaded or {}  # from here on, callbacks only restore checkpoints of this run
         if self._resilience is not None:
             self._resilience.on_train_start()

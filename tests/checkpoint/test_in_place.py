@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
@@ -123,6 +123,34 @@ def leave_frozen_out(form: str, folder: Path) -> None:
         trained(form, WithMore, strategy=without, ckpt_path=path)
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks'):
         trained(form, Frozen, ckpt_path=path)
+
+
+class FrozenLater(Net):
+    """The body is frozen after Lightning has restored the module."""
+
+    def configure_optimizers(self) -> Any:
+        self.blocks.requires_grad_(False)
+        return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
+
+
+def leave_frozen_out_later(form: str, folder: Path, average: bool) -> None:
+    def options() -> dict[str, Any]:
+        saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
+        callbacks = [saving, WeightAveraging()] if average else [saving]
+        without = {"exclude_frozen_parameters": True}
+        return {"strategy": without, "callbacks": callbacks, "enable_checkpointing": True}
+
+    kind = Frozen if average else FrozenLater
+    whole = weights(trained(form, kind, **options())[1])
+    wait_for_rank_0()
+    resumed = weights(trained(form, kind, **options(), ckpt_path=folder / "epoch=0.ckpt")[1])
+    same_values(resumed, whole, form)
+
+
+@FORMS
+@pytest.mark.parametrize("average", [False, True], ids=["frozen in configure_optimizers", "with an average"])
+def test_a_run_resumes_without_the_parameters_that_were_left_out(run_on, tmp_path, form, average):
+    run_on(2, leave_frozen_out_later, form=form, folder=tmp_path, average=average)
 
 
 @FORMS

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.optim import Adam
 
+from lightning_zero.fabric import ZeroStrategy
 from tests.fabric.training import STRATEGIES, make_fabric, set_up, state_of, train, weights
 from tests.support.models import OddModel
 from tests.support.patience import little_patience
@@ -180,3 +182,22 @@ def refused_optimizer() -> None:
         fabric.setup(module, torch.optim.LBFGS(module.parameters()))
     assert fabric.strategy.engines == []
     fabric.setup(module, Adam(module.parameters()))
+
+
+def with_a_loss(form: str) -> None:
+    folder, state = shared_folder(), {}
+    for number in range(2):
+        fabric = make_fabric(ZeroStrategy(3, checkpoint=form))
+        model, optimizer = set_up(fabric)
+        state = {"model": model, "optimizer": optimizer, "loss": nn.CrossEntropyLoss()}
+        if number == 0:
+            train(fabric, model, optimizer, steps=2)
+            expected = weights(model)
+            fabric.save(folder / "with a loss", state)
+    assert fabric.load(folder / "with a loss", state) == {}
+    same_values(weights(model), expected, form)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_modules_without_state_are_saved_and_loaded(run_on, form):
+    run_on(2, with_a_loss, form=form)

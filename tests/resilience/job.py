@@ -45,6 +45,7 @@ OPTIONS = {
     "accumulate": 1,
     "schedule": None,  # micro-batches a step by the epoch from which on they apply
     "ckpt_path": None,
+    "teaches": False,  # a frozen layer follows another layer
     "batch": None,  # samples of a rank's batch; null: 16 of all ranks
     "is_plain": False,  # without dropout and batch statistics, so that the results do not depend on the ranks
 }
@@ -63,6 +64,7 @@ class Net(LightningModule):
         self.norm, self.dropout = torch.nn.BatchNorm1d(48), torch.nn.Dropout(0.1)
         self.layers[5].weight = self.layers[0].weight
         self.lr = 1e-2
+        self.layers[3].requires_grad_(not options["teaches"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -104,6 +106,9 @@ class Net(LightningModule):
         act("load")
 
     def on_train_batch_end(self, outputs, batch, batch_idx):
+        if options["teaches"]:
+            with torch.no_grad():
+                self.layers[3].weight.lerp_(self.layers[4].weight, 0.5)
         act("end")
 
 

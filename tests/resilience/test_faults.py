@@ -134,3 +134,10 @@ def test_training_continues_with_a_warning_where_memory_has_no_room(tmp_path):
         assert "ended after step 6" in found.output
 
     assert on_a_small_disk(memory, 2**14, act, seconds=120) == 0
+
+
+@pytest.mark.exhaustive
+def test_frozen_parameters_that_change_are_kept_though_checkpoints_leave_them_out(tmp_path):
+    options = {"teaches": True, "strategy": {"exclude_frozen_parameters": True}}
+    found = run(tmp_path / "killed", {**options, "faults": [fault(0, 7, [1], "backward")]})
+    found.same_as(run(tmp_path / "whole", options))

@@ -15,6 +15,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.plugins import LayerSync
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -194,6 +195,78 @@ def test_the_module_is_ordinary_if_nine_tenths_of_each_hosts_memory_suffice(run_
     if short is not None:
         message = rf"The 1 rank\(s\) on node{short} need {needs[short]} bytes .* and {memory[short]} are available\. "
     run_on(2, decide, memory=memory, message=message, **{"stage": 3, "precision": None, "averages": False} | options)
+
+
+# --------------------------------------------------------------------------------------- changes between two runs
+
+
+def new_head(model):
+    model.head = nn.Linear(8, 3)
+
+
+def new_layer(model):
+    model.body.append(nn.Linear(8, 8))
+
+
+def no_change(model):
+    pass
+
+
+def change_between(after_fit, change, precision):
+    torch.manual_seed(0)
+    model = Model()
+    make_trainer(ZeroStrategy(stage=3, after_fit=after_fit), max_epochs=1).fit(model, loader())
+    torch.manual_seed(10 + rank())  # new parameters are those of rank 0
+    change(model)
+    trainer = make_trainer(ZeroStrategy(stage=3, after_fit=after_fit), max_epochs=1, precision=precision)
+    trainer.fit(model, loader())
+    engine = engine_of(model)
+    return model.state_dict() if engine is None else engine.full_state_dict()
+
+
+def change_between_is_the_same(change, precision):
+    found = change_between("sharded", change, precision)
+    same_tensors(found, change_between("full", change, precision), bound=0)
+
+
+@pytest.mark.parametrize(
+    ("change", "precision"),
+    [(new_head, None), (new_layer, None), (no_change, "bf16-true"), (no_change, "64-true")],
+)
+def test_changes_between_runs_take_effect_in_a_module_that_has_stayed_sharded(run_on, change, precision):
+    run_on(2, change_between_is_the_same, change=change, precision=precision)
+
+
+class Synced(LayerSync):
+    """Counts conversions, as a stand-in for ``sync_batchnorm``, which needs a GPU."""
+
+    def __init__(self):
+        self.state = 0
+
+    def apply(self, model):
+        self.state += 1
+        return model
+
+    def revert(self, model):
+        self.state -= 1
+        return model
+
+
+def synchronise_layers():
+    model, sync = Model(), Synced()
+    options = {"plugins": [sync], "max_epochs": 1}
+    trainer = make_trainer(ZeroStrategy(stage=3, after_fit="sharded"), **options)
+    trainer.test(model, loader(), verbose=False)
+    assert sync.state == 0
+    trainer.fit(model, loader())
+    make_trainer(ZeroStrategy(stage=3, after_fit="sharded"), **options).fit(model, loader())
+    assert sync.state == 1, "applied once, since the module has stayed sharded"
+    make_trainer(ZeroStrategy(stage=3, after_fit="sharded"), max_epochs=1).fit(model, loader())
+    assert sync.state == 0, "this fit is without synchronised layers"
+
+
+def test_layers_are_synchronised_in_a_module_that_has_stayed_sharded(run_on):
+    run_on(2, synchronise_layers)
 
 
 # ------------------------------------------------------------------------------------------- memory that is limited
