@@ -190,6 +190,8 @@ class BucketGradients:
         """Whether a gradient is still the view of the flat buffer that ``show_unsynchronised`` set."""
         if self.flat is None or not self._filled[index] or isinstance(gradient, WrapperTensor):
             return False
+        if gradient.layout is not torch.strided:  # a sparse gradient, which has no single memory
+            return False
         return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
 
     def _take_local(self) -> None:
