@@ -177,6 +177,33 @@ def test_hooks_on_parameters_fire_until_removed_whenever_they_were_registered(ru
     run_on(2, hooks, stage=stage, when=when)
 
 
+def hooks_that_keep_and_remove(stage):
+    """A gradient that a hook keeps, or returns, stays as it is; a hook may remove itself before others run."""
+    module, reference, engine, _ = make(stage)
+    seen = []
+    for model in (module, reference):
+        kept, fixed = [], torch.ones(2)
+        model.body[2].weight.register_hook(kept.append)
+        model.head.bias.register_hook(lambda gradient, fixed=fixed: fixed)
+        once = [model.body[2].weight.register_hook(lambda gradient: once[0].remove())]  # noqa: B023
+        model.body[2].weight.register_hook(lambda gradient: gradient * 3)
+        for _ in range(2):
+            model(INPUTS).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        assert torch.equal(fixed, torch.ones(2))
+        seen.append(kept)
+    same_gradients(module, reference)
+    for ours, theirs in zip(*seen, strict=True):
+        same(ours, theirs)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_may_keep_gradients_and_remove_themselves(run_on, world_size, stage):
+    run_on(world_size, hooks_that_keep_and_remove, stage=stage)
+
+
 def gradients_set_before(stage):
     """The user's gradients stay where no rank computes one, and are counted once where a second one comes late."""
     module, reference, engine, _ = make(stage)
