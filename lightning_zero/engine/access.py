@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -22,7 +22,8 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 
     Args:
         module: a sharded, partly sharded or unsharded module. A forward within the context computes with the full
-            tensors, and its backward adds to the gradients of the sharded parameters.
+            tensors, and its backward adds to the gradients of the sharded parameters. In a copy of a sharded module,
+            these gradients are this rank's own, as without the context.
         writeback: whether to keep changes to the full tensors, which must be the same on every rank.
 
     Example:
@@ -43,8 +44,8 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
             if isinstance(parameter, ShardedTensor):
                 if id(parameter) not in ordinary:
                     value = nn.Parameter(parameter.whole().detach().clone(), parameter.requires_grad)
-                    if value.requires_grad and parameter.slot.take_gradient is not None:
-                        value.register_post_accumulate_grad_hook(parameter.slot.take_gradient)
+                    if value.requires_grad:
+                        value.register_post_accumulate_grad_hook(_taker_of_gradients(parameter))
                     ordinary[id(parameter)] = value
                 swapped.append((inner._parameters, name, parameter, ordinary[id(parameter)]))
     for holder, name, _, value in swapped:
@@ -58,6 +59,22 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         with torch.no_grad():
             for parameter, value in {id(p): (p, value) for _, _, p, value in swapped}.values():
                 parameter.copy_(value)
+
+
+def _taker_of_gradients(parameter: ShardedTensor) -> Callable[[Tensor], None]:
+    """What hands gradients of a parameter's full tensor over to the parameter: the reduction, except for a copy."""
+    slot: Any = parameter.slot
+    is_trained = slot.bucket.parameters[slot.index]() is parameter  # copies and aliases have the same slot
+    take: Callable[[Tensor], None] | None = slot.take_gradient if is_trained else None
+    if take is not None:
+        return take
+
+    def add(value: Tensor) -> None:
+        gradient, value.grad = value.grad, None
+        assert gradient is not None
+        parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
+
+    return add
 
 
 def full_grad(parameter: Tensor) -> Tensor | None:

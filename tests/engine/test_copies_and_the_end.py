@@ -60,6 +60,33 @@ def test_copies_and_pickles_of_a_module_have_its_values_and_nothing_of_the_engin
     run_on(world_size, copied_modules, stage=stage)
 
 
+def train_a_copy_in_full(stage):
+    """The copy's gradients are its own and this rank's, as outside of `full_parameters`."""
+    module, reference, _, engine = make(stage)
+    copied, alias = copy.deepcopy(module), nn.Linear(7, 5)
+    alias.weight = nn.Parameter(module[0].weight.detach())
+    other = copy.deepcopy(reference)
+    for _ in range(2):
+        with lightning_zero.full_parameters(copied):
+            loss = copied(INPUTS * (1 + rank())).square().sum()
+        loss.backward()
+        other(INPUTS * (1 + rank())).square().sum().backward()
+    with lightning_zero.full_parameters(alias):
+        alias(INPUTS).sum().backward()
+    assert all(p.grad is None for p in module.parameters())
+    for ours, theirs in zip(copied.parameters(), other.parameters()):
+        assert type(ours.grad) is torch.Tensor
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    torch.testing.assert_close(alias.weight.grad, INPUTS.sum(0).expand(5, 7))
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_a_backward_of_a_copy_in_full_parameters_leaves_the_original_alone(run_on, world_size, stage):
+    run_on(world_size, train_a_copy_in_full, stage=stage)
+
+
 def kept_after_the_end(stage):
     module, reference, optimizer, engine = make(stage)
     start = copy.deepcopy(reference)

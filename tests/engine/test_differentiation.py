@@ -177,6 +177,71 @@ def test_hooks_on_parameters_fire_until_removed_whenever_they_were_registered(ru
     run_on(2, hooks, stage=stage, when=when)
 
 
+def hooks_that_keep_and_remove(stage):
+    """A gradient that a hook keeps, or returns, stays as it is; a hook may remove itself before others run."""
+    module, reference, engine, _ = make(stage)
+    seen = []
+    for model in (module, reference):
+        kept, fixed = [], torch.ones(2)
+        model.body[2].weight.register_hook(kept.append)
+        model.head.bias.register_hook(lambda gradient, fixed=fixed: fixed)
+        once = [model.body[2].weight.register_hook(lambda gradient: once[0].remove())]  # noqa: B023
+        model.body[2].weight.register_hook(lambda gradient: gradient * 3)
+        for _ in range(2):
+            model(INPUTS).backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        assert torch.equal(fixed, torch.ones(2))
+        seen.append(kept)
+    same_gradients(module, reference)
+    for ours, theirs in zip(*seen, strict=True):
+        same(ours, theirs)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_may_keep_gradients_and_remove_themselves(run_on, world_size, stage):
+    run_on(world_size, hooks_that_keep_and_remove, stage=stage)
+
+
+def gradients_set_before(stage):
+    """The user's gradients stay where no rank computes one, and are counted once where a second one comes late."""
+    module, reference, engine, _ = make(stage)
+    for penalty in (0.0, 0.1, 0.0, 0.1):  # the first one comes unexpectedly
+        for model in (module, reference):
+            for number, parameter in enumerate(model.parameters()):
+                parameter.grad = torch.full(parameter.shape, 1.0 + number)
+            late = model.head.weight.square().sum() if penalty else 0.0  # used first: its gradient comes last
+            (model(INPUTS) + penalty * late).backward()
+        same_gradients(module, reference)
+    assert type(module.unused.grad) is torch.Tensor
+    for parameter in module.parameters():
+        parameter.grad = torch.ones(parameter.shape)
+    with pytest.raises(RuntimeError, match="in the middle"), engine.window():
+        late = Failing.apply(module.body[2].weight).square().sum()
+        (module(INPUTS) + late).backward()
+    torch.testing.assert_close(module.head.bias.grad, torch.ones(2))
+    engine.close()
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward fails."""
+
+    @staticmethod
+    def forward(ctx, tensor):
+        return tensor.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise RuntimeError("in the middle")
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_gradient_set_before_backward_is_counted_once(run_on, world_size, stage):
+    run_on(world_size, gradients_set_before, stage=stage)
+
+
 def hooks_stay(stage):
     module, _, engine, _ = make(stage, lambda model: model.head.weight.register_hook(lambda gradient: gradient * 0))
     engine.close()

@@ -421,6 +421,30 @@ def test_gradients_of_two_forward_passes_and_two_backward_passes_add_up(run_on):
     run_on(2, compare_two_backwards)
 
 
+def accumulate_sparse_gradients(stage):
+    torch.manual_seed(0)
+    module = Sparse()
+    reference = copy.deepcopy(module)
+    engine = Engine(module, [Sparse.optimizer(module)], stage=stage)
+    for step in range(2):
+        for number in range(3):
+            with engine.no_sync() if number < 2 else nullcontext():
+                module(inputs(number), number).backward()
+            reference(inputs(number), number).backward()
+        for (name, ours), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
+            expected = theirs.grad.to_dense()
+            torch.distributed.all_reduce(expected)
+            torch.testing.assert_close(ours.grad.whole(), expected / world_size(), msg=lambda m: f"{step} {name}: {m}")
+        module.zero_grad()
+        reference.zero_grad()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sparse_gradients_are_accumulated_under_no_sync(run_on, stage):
+    run_on(2, accumulate_sparse_gradients, stage=stage)
+
+
 def raise_in_forward():
     torch.manual_seed(0)
 

@@ -72,7 +72,7 @@ def _run_backward_by_name(
 
 def with_hooks_of(parameter: Tensor, gradient: Tensor) -> Tensor:
     """Apply the hooks that users registered on a parameter to a gradient of its view, and return the result."""
-    for hook in (compat.gradient_hooks(parameter) or {}).values():
+    for hook in list((compat.gradient_hooks(parameter) or {}).values()):  # a hook may remove itself
         changed = hook(gradient)
         gradient = gradient if changed is None else changed
     return gradient

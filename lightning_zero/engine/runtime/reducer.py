@@ -146,6 +146,7 @@ class GradientReducer:
             if not gradients.shows_unsynchronised(index, gradient):  # else autograd has added it to the flat buffer
                 if not is_parameter and gradient_hooks(parameter):
                     gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
+                    gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one
                 gradients.accumulate(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:

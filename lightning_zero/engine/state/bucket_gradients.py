@@ -82,6 +82,7 @@ class BucketGradients:
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
         self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set here, its version
+        self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
         self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -189,6 +190,8 @@ class BucketGradients:
         """Whether a gradient is still the view of the flat buffer that ``show_unsynchronised`` set."""
         if self.flat is None or not self._filled[index] or isinstance(gradient, WrapperTensor):
             return False
+        if gradient.layout is not torch.strided:  # a sparse gradient, which has no single memory
+            return False
         return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
 
     def _take_local(self) -> None:
@@ -197,6 +200,15 @@ class BucketGradients:
             gradient = slot.parameter.grad
             if gradient is not None and not isinstance(gradient, WrapperTensor):
                 self.accumulate(slot.index, gradient)
+                # Autograd would add a late gradient of this backward to it, and it would be reduced a second time.
+                self._local[slot.index], slot.parameter.grad = gradient, None
+
+    def _give_back_local(self, used: list[bool]) -> None:
+        """Undo ``_take_local`` for the parameters that are not used."""
+        local, self._local = self._local, {}
+        for index, gradient in local.items():
+            if not used[index]:
+                self.bucket.parameter(index).grad = gradient
 
     def drop(self) -> None:
         """Drop gradients that were accumulated but not reduced."""
@@ -207,6 +219,7 @@ class BucketGradients:
         self._streams.clear()
         self._filled = [False] * len(self._filled)
         self._unsynchronised.clear()
+        self._give_back_local([False] * len(self._filled))
 
     def _make_flat(self) -> Tensor:
         device, home = self.bucket.full.device, self.bucket.streams.home
@@ -459,7 +472,11 @@ class BucketGradients:
         return shard
 
     def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:
-        """Set ``p.grad`` to the reduced gradient, for the parameters that had a gradient on any rank."""
+        """Set ``p.grad`` to the reduced gradient, for the parameters that had a gradient on any rank.
+
+        As under DDP, other parameters keep a ``p.grad`` that the user has set.
+        """
+        self._give_back_local(used)
         parts: dict[GradientShard, dict[int, Tensor]] = {}
         for slot, is_used in zip(slots_of(self.bucket), used):
             shard = shards.get(slot.index)  # with one rank, None if the gradient is computed only later
