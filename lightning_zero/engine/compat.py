@@ -212,6 +212,11 @@ def running_steps(optimizer: torch.optim.Optimizer) -> int:
     return _running(_HOOKED_STEP, optimizer)
 
 
+def without_hooks(step: Any) -> Any:
+    """The ``step`` in an optimizer class before torch replaced it, to call hooks."""
+    return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_STEP else step
+
+
 # The code of the function by which torch replaces ``step`` in optimizer classes, to call hooks.
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step).__code__
 

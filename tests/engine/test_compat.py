@@ -283,6 +283,19 @@ def test_running_steps_of_an_optimizer_are_counted():
     assert counts == [1, 2] and compat.running_steps(optimizer) == 0
 
 
+def test_torch_replaces_an_inherited_step_in_the_class_that_is_instantiated():
+    class Base(torch.optim.Optimizer):
+        def step(self):
+            pass
+
+    class Inherits(Base):
+        pass
+
+    before = Base.step
+    Inherits([nn.Parameter(torch.ones(1))], {})
+    assert Base.step is before is compat.without_hooks(vars(Inherits)["step"]) is compat.without_hooks(before)
+
+
 def test_nested_values_are_flattened_and_unflattened():
     nested = {"a": [torch.ones(1), 2], "b": (3,)}
     leaves, form = compat.tree_flatten(nested)
