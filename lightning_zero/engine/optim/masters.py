@@ -24,7 +24,7 @@ from lightning_zero.engine.compat import LOAD_HOOKS, call_first, running_steps
 from lightning_zero.engine.offload.updates import Update
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
-from lightning_zero.engine.optim.state import MasterStates, Owner, States, make_room
+from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States, make_room
 from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
@@ -85,10 +85,14 @@ class Masters:
         """Add another engine, whose module's parameters this optimizer also updates. Collective."""
         self.states.join(owner)
         self._signature = None
+        if any(slot_of(key) is not None for key in self.states.by_master):
+            self._adopt_by_parameter()
+
+    def _adopt_by_parameter(self) -> None:
+        """Convert the state that ``optimizer.state`` holds by parameter to state by master. Collective."""
         state: dict[Any, dict[str, Any]] = self.states.by_master
         before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
-        if before:
-            self._adopt({**self.states.by_parameter(in_parts), **before})
+        self._adopt({**self.states.by_parameter(in_parts), **before})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method."""
@@ -141,6 +145,8 @@ class Masters:
     def _swap_in(self) -> None:
         if self._replaced is not None:
             return  # in a nested call, to which a subclass's ``step`` has passed its closure
+        if not isinstance(self.states.by_master, StateMapping):  # user code has replaced ``optimizer.state``
+            self._adopt_by_parameter()
         self._begin_update()
         for owner in self.states.owners:
             for bucket in owner.buckets:
