@@ -19,6 +19,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from itertools import chain
 from operator import attrgetter
+from types import CodeType
 from typing import Any
 
 import torch
@@ -206,6 +207,20 @@ def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[Callable[..., A
     return chain(own.values(), optimizers._global_optimizer_pre_hooks.values())
 
 
+def running_steps(optimizer: torch.optim.Optimizer) -> int:
+    """The number of an optimizer's steps on the stack. Hooks cannot count them: after an error, none is called."""
+    return _running(_HOOKED_STEP, optimizer)
+
+
+def without_hooks(step: Any) -> Any:
+    """The ``step`` in an optimizer class before torch replaced it, to call hooks."""
+    return step.__wrapped__ if getattr(step, "__code__", None) is _HOOKED_STEP else step
+
+
+# The code of the function by which torch replaces ``step`` in optimizer classes, to call hooks.
+_HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step).__code__
+
+
 def is_step_of_scheduler(step: Any) -> bool:
     """Whether ``step`` is the wrapper with which a learning-rate scheduler counts calls of an optimizer's ``step``."""
     return hasattr(step, "_wrapped_by_lr_sched")
@@ -263,9 +278,14 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 def running_calls(module: torch.nn.Module) -> int:
     """The number of a module's calls on the stack. Hooks cannot count them: torch calls none after Ctrl-C."""
+    return _running(torch.nn.Module._call_impl.__code__, module)
+
+
+def _running(code: CodeType, of: Any) -> int:
+    """The number of calls of a method on the stack whose ``self`` is ``of``."""
     count, frame = 0, sys._getframe().f_back
     while frame is not None:
-        count += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
+        count += frame.f_code is code and frame.f_locals.get("self") is of
         frame = frame.f_back
     return count
 

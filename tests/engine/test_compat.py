@@ -269,6 +269,33 @@ def test_running_calls_of_a_module_are_counted():
     assert module(0) == 1 and module(2) == 3
 
 
+class StepsByItsBase(torch.optim.SGD):
+    def step(self):
+        super().step()
+
+
+def test_running_steps_of_an_optimizer_are_counted():
+    parameters, counts = [nn.Parameter(torch.ones(1))], []
+    torch.optim.SGD(parameters)  # torch hooks a class's step when the class is instantiated
+    optimizer = StepsByItsBase(parameters)
+    optimizer.register_step_pre_hook(lambda *_: counts.append(compat.running_steps(optimizer)))
+    optimizer.step()
+    assert counts == [1, 2] and compat.running_steps(optimizer) == 0
+
+
+def test_torch_replaces_an_inherited_step_in_the_class_that_is_instantiated():
+    class Base(torch.optim.Optimizer):
+        def step(self):
+            pass
+
+    class Inherits(Base):
+        pass
+
+    before = Base.step
+    Inherits([nn.Parameter(torch.ones(1))], {})
+    assert Base.step is before is compat.without_hooks(vars(Inherits)["step"]) is compat.without_hooks(before)
+
+
 def test_nested_values_are_flattened_and_unflattened():
     nested = {"a": [torch.ones(1), 2], "b": (3,)}
     leaves, form = compat.tree_flatten(nested)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import gc
 import itertools
 import weakref
+from collections import defaultdict
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, Adam, Optimizer
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.optim.kinds import placed
-from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta
+from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, whole
 from tests.numbers.test_bf16 import Weight
 from tests.support.workers import rank, world_size
 
@@ -210,6 +211,49 @@ def step_after_a_state_dict_that_failed() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_optimizer_keeps_its_state_when_a_state_dict_hook_raises(run_on, size):
     run_on(size, step_after_a_state_dict_that_failed)
+
+
+def replace_all_state(filled: bool, offload: str | None) -> None:
+    """As in plain torch, after `optimizer.state = ...`, the next step creates state or continues from the given one."""
+    found = []
+    for stage in (None, 1, 3):
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+        optimizer = Adam(module.parameters(), lr=0.1)
+        engine = Engine(module, [optimizer], stage=stage, offload=offload) if stage is not None else None
+        for number in range(4):
+            module(torch.full((1, 3), 1.0 + number)).sum().backward()
+            if number == 2:
+                given = (
+                    {
+                        p: {
+                            "step": torch.tensor(5.0),
+                            "exp_avg": torch.ones(p.shape),
+                            "exp_avg_sq": torch.ones(p.shape),
+                        }
+                        for p in module.parameters()
+                    }
+                    if filled
+                    else {}
+                )
+                optimizer.state = defaultdict(dict, given)
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [optimizer.state[p] for p in module.parameters()]
+        found.append([{key: whole(value).clone() for key, value in state.items()} for state in states])
+        assert len(optimizer.state_dict()["state"]) == 4
+        if engine is not None:
+            engine.close()
+        found[-1] += [{"values": p.detach().clone()} for p in module.parameters()]
+    for each in found[1:]:
+        torch.testing.assert_close(each, found[0])
+
+
+@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("filled", [False, True])
+@pytest.mark.parametrize("size", [1, 2])
+def test_all_state_of_an_optimizer_may_be_replaced_as_in_plain_torch(run_on, size, filled, offload):
+    run_on(size, replace_all_state, filled=filled, offload=offload)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])

@@ -222,6 +222,112 @@ def test_an_optimizer_that_wraps_torchs_step_updates_as_without_offload(run_on, 
     run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, allow_any_optimizer=True)
 
 
+class StepsAfter(torch.optim.SGD):
+    """Calls the closure itself, and torch's step without one."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        super().step()
+        return loss
+
+
+class PassesAll(torch.optim.SGD):
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        return super().step(*args, **kwargs)
+
+
+class PassesTheLoss(torch.optim.SGD):
+    """Calls the closure itself, and torch's step with another one."""
+
+    def step(self, closure: Any = None) -> Any:
+        with torch.enable_grad():
+            loss = closure() if closure is not None else None
+        return super().step(lambda: loss)
+
+
+def step_once(offload: str, passes_closure: bool) -> None:
+    """With gradient 1 and learning rate 1, one step changes each weight by 1."""
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # torch hooks a class's step when the class is instantiated
+    for kind in (StepsAfter, PassesAll, PassesTheLoss):
+        assert torch.equal(change_by_a_step(kind, offload, passes_closure), torch.ones(1, 4)), kind
+
+
+def change_by_a_step(kind: type[torch.optim.SGD], offload: str, passes_closure: bool) -> torch.Tensor:
+    module = nn.Linear(4, 1)
+    nn.init.zeros_(module.weight)
+    optimizer = kind(module.parameters(), lr=1.0)
+    engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3))
+    calls: list[Any] = []
+    optimizer.register_step_pre_hook(lambda *_: calls.append(None))
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        loss = module(torch.ones(1, 4)).sum()
+        loss.backward()
+        return loss
+
+    if passes_closure:
+        optimizer.step(closure)
+    else:
+        closure()
+        optimizer.step()
+    engine.close()
+    assert len(calls) == 2, "torch's hooks are not called within the subclass's step"
+    return -module.weight.detach()
+
+
+@EACH
+@pytest.mark.parametrize("passes_closure", [False, True])
+def test_a_step_within_a_step_updates_offloaded_parameters_once(run_on, passes_closure, offload):
+    run_on(2, step_once, passes_closure=passes_closure, offload=offload)
+
+
+class Descent(torch.optim.Optimizer):
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.sub_(p.grad)
+
+
+class Interrupted(Descent):
+    """Its step ends as by Ctrl-C, which only the main thread receives."""
+
+    is_interrupted = False
+
+    def step(self) -> None:
+        super().step()
+        if self.is_interrupted and threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+
+
+def step_after_an_interrupted_one() -> None:
+    module = nn.Linear(4, 1)
+    nn.init.zeros_(module.weight)
+    optimizer = Interrupted(module.parameters())
+    engine = Engine(module, [optimizer], stage=2, offload="cpu", whole_parameters=False)
+    first, second = (module(torch.full((1, 4), value)).sum() for value in (1.0, 10.0))  # no forward between the steps
+    first.backward()
+    optimizer.is_interrupted = True
+    with pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    module.zero_grad()
+    second.backward()
+    optimizer.is_interrupted = False
+    optimizer.step()
+    engine.close()
+    assert torch.equal(module.weight, torch.full((1, 4), -11.0))
+
+
+def test_the_step_after_an_interrupted_one_updates_offloaded_parameters_again(run_on):
+    run_on(2, step_after_an_interrupted_one)
+
+
 # ----------------------------------------------------------------------------------------------- changes between steps
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Muon, Optimizer, SparseAdam
 from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.engine import Engine
+from lightning_zero.engine.compat import without_hooks
 from lightning_zero.engine.tensor.sharded_tree import walk
 from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
@@ -81,6 +84,20 @@ class Decorated(SGD):
         yield super().step(closure)
 
 
+def logged(step: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(step)
+    def logged_step(*args: Any, **kwargs: Any) -> Any:
+        return step(*args, **kwargs)
+
+    return logged_step
+
+
+class Assigned(SGD):
+    """Its `step` is the inherited one within another function."""
+
+    step = logged(SGD.step)
+
+
 class ByAHelper(SGD):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         self.prepare()
@@ -90,9 +107,35 @@ class ByAHelper(SGD):
         pass
 
 
-@pytest.mark.parametrize("kind", [Reading, Decorated, ByAHelper], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", [Reading, Decorated, Assigned, ByAHelper], ids=lambda kind: kind.__name__)
 def test_a_subclass_whose_step_may_do_more_is_refused_with_the_option_that_accepts_it(run_on, kind):
     run_on(2, refuse, stage=3, kind=kind, says="whole_parameters=False.*whole_parameters=True")
+
+
+def train_with_an_inherited_step(is_created_before: bool) -> None:
+    """With gradient 1 and learning rate 1, one step changes each weight by 1."""
+    with mock.patch.object(SGD, "step", without_hooks(SGD.step)):  # as before any SGD is created
+
+        class Inherits(SGD):
+            def __init__(self, params: Any) -> None:
+                super().__init__(params, lr=1.0)
+
+        if is_created_before:
+            SGD([nn.Parameter(torch.zeros(1))])
+        module = nn.Linear(4, 1)
+        nn.init.zeros_(module.weight)
+        optimizer = Inherits(module.parameters())
+        SGD([nn.Parameter(torch.zeros(1))])
+        engine = Engine(module, [optimizer], stage=2, offload="cpu")
+        module(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        engine.close()
+    assert torch.equal(module.weight, torch.full((1, 4), -1.0))
+
+
+@pytest.mark.parametrize("is_created_before", [False, True])
+def test_a_subclass_that_inherits_its_step_is_accepted_also_if_it_is_the_first_to_be_created(run_on, is_created_before):
+    run_on(2, train_with_an_inherited_step, is_created_before=is_created_before)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -11,6 +11,7 @@ from typing import Any, TypeGuard
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.engine.compat import without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.optim.classes import TORCHS_ELEMENTWISE, Known, Need, known_class
 from lightning_zero.engine.optim.probe import what_refutes
@@ -151,9 +152,11 @@ def steps_as(optimizer: Optimizer, known: type) -> bool:
         known: the optimizer's class or a base class of it.
     """
     classes = type(optimizer).__mro__
-    steps = [vars(cls)["step"] for cls in classes[: classes.index(known)] if "step" in vars(cls)]
-    # ``unwrap``, since torch wraps ``step`` in every optimizer class that is instantiated
-    return all(_only_wraps(inspect.unwrap(step), vars(optimizer)) for step in steps)
+    # ``without_hooks``, since torch wraps ``step`` in the classes that are instantiated, even if it is inherited
+    steps = [without_hooks(vars(cls)["step"]) for cls in classes if "step" in vars(cls)]
+    count = sum("step" in vars(cls) for cls in classes[: classes.index(known)])
+    own = [step for step, inherited in zip(steps[:count], steps[1:]) if step is not inherited]
+    return all(_only_wraps(inspect.unwrap(step), vars(optimizer)) for step in own)
 
 
 def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:

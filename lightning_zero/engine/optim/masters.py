@@ -20,11 +20,11 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.compat import LOAD_HOOKS, call_first
+from lightning_zero.engine.compat import LOAD_HOOKS, call_first, running_steps
 from lightning_zero.engine.offload.updates import Update
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
-from lightning_zero.engine.optim.state import MasterStates, Owner, States, make_room
+from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States, make_room
 from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
@@ -58,7 +58,8 @@ class Masters:
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
-        self._begun: set[Bucket] = set()
+        self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
+        self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
         self._offloaded = OffloadedStep()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._sparse_rows = {
@@ -84,10 +85,14 @@ class Masters:
         """Add another engine, whose module's parameters this optimizer also updates. Collective."""
         self.states.join(owner)
         self._signature = None
+        if any(slot_of(key) is not None for key in self.states.by_master):
+            self._adopt_by_parameter()
+
+    def _adopt_by_parameter(self) -> None:
+        """Convert the state that ``optimizer.state`` holds by parameter to state by master. Collective."""
         state: dict[Any, dict[str, Any]] = self.states.by_master
         before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
-        if before:
-            self._adopt({**self.states.by_parameter(in_parts), **before})
+        self._adopt({**self.states.by_parameter(in_parts), **before})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method."""
@@ -115,7 +120,9 @@ class Masters:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.states.put_back()
-        self._put_back()
+        if self._is_in_step and running_steps(optimizer) == 1:
+            self.recover()  # an earlier step has raised
+        self._put_back()  # in a nested call: a subclass's ``step`` has called its base class's ``step``
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is None and "closure" not in inspect.signature(optimizer.step).parameters:
             self._swap_in()
@@ -137,7 +144,9 @@ class Masters:
 
     def _swap_in(self) -> None:
         if self._replaced is not None:
-            return  # a nested call: a subclass's ``step`` has called its base class's ``step``
+            return  # in a nested call, to which a subclass's ``step`` has passed its closure
+        if not isinstance(self.states.by_master, StateMapping):  # user code has replaced ``optimizer.state``
+            self._adopt_by_parameter()
         self._begin_update()
         for owner in self.states.owners:
             for bucket in owner.buckets:
@@ -145,12 +154,13 @@ class Masters:
                     bucket.before_update()
         groups = self.states.optimizer.param_groups
         self._arrange(groups)
-        self._replaced = [list(group["params"]) for group in groups]
+        self._replaced, self._is_in_step = [list(group["params"]) for group in groups], True
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         self._offloaded.read_ahead(buckets)
         for bucket in buckets:
             self._update_offloaded(bucket, gradients)
+        self._begun.update(buckets)  # a nested call must not update these buckets again
         self._offloaded.drop()
         if not all(bucket.background.overlap for bucket in buckets):
             self.states.synchronize()
@@ -249,7 +259,7 @@ class Masters:
         for bucket in self._begun:
             if bucket.update is not None:
                 bucket.update.awaits_step = False
-        self._begun, self.awaits_step = set(), False
+        self._begun, self.awaits_step, self._is_in_step = set(), False, False
         self._offloaded.drop()
 
     def _put_back(self) -> None:
