@@ -142,14 +142,15 @@ class GradientReducer:
         assert gradient is not None
         parameter = gradients.bucket.parameter(index)
         is_parameter = leaf is parameter
+        is_in_place = is_parameter and gradients.take_in_place(index, gradient)
         backward = self._begin(leaf)
         added, self._added = self._added, None
-        if not (is_parameter and added == (number, index)):  # else ``_add`` took the gradient; ``p.grad`` keeps it
+        is_taken = is_in_place or (is_parameter and added == (number, index))  # then ``_add`` took the gradient
+        if not is_taken:  # else ``p.grad`` keeps it
             leaf.grad = None
-            if not gradients.shows_unsynchronised(index, gradient):  # else autograd has added it to the flat buffer
-                if not is_parameter and gradient_hooks(parameter):
-                    gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
-                gradients.accumulate(index, gradient)
+            if not is_parameter and gradient_hooks(parameter):
+                gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
+            gradients.accumulate(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
@@ -196,7 +197,7 @@ class GradientReducer:
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
                 gradients.reduces, gradients.crosses = self._synchronises, self.synchronise
-                gradients.resume_unsynchronised(leaf)
+                gradients.resume_unsynchronised()
             self._deferred = True
         if self._deferred:
             self._deferred = False
@@ -341,7 +342,7 @@ class GradientReducer:
         self._finish_all(backward)
         self.on_reduced = on_reduced
         for gradients in self._gradients:
-            gradients.drop()
+            gradients.drop() if self._synchronises else gradients.drop_unshown()
         return True
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
