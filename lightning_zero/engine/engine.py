@@ -296,10 +296,11 @@ class Engine(Optimizers):
         self.schedule.recover(windows)
 
     def _open_window(self, *, is_step: bool) -> None:
+        if not in_backward():
+            self.reducer.abort()  # in case an exception ended the last backward
         if self.schedule.windows == 0:
             if not in_backward():
                 self._check_no_step_is_due()
-                self.reducer.abort()  # in case an exception ended the last backward
                 for masters in self.masters:
                     masters.recover()
                 if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``

@@ -580,6 +580,59 @@ def test_training_after_an_error_in_a_backward_pass_equals_ddps(run_on, world_si
     run_on(world_size, fail_in_backward, stage=stage)
 
 
+def fail_and_go_on(stage, between, kind):
+    """A backward that the user's own code ends with an error, and the next one in the same step."""
+    torch.manual_seed(0)
+    module = kind()
+    reference = copy.deepcopy(module)
+    optimizer = adam(module)
+    engine = Engine(module, [optimizer], stage=stage, units=[Block, nn.Linear])
+
+    def fail(_):
+        if fails:
+            raise ZeroDivisionError
+
+    def graph(model, x, block):
+        hidden = model.first(x)
+        if hidden.requires_grad:
+            hidden.register_hook(fail)  # called after the gradients of all other layers have been computed
+        return model.last(model.run(block, hidden, 0, 0))
+
+    for model in (module, reference):
+        with engine.window() if model is module and between == "forward in a window" else nullcontext():
+            fails = True
+            outputs = graph(model, inputs(0), model.blocks[0])
+            with pytest.raises(ZeroDivisionError):
+                outputs.sum().backward(retain_graph=between == "nothing")
+            fails = False
+            model.zero_grad()
+            if between == "forward in a window":
+                model(inputs(1), 1).backward()
+            elif between == "forward of a block":
+                graph(model, inputs(1), model.blocks[1]).square().sum().backward()
+            else:
+                outputs.square().sum().backward()
+    for (name, ours), theirs in zip(module.named_parameters(), reference.parameters(), strict=True):
+        if theirs.grad is None:
+            assert ours.grad is None, name
+            continue
+        if world_size() > 1:
+            torch.distributed.all_reduce(theirs.grad)
+        torch.testing.assert_close(ours.grad.whole(), theirs.grad / world_size(), rtol=1e-6, atol=1e-7)
+    optimizer.step()
+    engine.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("kind", [Net, CheckpointedReentrant])
+@pytest.mark.parametrize("between", ["forward in a window", "forward of a block", "nothing"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_pass_after_one_that_failed_in_the_same_step_has_its_own_gradients(
+    run_on, world_size, kind, between, stage
+):
+    run_on(world_size, fail_and_go_on, stage=stage, between=between, kind=kind)
+
+
 def penalise_gradients(stage):
     """A gradient penalty, as for a Wasserstein critic: the gradient with respect to inputs is part of the loss."""
     torch.manual_seed(0)

@@ -7,6 +7,7 @@ import io
 import pickle
 import time
 import weakref
+from contextlib import nullcontext
 
 import numpy
 import pytest
@@ -689,6 +690,35 @@ def keep_gradients(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_gradients_that_user_code_keeps_are_not_overwritten_by_the_next_backward_pass(run_on, world_size, stage):
     run_on(world_size, keep_gradients, stage=stage)
+
+
+def keep_local_gradients(as_views, dropped, last_is_synchronised):
+    module, reference, _, engine = make(1)
+    kept = {model: [] for model in (module, reference)}
+    for model in (module, reference):
+        model.zero_grad()
+        for scale in (1, 10, 100):
+            is_last = scale == 100
+            with nullcontext() if model is reference or (is_last and last_is_synchronised) else engine.no_sync():
+                (scale * model(torch.ones(2, 7)).square().mean()).backward()
+            if not is_last:
+                gradients = [model[index].weight.grad for index in dropped]
+                kept[model] += [(g.detach().view(-1) if as_views else g, g.clone()) for g in gradients]
+                for index in dropped:
+                    model[index].weight.grad = None
+    for (ours, _), (_, theirs) in zip(kept[module], kept[reference], strict=True):
+        torch.testing.assert_close(ours.view(theirs.shape), theirs, **CLOSE)
+    for ours, theirs in pairs(module, reference):
+        torch.testing.assert_close(plain(ours.grad), plain(theirs.grad), **CLOSE)
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "Gradients kept across `zero_grad`, as in multi-task methods")
+@pytest.mark.parametrize("last_is_synchronised", [True, False])
+@pytest.mark.parametrize("dropped", [(0,), (0, 2)], ids=["one parameter", "two parameters"])
+@pytest.mark.parametrize("as_views", [False, True])
+def test_local_gradients_that_user_code_keeps_are_not_overwritten(run_on, as_views, dropped, last_is_synchronised):
+    run_on(2, keep_local_gradients, as_views=as_views, dropped=dropped, last_is_synchronised=last_is_synchronised)
 
 
 def extremes_and_norms_of_odd_values():

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
+from tests.support import rank
 from tests.support.arithmetic import difference, expected_traffic, padded_units
 from tests.support.models import OddModel, adam_with_large_eps, sgd_nesterov
 from tests.support.trainer import Learner, fit, fit_ddp
@@ -110,3 +114,53 @@ def test_the_trainer_accumulates_seven_batches_in_threes_as_under_ddp_with_the_e
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_trainer_accumulates_seven_batches_in_threes_and_clips_as_under_ddp(run_on, stage):
     run_on(2, fit_both, stage=stage, bound=CLOSE, gradient_clip_val=0.1)
+
+
+class Direct(nn.Module):
+    """A module that also uses weights of its submodules directly."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+        self.fails = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x) + x @ self.first.weight
+        hidden.register_hook(self.fail)
+        last = self.third(torch.relu(self.second(hidden)))
+        return (last + hidden @ self.third.weight).square().sum() + self.second.weight.square().sum()
+
+    def fail(self, _: Tensor) -> None:
+        if self.fails:
+            raise ZeroDivisionError
+
+
+def fail_in_a_micro_batch(stage: int, zeroes: bool) -> None:
+    """Four micro-batches. The second has a loss of zero and fails in the middle of backward."""
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.access import full_grad
+
+    generator = torch.Generator().manual_seed(rank())
+    inputs = [torch.randn(4, 8, generator=generator) for _ in range(4)]
+    module, reference = Direct(), Direct()
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+    wrapped = DistributedDataParallel(reference)
+    for own, model, no_sync in ((module, module, engine.no_sync), (reference, wrapped, wrapped.no_sync)):
+        for number, x in enumerate(inputs):
+            own.fails = number == 1
+            may_fail = pytest.raises(ZeroDivisionError) if own.fails else nullcontext()
+            with no_sync() if number < 3 else nullcontext(), may_fail:
+                ((number != 1) * model(x)).backward()
+            if own.fails and zeroes:
+                own.zero_grad()
+    for parameter, expected in zip(module.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(full_grad(parameter), expected.grad, rtol=1e-5, atol=1e-5)
+    engine.close()
+
+
+@ACCUMULATION
+@pytest.mark.parametrize("zeroes", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_micro_batch_that_fails_leaves_the_gradients_of_the_earlier_ones(run_on, stage, zeroes):
+    run_on(2, fail_in_a_micro_batch, stage=stage, zeroes=zeroes)

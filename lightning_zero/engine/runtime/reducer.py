@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -98,6 +99,8 @@ class GradientReducer:
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
         self._deferred = False
+        # Autograd calls the referent at the end of a backward or, after an exception in backward, deletes it.
+        self._end: Callable[[], Any] = lambda: None
         self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
         self.on_reduced: Callable[[Bucket, dict[int, GradientShard], list[Bucket]], None] | None = None
         self._hooks: list[Any] = []
@@ -139,15 +142,16 @@ class GradientReducer:
         assert gradient is not None
         parameter = gradients.bucket.parameter(index)
         is_parameter = leaf is parameter
+        is_in_place = is_parameter and gradients.take_in_place(index, gradient)
         backward = self._begin(leaf)
         added, self._added = self._added, None
-        if not (is_parameter and added == (number, index)):  # else ``_add`` took the gradient; ``p.grad`` keeps it
+        is_taken = is_in_place or (is_parameter and added == (number, index))  # then ``_add`` took the gradient
+        if not is_taken:  # else ``p.grad`` keeps it
             leaf.grad = None
-            if not gradients.shows_unsynchronised(index, gradient):  # else autograd has added it to the flat buffer
-                if not is_parameter and gradient_hooks(parameter):
-                    gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
-                    gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one
-                gradients.accumulate(index, gradient)
+            if not is_parameter and gradient_hooks(parameter):
+                gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
+                gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one
+            gradients.accumulate(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
@@ -174,6 +178,8 @@ class GradientReducer:
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
         """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
+        if self._backward is not None and self._end() is None:  # an exception ended that backward; this is another one
+            self._drop_failed()
         if self._backward is None:
             counts = [
                 [int(bucket.parameter(i).requires_grad) for i in range(len(bucket.views))] for bucket in self._buckets
@@ -192,12 +198,17 @@ class GradientReducer:
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
                 gradients.reduces, gradients.crosses = self._synchronises, self.synchronise
-                gradients.resume_unsynchronised(leaf)
+                gradients.resume_unsynchronised()
             self._deferred = True
         if self._deferred:
             self._deferred = False
-            queue_callback(self._at_end)
+            self._end_by(partial(self._at_end), queue_callback)
         return self._backward
+
+    def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:
+        """Let autograd call a function later, and notice if it no longer can."""
+        self._end = weakref.ref(end)
+        register(end)
 
     def _shows_reduced(self, but: Tensor | None) -> bool:
         parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
@@ -261,7 +272,7 @@ class GradientReducer:
         if node is not None:
             # This backward is nested (reentrant activation checkpointing): the outer backward has not ended yet.
             self._deferred = True
-            node.register_hook(self._queue_in_outer)
+            self._end_by(partial(self._queue_in_outer), node.register_hook)
             return
         self._finish()
 
@@ -320,13 +331,20 @@ class GradientReducer:
 
     def abort(self) -> None:
         """Drop the gradients of a backward that raised an exception, so that the next backward does not add to them."""
-        backward, self._backward = self._backward, None
+        if self._drop_failed():
+            self._schedule.end_backward()
+
+    def _drop_failed(self) -> bool:
+        """Like ``abort``, but leave units gathered, since another backward may be using them. Return if any failed."""
+        backward, self._backward, self._deferred = self._backward, None, False
         if backward is None:
-            return
+            return False
+        on_reduced, self.on_reduced = self.on_reduced, None  # no update may begin with these gradients
         self._finish_all(backward)
+        self.on_reduced = on_reduced
         for gradients in self._gradients:
-            gradients.drop()
-        self._schedule.end_backward()
+            gradients.drop() if self._synchronises else gradients.drop_unshown()
+        return True
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
         self._finish_all(backward)

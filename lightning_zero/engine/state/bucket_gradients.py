@@ -12,7 +12,7 @@ from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Span, Started
-from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero
+from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero, storage_use_count
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
@@ -81,6 +81,7 @@ class BucketGradients:
         self._apart: dict[int, Tensor] = {}  # separately kept gradients, by parameter index
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
+        self._uses_of_flat = 0  # ``storage_use_count`` of the flat buffer alone
         self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set here, its version
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
         self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
@@ -156,35 +157,78 @@ class BucketGradients:
         """Set ``p.grad`` to local gradients, as DDP does under ``no_sync``. Return the slots that have user hooks."""
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
-            gradient, flat = slot.parameter.grad, self._flat_view(slot.index)
-            if gradient is not None:  # set by the user: add it, as autograd would
-                flat.add_(gradient)
-            slot.parameter.grad = gradient = flat.to(self.bucket.dtype)
+            gradient = slot.parameter.grad
+            if gradient is None or not self.shows_unsynchronised(slot.index, gradient):
+                flat = self._flat_view(slot.index)
+                if gradient is not None:  # set by the user: add it, as autograd would
+                    flat.add_(gradient)
+                slot.parameter.grad = gradient = flat.to(self.bucket.dtype)
             self._unsynchronised[slot.index] = weakref.ref(gradient), gradient._version
         return [slot for slot in shown if slot.hooks_after_reduction]
 
-    def resume_unsynchronised(self, leaf: Tensor | None) -> None:
+    def resume_unsynchronised(self) -> None:
         """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, including user changes.
 
-        Autograd has already added a gradient of this backward to ``leaf.grad``, unless ``leaf`` is None.
+        If this backward is not synchronised either, a ``p.grad`` that shows the flat buffer stays, and gradients are
+        added to it in place, so that it outlives an exception in backward. Other local gradients become None.
         """
-        for index, (shown, version) in self._unsynchronised.items():
+        resumed: list[int] = []
+        changed: list[tuple[int, Tensor]] = []
+        before, self._unsynchronised = self._unsynchronised, {}
+        for index, (shown, version) in before.items():
             parameter = self.bucket.parameter(index)
             gradient = parameter.grad
             # the user dropped the local gradient, or replaced it by a sharded one
             if gradient is None or isinstance(gradient, WrapperTensor):
                 self._filled[index] = False
                 continue
-            if not self.shows_unsynchronised(index, gradient):
-                if parameter is leaf:
-                    self._filled[index] = False  # ``leaf.grad`` includes the earlier gradient and is added next
+            if self.shows_unsynchronised(index, gradient):
+                if not self.reduces:
+                    self._unsynchronised[index] = shown, version
                     continue
-                if gradient is not shown() or gradient._version != version:  # replaced or changed by the user
-                    self._flat_view(index).copy_(gradient)
+            elif gradient is not shown() or gradient._version != version:  # replaced or changed by the user
+                changed.append((index, gradient))
             parameter.grad = None
-            if self._can_take_mean_first and self.reduces:
+            resumed.append(index)
+        gradient = None  # so that ``_leave_kept`` does not count it
+        if len(self._unsynchronised) < len(before):
+            self._leave_kept()
+        for index, gradient in changed:
+            self._flat_view(index).copy_(gradient)
+        if self._can_take_mean_first and self.reduces:
+            for index in resumed:
                 self._flat_view(index).mul_(self._mean)
-        self._unsynchronised.clear()
+
+    def _leave_kept(self) -> None:
+        """Continue in another flat buffer if user code keeps a gradient in this one, such as across ``zero_grad``."""
+        before = self.flat
+        if before is None or storage_use_count(before) == self._uses_of_flat + len(self._unsynchronised):
+            return
+        self.flat = self._make_flat()
+        self.bucket.ledger.add("reduction", -before.untyped_storage().nbytes())
+        self.flat.copy_(before)
+        for index in self._unsynchronised:
+            gradient = self.bucket.parameter(index).grad
+            assert gradient is not None
+            gradient.data = self._flat_view(index)
+
+    def take_in_place(self, index: int, gradient: Tensor) -> bool:
+        """Whether autograd added a gradient to the flat buffer in place, so that it need not be accumulated.
+
+        Args:
+            gradient: a parameter's ``.grad``, just after autograd has added to it.
+        """
+        if self.shows_unsynchronised(index, gradient):
+            return True
+        if self._unsynchronised.pop(index, None) is not None:  # a new tensor with the sum, as for ``create_graph=True``
+            self._filled[index] = False
+        return False
+
+    def drop_unshown(self) -> None:
+        """Drop gradients that were accumulated but are not in ``p.grad``."""
+        self._filled = [index in self._unsynchronised for index in range(len(self._filled))]
+        if not self._unsynchronised:
+            self.drop()
 
     def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
         """Whether a gradient is still the view of the flat buffer that ``show_unsynchronised`` set."""
@@ -227,6 +271,7 @@ class BucketGradients:
             flat = torch.empty(self.bucket.layout.padded_numel, dtype=self._dtype, device=device)
         wait_for([home], current_stream(device))
         self.bucket.ledger.add("reduction", flat.untyped_storage().nbytes())
+        self._uses_of_flat = storage_use_count(flat)
         return flat
 
     def _flat_view(self, index: int) -> Tensor:
