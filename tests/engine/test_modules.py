@@ -477,6 +477,69 @@ def test_an_error_in_the_users_forward_leaves_the_module_able_to_train(run_on):
     run_on(2, raise_in_forward)
 
 
+class Wide(BranchInside):
+    """Many blocks, whose norms are used by rank 0 only after the first step; the forward may fail halfway."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks.extend(Block() for _ in range(9))
+        for block in self.blocks:
+            block.forward = lambda x, own=block: self.inside(own, x)
+        self.fails = False
+
+    def inside(self, block, x):
+        inner = block.norm(x) if rank() == 0 or self.step == 0 else x
+        return x + block.down(F.gelu(block.up(inner)))
+
+    def run(self, block, x, number, step):
+        if self.fails and number == 6:
+            raise KeyError("user error")
+        return block(x)
+
+
+def other_forwards(module, way):
+    """Return a function that runs another forward, whose graph is never differentiated, before the module's own."""
+    kept = []
+
+    def forward(x, step):
+        module.fails = way == "failed"
+        with pytest.raises(KeyError) if module.fails else nullcontext():
+            result = module(x, step + 1)
+            kept[:] = [result] if way == "kept" else []
+        module.fails = False
+        return module(x, step)
+
+    return forward
+
+
+def beside_other_graphs(way, in_window):
+    """Without overlap, a rank waits for each reduction before it gathers the next unit."""
+    torch.manual_seed(0)
+    reference, module = Wide(), Wide()
+    module.load_state_dict(reference.state_dict())
+    wrapped = DistributedDataParallel(reference, find_unused_parameters=True)
+    expected = train(reference, wrapped, adam(reference))
+    optimizer = adam(module)
+    engine = Engine(module, [optimizer], stage=3, units=Block, overlap=False)
+    forward = other_forwards(module, way)
+
+    def step(x, number):
+        with engine.window() if in_window else nullcontext():
+            return forward(x, number)
+
+    losses = train(module, step, optimizer)
+    torch.testing.assert_close(losses, expected, rtol=0, atol=0)
+    for name, value in engine.full_state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("in_window", [False, True])
+@pytest.mark.parametrize("way", ["kept", "dropped", "failed"])
+def test_a_graph_that_is_never_differentiated_does_not_affect_training(run_on, way, in_window):
+    run_on(2, beside_other_graphs, way=way, in_window=in_window)
+
+
 def delete_everything(stage):
     gc.collect()
     gc.disable()

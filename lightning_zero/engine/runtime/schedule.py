@@ -16,8 +16,10 @@ from lightning_zero.engine.compat import (
     current_autograd_node,
     current_graph_task,
     is_compiled,
+    is_in_running_backward,
     is_profiling,
     queue_callback,
+    sequence_number,
 )
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
@@ -25,6 +27,30 @@ from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
 from lightning_zero.engine.runtime.scope import Call, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
+
+
+class Turn:
+    """A time in which a unit runs in forward and builds a graph, before another unit begins.
+
+    After the turn, only the hooks on the outputs refer to it, so it is deleted together with its graph.
+    """
+
+    def __init__(self) -> None:
+        self._below: list[tuple[tuple[Any, int], ...]] = []  # for each output, the nodes whose values its node received
+
+    def add(self, output: Tensor) -> None:
+        # The output's own node would be in a cycle with its hook, so that a dropped graph would not be freed at once.
+        self._below.append(output.grad_fn.next_functions)  # type: ignore[union-attr]
+
+    @property
+    def is_in_backward(self) -> bool:
+        """Whether the turn's graph is part of the running backward; True if this is unknown."""
+        for below in self._below:
+            nodes = [node for node, _ in below if node is not None and node.next_functions]
+            # Other graphs may share leaves and inputs, but not the newest node, which the turn has usually made.
+            if not nodes or is_in_running_backward(max(nodes, key=sequence_number)):
+                return True
+        return False
 
 
 class Unit:
@@ -41,7 +67,8 @@ class Unit:
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[Scope] = set()  # scopes whose forward built a graph since the last backward
         self.ran_twice = False  # whether a scope in ``ran`` has run again since the last backward
-        self.turns = 0  # number of forwards that built a graph and whose backward has not ended
+        self.turn: Turn | None = None  # the running turn
+        self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()  # whose graphs exist and have not been differentiated
         self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered between uses
         self.held = False  # must stay gathered: a resident unit in a step, or a unit under ``torch.func``
         self.depth = 0  # number of running forwards, one within another
@@ -148,7 +175,7 @@ class Schedule:
         for scope in self._scopes:
             scope.recover()
         for unit in self.units:
-            unit.depth = 0
+            unit.depth, unit.turn = 0, None
             unit.labels.clear()
         if windows == 0:
             self._saved.stop()
@@ -158,9 +185,6 @@ class Schedule:
     def _hook(self, unit: Unit, scope: Scope) -> None:
         calls, module = scope.calls, scope.module()
         assert module is not None
-
-        def begin_backward(_: Tensor) -> None:
-            self.begin_backward(unit)
 
         def before(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
             if scope.may_take_over and (from_compiled or is_compiled(module)):
@@ -197,9 +221,12 @@ class Schedule:
                 output = self._saved.outlive(output)
                 self._saved.outlive_attributes(scope.attributes)
             if torch.is_grad_enabled() and not unit.stays and not unit.held:
+                begin_backward = partial(self.begin_backward, unit, unit.turn)
                 for tensor in tensors_in(output):
                     if tensor.grad_fn is not None:  # a leaf would keep the hook forever
                         tensor.register_hook(begin_backward)
+                        if unit.turn is not None:
+                            unit.turn.add(tensor)
             self._leave(unit, scope)
             return output
 
@@ -281,6 +308,7 @@ class Schedule:
         if last is None or not last.outstanding:
             last = self._current = None
         for unit in self.units:
+            unit.turn = None
             if not unit.is_resident and unit is not last:  # backward begins with ``last``
                 self.release_if_idle(unit)  # it may have been prefetched, but did not run
         for unit in self._resident:
@@ -296,9 +324,11 @@ class Schedule:
         elif not unit.depth and not (unit.is_resident and unit.held):
             is_turn = self.windows and not in_backward()  # not in a recomputation
             if is_turn:
-                if unit is not self._current and torch.is_grad_enabled():
-                    unit.turns += 1
+                begins = unit is not self._current and torch.is_grad_enabled()
                 self._turn_to(unit)
+                if begins:
+                    unit.turn = Turn()
+                    unit.turns.add(unit.turn)
             unit.gather()
             if is_turn:
                 if not self.is_joining:
@@ -336,8 +366,10 @@ class Schedule:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit for its backward. Called when a gradient of the unit's output has been computed."""
+    def begin_backward(self, unit: Unit, turn: Turn | None, _: Tensor) -> None:
+        """Gather a unit for the backward of a turn. Called when a gradient of an output has been computed."""
+        if turn is not None:
+            unit.turns.discard(turn)
         if self._is_backward and unit is self._current:
             return
         if torch.is_grad_enabled() and not self.windows:
@@ -349,10 +381,8 @@ class Schedule:
             )
         if not self._is_backward:
             queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
-        elif self._current is not None:
-            self._current.turns -= 1
-            if self._current.turns <= 0:
-                self.on_left_in_backward(self._current)
+        elif self._current is not None and not any(turn.is_in_backward for turn in self._current.turns):
+            self.on_left_in_backward(self._current)
         with label("backward", unit.name) if is_profiling() else nullcontext():
             self._turn_to(unit, is_backward=True)
             unit.gather()
@@ -363,6 +393,7 @@ class Schedule:
 
     def release_if_idle(self, unit: Unit) -> None:
         if unit.depth == 0 and not unit.held:
+            unit.turn = None
             if in_backward():
                 unit.outstanding = False
             unit.release()
@@ -399,7 +430,7 @@ class Schedule:
         """Release all units that are still gathered, and reset them for the next step."""
         self._turn_to(None)
         for unit in self.units:
-            unit.outstanding, unit.ran_twice, unit.turns = False, False, 0
+            unit.outstanding, unit.ran_twice = False, False
             unit.ran.clear()
             if unit.is_resident and not self.windows:
                 unit.held = False
