@@ -218,9 +218,13 @@ def gradients_set_before(stage):
     for parameter in module.parameters():
         parameter.grad = torch.ones(parameter.shape)
     with pytest.raises(RuntimeError, match="in the middle"), engine.window():
-        late = Failing.apply(module.body[2].weight).square().sum()
-        (module(INPUTS) + late).backward()
-    torch.testing.assert_close(module.head.bias.grad, torch.ones(2))
+        last = Failing.apply(module.body[2].weight).square().sum()  # used first: fails when all else is computed
+        late = module.head.weight.square().sum()
+        (module(INPUTS) + late + last).backward()
+    for model in (module, reference):
+        model.zero_grad()
+        model(INPUTS).backward()
+    same_gradients(module, reference)  # nothing of the failed backward, nor what was set before it
     engine.close()
 
 

@@ -247,13 +247,6 @@ class BucketGradients:
                 # Autograd would add a late gradient of this backward to it, and it would be reduced a second time.
                 self._local[slot.index], slot.parameter.grad = gradient, None
 
-    def _give_back_local(self, used: list[bool]) -> None:
-        """Undo ``_take_local`` for the parameters that are not used."""
-        local, self._local = self._local, {}
-        for index, gradient in local.items():
-            if not used[index]:
-                self.bucket.parameter(index).grad = gradient
-
     def drop(self) -> None:
         """Drop gradients that were accumulated but not reduced."""
         if self.flat is not None:
@@ -263,7 +256,7 @@ class BucketGradients:
         self._streams.clear()
         self._filled = [False] * len(self._filled)
         self._unsynchronised.clear()
-        self._give_back_local([False] * len(self._filled))
+        self._local.clear()
 
     def _make_flat(self) -> Tensor:
         device, home = self.bucket.full.device, self.bucket.streams.home
@@ -521,7 +514,10 @@ class BucketGradients:
 
         As under DDP, other parameters keep a ``p.grad`` that the user has set.
         """
-        self._give_back_local(used)
+        for index, gradient in self._local.items():
+            if not used[index]:
+                self.bucket.parameter(index).grad = gradient
+        self._local.clear()
         parts: dict[GradientShard, dict[int, Tensor]] = {}
         for slot, is_used in zip(slots_of(self.bucket), used):
             shard = shards.get(slot.index)  # with one rank, None if the gradient is computed only later
