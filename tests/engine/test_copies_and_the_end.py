@@ -87,6 +87,25 @@ def test_a_backward_of_a_copy_in_full_parameters_leaves_the_original_alone(run_o
     run_on(world_size, train_a_copy_in_full, stage=stage)
 
 
+def accumulate_in_a_copy(stage):
+    module, reference, _, engine = make(stage)
+    module.zero_grad()
+    module(INPUTS).sum().backward()
+    copied = copy.deepcopy(module)
+    copied[0].weight.grad = module[0].weight.grad.clone()
+    before = lightning_zero.full_grad(module[0].weight).clone()
+    copied(INPUTS).sum().backward()
+    same(lightning_zero.full_grad(module[0].weight), before)
+    same(lightning_zero.full_grad(copied[0].weight), 2 * before)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_a_gradient_is_accumulated_in_the_copy_that_it_belongs_to(run_on, world_size, stage):
+    run_on(world_size, accumulate_in_a_copy, stage=stage)
+
+
 def kept_after_the_end(stage):
     module, reference, optimizer, engine = make(stage)
     start = copy.deepcopy(reference)

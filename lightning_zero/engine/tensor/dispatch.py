@@ -324,8 +324,9 @@ def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     target = args[0]
     if isinstance(target, ShardedTensor) and current_graph_task() != -1:
         leaf = getattr(current_autograd_node(), "variable", None)  # ``.grad`` may have another parameter's slot
-        if isinstance(leaf, ShardedTensor) and leaf.grad is target and leaf.slot.accumulate(args[1]):
-            return target
+        if isinstance(leaf, ShardedTensor) and leaf is leaf.slot.parameter:  # not a copy, which has the same slot
+            if leaf.grad is target and leaf.slot.accumulate(args[1]):
+                return target
     return _act_locally(func, args, kwargs)
 
 

@@ -27,6 +27,7 @@ class Slot(Protocol):
         name, shape, dtype, device: those of the parameter.
         share: this rank's share of the parameter; the full parameter unless tensor parallelism divides it.
         offset, local_numel: start and length of this rank's range of the flattened share.
+        parameter: the sharded parameter itself.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
         group: identifies the ranks that the parameter is sharded over; equal for parameters with the same ranks.
         background: the owner of background work on the parameter and its optimizer state (see ``BackgroundWork``).
@@ -42,6 +43,9 @@ class Slot(Protocol):
     offset: int
     local_numel: int
     hooks_after_reduction: dict[int, Callable[[Tensor], Any]]
+
+    @property
+    def parameter(self) -> Any: ...
 
     @property
     def group(self) -> Any: ...
