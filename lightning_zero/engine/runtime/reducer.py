@@ -145,8 +145,8 @@ class GradientReducer:
         is_in_place = is_parameter and gradients.take_in_place(index, gradient)
         backward = self._begin(leaf)
         added, self._added = self._added, None
-        is_taken = is_in_place or (is_parameter and added == (number, index))  # then ``_add`` took the gradient
-        if not is_taken:  # else ``p.grad`` keeps it
+        is_taken_by_add = is_parameter and added == (number, index)
+        if not is_in_place and not is_taken_by_add:
             leaf.grad = None
             if not is_parameter and gradient_hooks(parameter):
                 gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
