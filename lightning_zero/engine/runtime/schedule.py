@@ -129,7 +129,7 @@ class Schedule:
         self.on_left_in_backward: Callable[[Unit], None] = lambda unit: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.is_joining = False  # if True, ranks may run different numbers of forwards: the order is not recorded
-        self._watched = False
+        self._watched = False  # whether saved-tensor hooks are active for the whole window
         self._keeping = 0  # number of nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
         self._ran: list[Unit] = []
@@ -199,7 +199,7 @@ class Schedule:
             if is_profiling():
                 unit.labels.append(label("forward", unit.name))
                 unit.labels[-1].__enter__()
-            is_seen = self.windows or unit.stays or unit.held or in_backward()
+            is_seen = self._watched or unit.stays or unit.held or in_backward()
             if torch.is_grad_enabled() and not is_seen:
                 calls.append(Call.WATCHED)
                 self._saved.watch()
@@ -302,6 +302,7 @@ class Schedule:
             return
         if self._watched:
             self._saved.unwatch()
+            self._watched = False
         if self._ran:
             self._expect(list(dict.fromkeys(self._ran)))
         last = self._current if torch.is_grad_enabled() else None
