@@ -185,6 +185,9 @@ def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
     tensor._backward_hooks = hooks
 
 
+accumulation_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_post_accumulate_grad_hooks")
+
+
 def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
     """Remove and return a tensor's post-accumulate-grad hooks; the engine calls them after it reduces the gradient."""
     hooks: Any = tensor._post_accumulate_grad_hooks
@@ -276,6 +279,14 @@ def running_calls(module: torch.nn.Module) -> int:
         count += frame.f_code is torch.nn.Module._call_impl.__code__ and frame.f_locals.get("self") is module
         frame = frame.f_back
     return count
+
+
+def is_in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call``, which puts other tensors in place of parameters, is on the stack."""
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code is not torch.func.functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.phases import label
 from lightning_zero.engine.compat import (
+    accumulation_hooks,
     current_autograd_node,
     current_graph_task,
     is_compiled,
+    is_in_functional_call,
     is_in_running_backward,
     is_profiling,
     queue_callback,
@@ -248,15 +250,28 @@ class Schedule:
                 region.shown |= scope.shown
                 region.recurrent += scope.recurrent
 
-    def check_in_place(self) -> None:
-        """Raise if the user has replaced parameters of the module: the engine would not train the new parameters."""
-        for holder, attribute, parameter, _ in (entry for scope in self._scopes for entry in scope.entries):
-            found = holder.get(attribute)
-            if found is not parameter and isinstance(found, nn.Parameter):
-                name = parameter.slot.name  # type: ignore[attr-defined]
+    def check_in_place(self, *, in_forward: bool = False) -> None:
+        """Raise if the user has replaced parameters of the module: the engine would not train the new parameters.
+
+        Args:
+            in_forward: whether to allow parameters that stand in for others during a forward: frozen ones, and those of
+                ``full_parameters`` and ``torch.func.functional_call``.
+        """
+        for scope in self._scopes:
+            for holder, attribute, parameter, _ in scope.entries:
+                found = holder.get(attribute)
+                if found is parameter or not isinstance(found, nn.Parameter):
+                    continue
+                slot = parameter.slot  # type: ignore[attr-defined]
+                if in_forward and (
+                    not found.requires_grad
+                    or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # of ``full_parameters``
+                    or is_in_functional_call()
+                ):
+                    continue
                 raise RuntimeError(
-                    f"'{name}' was replaced by another parameter while the module was sharded; the new parameter would "
-                    "not be trained. Write new values into the original parameter (with torch.no_grad(): "
+                    f"'{slot.name}' was replaced by another parameter while the module was sharded; the new parameter "
+                    "would not be trained. Write new values into the original parameter (with torch.no_grad(): "
                     "parameter.copy_(values), or load_state_dict without assign=True), or replace the parameter in "
                     "configure_model(), before the strategy sets up the module."
                 )
