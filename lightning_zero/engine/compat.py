@@ -186,6 +186,9 @@ def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
     tensor._backward_hooks = hooks
 
 
+accumulation_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_post_accumulate_grad_hooks")
+
+
 def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
     """Remove and return a tensor's post-accumulate-grad hooks; the engine calls them after it reduces the gradient."""
     hooks: Any = tensor._post_accumulate_grad_hooks
@@ -296,6 +299,14 @@ def _running(code: CodeType, of: Any) -> int:
         count += frame.f_code is code and frame.f_locals.get("self") is of
         frame = frame.f_back
     return count
+
+
+def is_in_functional_call() -> bool:
+    """Whether ``torch.func.functional_call``, which puts other tensors in place of parameters, is on the stack."""
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code is not torch.func.functional_call.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------

@@ -272,6 +272,8 @@ class Engine(Optimizers):
     def _before_forward(self, *_: Any) -> None:
         self._recover_if_interrupted(running=1)
         if self.schedule.windows == 0:
+            if torch.is_grad_enabled() and not in_backward():
+                self.schedule.check_in_place(in_forward=True)
             self._is_window_a_forward = True
         self._open_window(is_step=self._is_forward_a_step)
 

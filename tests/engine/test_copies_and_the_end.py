@@ -9,6 +9,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.func import functional_call
 
 import lightning_zero
 from lightning_zero.engine import Engine, ShardedTensor
@@ -188,6 +189,34 @@ def replaced(stage):
     module[0].weight = nn.Parameter(torch.zeros(5, 7))
     with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*configure_model"), engine.window():
         raise AssertionError("not reached")
+
+
+def replaced_in_a_plain_loop(stage):
+    """Only a replacement that stays in place is refused, and only where it would be trained."""
+    module, reference, optimizer, engine = make(stage)
+    others = {name: nn.Parameter(value + 1) for name, value in reference.state_dict().items()}
+    same(functional_call(module, others, INPUTS), functional_call(reference, others, INPUTS))
+    some = {"0.weight": others["0.weight"]}
+    same(functional_call(module, some, INPUTS), functional_call(reference, some, INPUTS))
+    for part in (module, module[0]):
+        with lightning_zero.full_parameters(part):
+            same(module(INPUTS), reference(INPUTS))
+    original = module[0].weight
+    module[0].weight = others["0.weight"]
+    with torch.no_grad():
+        same(module(INPUTS), functional_call(reference, some, INPUTS))
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*configure_model"):
+        module(INPUTS)
+    module[0].weight = original
+    train(module, optimizer)
+    module.load_state_dict(reference.state_dict(), assign=True)
+    with pytest.raises(RuntimeError, match=r"'0\.weight' was replaced.*without assign=True"):
+        module(INPUTS)
+
+
+@STAGES
+def test_replacing_a_parameter_in_a_plain_loop_raises_an_error_in_the_next_forward(run_on, stage):
+    run_on(2, replaced_in_a_plain_loop, stage=stage)
 
 
 @pytest.mark.behaviour(

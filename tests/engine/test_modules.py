@@ -270,6 +270,41 @@ class Returned(Net):
         return x * expanded + query
 
 
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    hidden: torch.Tensor
+    row: torch.Tensor
+
+
+class Record(dict):
+    pass
+
+
+class ReturnedInObjects(Net):
+    """Blocks that return rows of their parameters in dataclasses, dicts of a class of their own and sets."""
+
+    def __init__(self):
+        super().__init__()
+        make = (Frame, lambda out, row: Record(hidden=out, row=row), lambda out, row: [out, {row}])
+        for block, make_output in zip(self.blocks, make):
+            block.register_buffer("last", torch.zeros(WIDTH), persistent=False)
+            block.register_forward_hook(lambda block, _, out, make=make_output: self.keep(block, out, make))
+
+    def keep(self, block, out, make):
+        block.last = block.up.weight.detach()[0]
+        return make(out, block.up.weight[0])
+
+    def forward(self, x, step):
+        x, rows = self.first(x), []
+        for block in self.blocks:
+            output = block(x)
+            output = vars(output) if isinstance(output, Frame) else output
+            x = output["hidden"] if isinstance(output, dict) else output[0]
+            rows.append(output["row"] if isinstance(output, dict) else output[1].pop())
+        assert all(tensor.untyped_storage().nbytes() for tensor in (*rows, *self.buffers())), "a row cannot be read"
+        return self.last(x).square().mean() + torch.stack([*rows, *self.buffers()]).square().sum()
+
+
 class SparseProduct(Net):
     """A sparse tensor is saved for backward."""
 
@@ -315,7 +350,12 @@ CASES = {
         FrozenCheckpointed,
     ],
     "A frozen backbone; biases only; adapters next to frozen layers, merged at the end": [Frozen],
-    "Outputs that are tensors, tuples, dicts or dataclasses, with and without grad": [Structured, Tuples, Returned],
+    "Outputs that are tensors, tuples, dicts or dataclasses, with and without grad": [
+        Structured,
+        Tuples,
+        Returned,
+        ReturnedInObjects,
+    ],
     "A loss that leaves a block as an attribute": [Auxiliary],
     "Buffers follow rank 0's, as under DDP: BatchNorm, counters, buffers that are not saved": [Buffers],
     "Sparse gradients of an embedding, and sparse products": [Sparse, SparseProduct],
@@ -727,6 +767,42 @@ def penalise_gradients(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_double_backward_is_right_inside_a_window_and_refused_outside_at_stage_3(run_on, stage):
     run_on(2, penalise_gradients, stage=stage)
+
+
+class Energy(Net):
+    """Returns an energy and its gradient with respect to the inputs; the blocks pass on an object of a plain class."""
+
+    class State:
+        def __init__(self, x):
+            self.x = x
+
+    def __init__(self):
+        super().__init__()
+        for block in self.blocks:
+            block.forward = lambda state, own=block: self.State(Block.forward(own, state.x))
+
+    def forward(self, x):
+        with torch.enable_grad():
+            state = self.State(x := x.clone().requires_grad_())
+            for block in self.blocks:
+                state = block(state)
+            energy = self.last(state.x).square().sum()
+            return energy.detach(), *torch.autograd.grad(energy, x)
+
+
+def differentiate_without_grad(stage):
+    reference, module = Energy(), Energy()
+    module.load_state_dict(reference.state_dict())
+    engine = Engine(module, [adam(module)], stage=stage, units=Block, overlap=False)
+    for context in (torch.no_grad(), nullcontext(), torch.no_grad()):
+        with context:
+            torch.testing.assert_close(module(inputs(0)), reference(inputs(0)), rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_gradients_may_be_computed_inside_a_forward_that_is_called_without_grad(run_on, stage):
+    run_on(2, differentiate_without_grad, stage=stage, seed=1)
 
 
 def interrupt_a_forward(stage, checkpointing, in_window):

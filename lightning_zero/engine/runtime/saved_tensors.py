@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -18,7 +18,6 @@ from lightning_zero.engine.compat import (
     pop_hooks,
     push_hooks,
     shown_memory,
-    tree_map_only,
 )
 from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.state.bucket import Bucket
@@ -92,7 +91,7 @@ class SavedTensors:
         if isinstance(output, Tensor):  # the common case
             return output if self._bucket_showing(output) is None else output.clone()
         if any(self._bucket_showing(tensor) is not None for tensor in tensors_in(output)):
-            return tree_map_only(Tensor, lambda t: t if self._bucket_showing(t) is None else t.clone(), output)
+            return with_tensors(output, lambda t: t if self._bucket_showing(t) is None else t.clone())
         return output
 
     def outlive_attributes(self, attributes: Attributes) -> None:
@@ -125,7 +124,7 @@ class Attributes:
         self._found = [(weakref.ref(inner), 0, names) for inner in module.modules()]
 
     def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield ``(vars(module), name)`` for each attribute whose value is now a tensor, list, tuple or dict."""
+        """Yield holder and name of each buffer, and of each attribute that is now a tensor, list, tuple or dict."""
         for position, (reference, count, names) in enumerate(self._found):
             holder = vars(module) if (module := reference()) is not None else {}
             if len(holder) != count:
@@ -136,6 +135,9 @@ class Attributes:
             for name in names:
                 if isinstance(holder.get(name), (Tensor, list, tuple, dict)):
                     yield holder, name
+            if buffers := holder.get("_buffers"):
+                for name in list(buffers):
+                    yield buffers, name
 
 
 class Saved(NamedTuple):
@@ -198,3 +200,27 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for field in dataclasses.fields(value):
             yield from tensors_in(getattr(value, field.name, None))
+
+
+def with_tensors(value: Any, replace: Callable[[Tensor], Tensor]) -> Any:
+    """Replace the tensors that ``tensors_in`` yields: in place in mutable objects, whose classes may be the user's."""
+    if isinstance(value, Tensor):
+        return replace(value)
+    if isinstance(value, (list, tuple, set, frozenset)):
+        items = [with_tensors(item, replace) for item in value]
+        if isinstance(value, list):
+            value[:] = items
+        elif isinstance(value, set):
+            value.clear()
+            value.update(items)
+        else:
+            return value._make(items) if hasattr(value, "_make") else type(value)(items)
+    elif isinstance(value, MutableMapping):
+        for key, item in list(value.items()):
+            value[key] = with_tensors(item, replace)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            if hasattr(value, field.name):
+                # not ``setattr``, which a frozen dataclass refuses
+                object.__setattr__(value, field.name, with_tensors(getattr(value, field.name), replace))
+    return value

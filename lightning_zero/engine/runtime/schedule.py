@@ -13,9 +13,11 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.phases import label
 from lightning_zero.engine.compat import (
+    accumulation_hooks,
     current_autograd_node,
     current_graph_task,
     is_compiled,
+    is_in_functional_call,
     is_in_running_backward,
     is_profiling,
     queue_callback,
@@ -129,7 +131,7 @@ class Schedule:
         self.on_left_in_backward: Callable[[Unit], None] = lambda unit: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.is_joining = False  # if True, ranks may run different numbers of forwards: the order is not recorded
-        self._watched = False
+        self._watched = False  # whether saved-tensor hooks are active for the whole window
         self._keeping = 0  # number of nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
         self._ran: list[Unit] = []
@@ -199,7 +201,7 @@ class Schedule:
             if is_profiling():
                 unit.labels.append(label("forward", unit.name))
                 unit.labels[-1].__enter__()
-            is_seen = self.windows or unit.stays or unit.held or in_backward()
+            is_seen = self._watched or unit.stays or unit.held or in_backward()
             if torch.is_grad_enabled() and not is_seen:
                 calls.append(Call.WATCHED)
                 self._saved.watch()
@@ -248,15 +250,28 @@ class Schedule:
                 region.shown |= scope.shown
                 region.recurrent += scope.recurrent
 
-    def check_in_place(self) -> None:
-        """Raise if the user has replaced parameters of the module: the engine would not train the new parameters."""
-        for holder, attribute, parameter, _ in (entry for scope in self._scopes for entry in scope.entries):
-            found = holder.get(attribute)
-            if found is not parameter and isinstance(found, nn.Parameter):
-                name = parameter.slot.name  # type: ignore[attr-defined]
+    def check_in_place(self, *, in_forward: bool = False) -> None:
+        """Raise if the user has replaced parameters of the module: the engine would not train the new parameters.
+
+        Args:
+            in_forward: whether to allow parameters that stand in for others during a forward: frozen ones, and those of
+                ``full_parameters`` and ``torch.func.functional_call``.
+        """
+        for scope in self._scopes:
+            for holder, attribute, parameter, _ in scope.entries:
+                found = holder.get(attribute)
+                if found is parameter or not isinstance(found, nn.Parameter):
+                    continue
+                slot = parameter.slot  # type: ignore[attr-defined]
+                if in_forward and (
+                    not found.requires_grad
+                    or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # of ``full_parameters``
+                    or is_in_functional_call()
+                ):
+                    continue
                 raise RuntimeError(
-                    f"'{name}' was replaced by another parameter while the module was sharded; the new parameter would "
-                    "not be trained. Write new values into the original parameter (with torch.no_grad(): "
+                    f"'{slot.name}' was replaced by another parameter while the module was sharded; the new parameter "
+                    "would not be trained. Write new values into the original parameter (with torch.no_grad(): "
                     "parameter.copy_(values), or load_state_dict without assign=True), or replace the parameter in "
                     "configure_model(), before the strategy sets up the module."
                 )
@@ -302,6 +317,7 @@ class Schedule:
             return
         if self._watched:
             self._saved.unwatch()
+            self._watched = False
         if self._ran:
             self._expect(list(dict.fromkeys(self._ran)))
         last = self._current if torch.is_grad_enabled() else None
