@@ -236,7 +236,7 @@ class BySize:
         {"batch_sampler": BatchSampler(range(32), 3, drop_last=False)},
         {"batch_size": None},
     ],
-    ids=str,
+    ids=["batches", "larger than the dataset", "a batch sampler", "items are batches"],
 )
 def test_the_batch_for_a_plan_has_the_shape_of_the_loaders_batches(options):
     module = Samples()
