@@ -228,7 +228,7 @@ def identity(tensor: Tensor) -> Any:
         return sharded_tree.identity(tensor)
     if isinstance(tensor, LazyTensor) or not tensor.numel():
         return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:

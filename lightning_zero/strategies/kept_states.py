@@ -7,7 +7,7 @@ import os
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
-from lightning.fabric.utilities.rank_zero import rank_zero_info
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
@@ -80,8 +80,12 @@ class KeptStates:
         self._places: dict[Place, list[int]] = {}  # for each folder, the ranks that share it
         self._found: dict[str, dict[About, dict[Place, str]]] = {}  # copies of slots, by ``Source.path``
 
-    def sources(self) -> list[Source]:
-        """Return the states to continue from, in the order to try them, the same on every rank. Collective."""
+    def sources(self, weights_only: bool | None = None) -> list[Source]:
+        """Return the states to continue from, in the order to try them, the same on every rank. Collective.
+
+        Args:
+            weights_only: as for ``Trainer.fit``, for checkpoints on a disk.
+        """
         local = [slot for entry in sorted(os.listdir(self._folder)) if (slot := _slot_at(self._folder, entry))]
         held = self._strategy.all_gather_values((self._place, [(slot.about, slot.path) for slot in local]))
         copies: dict[About, dict[Place, str]] = {}
@@ -98,21 +102,30 @@ class KeptStates:
                 path = os.path.join(self._folder, f"{attempt}.{number}")
                 sources.append(Source(step, True, attempt, number, path))
                 self._found[path] = {about: copies[about] for about in abouts}
-        on_disk = self._on_disk() if self._rank == 0 else []
+        on_disk, unread = self._on_disk(weights_only) if self._rank == 0 else ([], [])
+        for reason in unread:
+            rank_zero_warn(f"A checkpoint of this job is not continued from, since it cannot be read: {reason}")
         sources += self._strategy.all_gather_values(on_disk)[0]
         return sorted(sources, key=lambda source: source.rank, reverse=True)
 
-    def _on_disk(self) -> list[Source]:
-        """Return checkpoints that this fit has saved and that can be opened."""
+    def _on_disk(self, weights_only: bool | None) -> tuple[list[Source], list[str]]:
+        """Return the checkpoints that this fit has saved, and the reasons why others cannot be read."""
         paths = [self._at_end]
         with suppress(OSError, ValueError), open(self._record) as file:
             paths += json.load(file)
-        sources = []
+        sources, unread = [], []
         for path in dict.fromkeys(paths):
-            with suppress(Exception):  # skip checkpoints that cannot be opened
-                step = open_checkpoint(path).checkpoint["global_step"]
+            try:
+                checkpoint = open_checkpoint(path, weights_only=weights_only).checkpoint
+            except FileNotFoundError:
+                continue  # removed, as ``save_top_k`` does, or none was saved at the end
+            except Exception as error:
+                unread.append(str(error))
+                continue
+            step = checkpoint.get("global_step")
+            if step is not None and "optimizer_states" in checkpoint:
                 sources.append(Source(step, False, -1, -1, path, is_within=path != self._at_end))
-        return sources
+        return sources, unread
 
     def opened(self, path: Any) -> dict[str, Any] | None:
         """Return the checkpoint in the slots if ``path`` is a ``Source.path`` of slots, otherwise None. Collective.

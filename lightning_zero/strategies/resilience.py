@@ -125,7 +125,7 @@ class Resilience:
         # True when a tuner in the fit restores its starting point. This attempt has then been counted already.
         is_again = self._trial is not None and str(path) == self._trial
         self.factor = self._accumulate = None
-        sources = self._states.sources()
+        sources = self._states.sources(weights_only)
         newest = sources[0].step if sources else 0
         self._step, failures = newest, self._states.failures_after(newest)
         older = [source for source in sources if source.step < newest]

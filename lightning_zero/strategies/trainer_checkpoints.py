@@ -171,7 +171,7 @@ class TrainerCheckpoints(ZeroProcesses):
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
             self._save_whole(checkpoint, filepath, communicator)
-        if self._resilience is not None:
+        if self._resilience is not None and "optimizer_states" in checkpoint:  # false with ``save_weights_only=True``
             self._resilience.note(filepath)
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+import lightning_zero
 from lightning_zero.engine import Engine
 from tests.support import rank, world_size
 
@@ -934,3 +935,34 @@ class Marker:
 
 def test_a_graph_that_is_dropped_without_a_backward_is_freed_at_once(run_on):
     run_on(2, drop_a_graph)
+
+
+class Conjugate(nn.Module):
+    """The gradient of its weight, and its buffer, are lazy conjugates: their bytes are of the conjugate values."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(128, 128, dtype=torch.complex64))
+        self.register_buffer("phases", torch.polar(torch.ones(4), torch.arange(4.0) + rank()).conj())
+
+    def forward(self, x):
+        return (self.weight.conj() @ x).real.sum() + (self.weight[:4, 0] * self.phases).real.sum()
+
+
+def train_conjugates(stage):
+    torch.manual_seed(0)
+    module = Conjugate()
+    reference, phases = copy.deepcopy(module), torch.polar(torch.ones(4), torch.arange(4.0)).conj()
+    reference.phases = phases
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
+    torch.testing.assert_close(module.phases.resolve_conj(), phases.resolve_conj())
+    xs = [torch.randn(128, 3, dtype=torch.complex64) for _ in range(world_size())]
+    module(xs[rank()]).backward()
+    (sum(map(reference, xs)) / len(xs)).backward()
+    torch.testing.assert_close(lightning_zero.full_grad(module.weight), reference.weight.grad.resolve_conj())
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_lazy_conjugates_are_sent_as_the_values_that_they_show(run_on, stage):
+    run_on(2, train_conjugates, stage=stage)

@@ -628,16 +628,17 @@ def test_states_carry_over_from_one_placement_to_another(run_on, within_first, s
 
 def come_back() -> None:
     """As after a failure on all ranks alike: with a new process group, each rank's own shard is used."""
-    for options in ({}, {"offload": "cpu"}):
+    for machines, options in (("aabb", {}), ("aabb", {"offload": "cpu"}), ("abab", {})):
         module, optimizer = prepare(Recipe(OddModel, adam))
-        with on_machines("aabb"):
+        with on_machines(machines):
             engine = Engine(module, [optimizer], shard_within="node", **options)
         for step in range(2):
             module(*batch(step)).backward()
             optimizer.step()
         expected = engine.full_state_dict()
         renew(timeout=timedelta(seconds=60))
-        engine.rejoin()
+        with on_machines(machines):
+            engine.rejoin()
         same_tensors(engine.full_state_dict(), expected, bound=0)
         with torch.no_grad():
             module(*batch(0))

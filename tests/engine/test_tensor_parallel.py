@@ -393,8 +393,36 @@ def values_in_other_places() -> None:
         Engine(parallelised(model, mesh), [], mesh=mesh, stage=3)
 
 
+def odd_buffers_and_batches() -> None:
+    """Buffers and batches may have any dtype and layout."""
+    mesh = mesh_of(2)
+    model = Net()
+    buffers = {
+        "a": torch.arange(3, dtype=torch.int16),
+        "b": torch.ones(2).to(torch.float8_e4m3fn),
+        "c": torch.arange(6.0).view(2, 3).t(),
+        "d": torch.polar(torch.ones(2), torch.arange(2.0)).conj(),
+        "e": torch.tensor(True),
+    }
+    for name, buffer in buffers.items():
+        model.register_buffer(name, buffer if rank() == 0 else torch.zeros_like(buffer))
+    engine = Engine(parallelised(model, mesh), [], mesh=mesh, stage=3)
+    for name, buffer in buffers.items():
+        found = getattr(model, name)
+        assert torch.equal(found.resolve_conj().to(torch.complex64), buffer.resolve_conj().to(torch.complex64)), name
+    same = engine.communicator.tensor.check_same
+    values = torch.eye(3)
+    same([values.to_sparse(), values.to_sparse_csr(), values.to_sparse_csc()], "a sampler")
+    same([torch.nested.nested_tensor([values, values[:2]])], "a sampler")
+    with pytest.raises(ValueError, match="a sampler"):
+        same([(values * rank()).to_sparse()], "a sampler")
+    engine.close()
+
+
 @pytest.mark.parametrize(
-    "case", [keep_on_one_rank, end_after_a_failure, values_in_other_places], ids=lambda c: c.__name__
+    "case",
+    [keep_on_one_rank, end_after_a_failure, values_in_other_places, odd_buffers_and_batches],
+    ids=lambda c: c.__name__,
 )
 def test_two_tensor_parallel_ranks_without_data_parallelism_agree(run_on, case):
     run_on(2, case)

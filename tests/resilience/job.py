@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
@@ -37,6 +38,8 @@ OPTIONS = {
     "logs": False,  # with a logger
     "finds": False,  # with FindNonFinite
     "saves": 0,  # ModelCheckpoint saves after every n steps
+    "saves_weights": 0,  # another one saves only weights after every n steps
+    "has_class": False,  # checkpoints contain an object of a class of the project
     "validates": None,  # every n batches; by default at the end of an epoch
     "tests": False,  # after the fit; an error there ends the process as Hydra ends it
     "epochs": 3,
@@ -55,6 +58,11 @@ def attempt() -> int:
     return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
 
+@dataclass
+class Settings:
+    width: int = 48
+
+
 class Net(LightningModule):
     """Has buffers, dropout, tied weights, a scheduler, and a validation."""
 
@@ -64,6 +72,9 @@ class Net(LightningModule):
         self.norm, self.dropout = torch.nn.BatchNorm1d(48), torch.nn.Dropout(0.1)
         self.layers[5].weight = self.layers[0].weight
         self.lr = 1e-2
+        if options["has_class"]:
+            self.hparams.settings = Settings()
+            self._set_hparams(self.hparams)
         self.layers[3].requires_grad_(not options["teaches"])
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -218,6 +229,9 @@ def new_trainer() -> Trainer:
     callbacks += [FindNonFinite()] if options["finds"] else []
     if options["saves"]:
         callbacks += [ModelCheckpoint("checkpoints", every_n_train_steps=options["saves"], save_top_k=-1)]
+    if options["saves_weights"]:
+        every = options["saves_weights"]
+        callbacks += [ModelCheckpoint("weights", every_n_train_steps=every, save_weights_only=True, save_top_k=-1)]
     callbacks += [LearningRateFinder(num_training_steps=4)] if options["tunes_within"] else []
     if options["schedule"]:
         callbacks += [Schedule({int(epoch): number for epoch, number in options["schedule"].items()})]
@@ -257,7 +271,8 @@ if __name__ == "__main__":
     for fit in range(options["fits"]):
         trainer = new_trainer() if fit else trainer
         print(f"rank {trainer.global_rank} begins fit {fit}", flush=True)
-        trainer.fit(net, *new_loaders(), ckpt_path=options["ckpt_path"])
+        more = {"weights_only": False} if options["has_class"] else {}
+        trainer.fit(net, *new_loaders(), ckpt_path=options["ckpt_path"], **more)
     if options["tests"]:
         try:
             trainer.test(net, new_loaders()[1], verbose=False)

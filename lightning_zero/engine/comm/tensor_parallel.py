@@ -8,7 +8,7 @@ while a module computes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -174,8 +174,12 @@ class TensorParallel:
         if self.size > 1:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
             group = self._control_group if tensor.device.type == "cpu" else self.group
+            values = tensor.detach().resolve_conj().resolve_neg().contiguous()
             with self.waiting("a broadcast over tensor-parallel ranks"):
-                dist.broadcast(tensor, self.ranks[0], group)
+                dist.broadcast(values.view(-1).view(torch.uint8), self.ranks[0], group)  # Gloo lacks some dtypes
+            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # ``values`` are a copy
+                with torch.no_grad():
+                    tensor.copy_(values)
         return tensor
 
     def check_same(self, batch: Any, sampler: str) -> None:
@@ -305,5 +309,23 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> str:
-    form, values = (tensor.dtype, tuple(tensor.shape), tensor.stride()), tensor.detach().cpu().contiguous()
-    return hashlib.sha256(repr(form).encode() + bytes_of(values)).hexdigest()
+    shape = None if tensor.is_nested else tuple(tensor.shape)
+    digest = hashlib.sha256(repr((tensor.dtype, tensor.layout, shape)).encode())
+    for part in _parts(tensor.detach()):
+        values = part.cpu().resolve_conj().resolve_neg().contiguous()
+        digest.update(repr(part.stride()).encode() + bytes_of(values))
+    return digest.hexdigest()
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """The ordinary tensors that make up a tensor."""
+    if tensor.is_nested:
+        return tensor.unbind()
+    if tensor.layout is torch.sparse_coo:
+        tensor = tensor.coalesce()
+        return tensor.indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+    return (tensor,)

@@ -448,7 +448,8 @@ class Bucket:
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
         """Use a new communicator between the same ranks, after the previous one has failed."""
         self.communicator, self.rendezvous = communicator, rendezvous
-        self._is_left = self.layout.order is not None  # if so, gathers broadcast each shard
+        # If so, gathers broadcast each shard: there are no gathers over all ranks with ``shard_within``.
+        self._is_left = self.layout.order is not None or communicator.shards_within
 
     def leave_disk(self, may_read: bool) -> None:
         """Move master weights from a disk to memory, before their file is removed."""

@@ -97,6 +97,7 @@ class BucketGradients:
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
+        gradient = gradient.resolve_conj().resolve_neg()  # other ranks read its bytes
         if (share := self._shares.get(index)) is not None and gradient.shape == share.shape:  # not yet divided
             gradient = share.own(gradient)
         stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
