@@ -12,8 +12,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole
-from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
-from lightning_zero.engine.optim.state import make_room
+from lightning_zero.engine.optim.masters import Masters, give_owners, make_room, masters_of
 from lightning_zero.engine.plan.ownership import warn_if_uneven
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.state.bucket import Bucket

@@ -20,11 +20,13 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import LOAD_HOOKS, call_first, running_steps
-from lightning_zero.engine.offload.updates import Update
+from lightning_zero.engine.offload.states import DiskStates
+from lightning_zero.engine.offload.updates import Update, fields_by_parameter
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
-from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States, make_room
+from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States
 from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
@@ -409,3 +411,24 @@ def masters_that_hold(parameter: Tensor) -> Masters | None:
         if any(held is parameter for group in optimizer.param_groups for held in group["params"]):
             return masters
     return None
+
+
+def make_room(optimizer: Optimizer) -> None:
+    """Reserve disk space for all states that an optimizer's update needs.
+
+    Raises:
+        OSError: if a disk lacks space.
+    """
+    members: dict[DiskStates, list[Tensor]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        slot = slot_of(parameter)
+        if slot is not None and slot.bucket.states is not None:
+            members.setdefault(slot.bucket.states, []).append(parameter)
+    if not members:
+        return  # no state is on a disk: return early, since this function may be called at every step
+    fields_of = fields_by_parameter([optimizer])
+    for states, parameters in members.items():
+        fields = fields_of(parameters, states.dtype)
+        if not fields.keys() <= states.fields.keys():
+            synchronize()
+            states.add_fields(fields)

@@ -15,8 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
-from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import Updates, fields_by_parameter, of_no_parameter
+from lightning_zero.engine.offload.updates import Updates, of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
     Small,
@@ -496,24 +495,3 @@ def _initial(key: str, slot: BucketSlot, group: dict[str, Any]) -> Tensor:
         "on the meta device. Create the state in the first step(), as torch's optimizers do, or create the module "
         "outside of torch.device('meta')."
     )
-
-
-def make_room(optimizer: Optimizer) -> None:
-    """Reserve disk space for all states that an optimizer's update needs.
-
-    Raises:
-        OSError: if a disk lacks space.
-    """
-    members: dict[DiskStates, list[Tensor]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        slot = slot_of(parameter)
-        if slot is not None and slot.bucket.states is not None:
-            members.setdefault(slot.bucket.states, []).append(parameter)
-    if not members:
-        return  # no state is on a disk: return early, since this function may be called at every step
-    fields_of = fields_by_parameter([optimizer])
-    for states, parameters in members.items():
-        fields = fields_of(parameters, states.dtype)
-        if not fields.keys() <= states.fields.keys():
-            synchronize()
-            states.add_fields(fields)

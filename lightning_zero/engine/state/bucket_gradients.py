@@ -12,12 +12,13 @@ from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Span, Started
-from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero, storage_use_count
+from lightning_zero.engine.compat import storage_use_count
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.chunked_reduction import ChunkedReduction
+from lightning_zero.engine.state.flat_buffer import fill
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -313,10 +314,7 @@ class BucketGradients:
         return f"the gradient reduction of unit {self.bucket.unit_name or 'root'!r}"
 
     def start_crossing(self, pending: Pending) -> Pending | None:
-        """Wait for the sum within the machine, add accumulated earlier sums, and start to sum the total over machines.
-
-        Returns None if this backward sums nothing over machines.
-        """
+        """Wait for the machine's sum, add earlier ones, and start to sum over machines; None if nothing crosses now."""
         if self.bucket.part is None or not self.crosses:
             return None
         with torch.no_grad():
@@ -430,25 +428,8 @@ class BucketGradients:
     def _complete_flat(self) -> Tensor:
         """Remove and return the flat buffer, with separately kept gradients copied in and zeros for missing ones."""
         flat = self._make_flat() if self.flat is None else self.flat
-        apart, filled = self._take_apart(), self._filled
-        self._filled = [False] * len(filled)
-        if len(apart) == len(filled) and flat.numel():  # the fastest way
-            gaps = flat.new_zeros(max(self._sizes[1::2]))
-            cut = [gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(self._sizes) if n]
-            torch.cat(cut, out=flat)
-            if self._can_take_mean_first:
-                flat.mul_(self._mean)
-        else:
-            parts = flat.split_with_sizes(self._sizes)
-            if apart:
-                small = [parts[2 * index] for index in apart]
-                foreach_copy(small, [gradient.view(-1) for gradient in apart.values()])
-                if self._can_take_mean_first:
-                    foreach_mul(small, self._mean)
-            blank = [part for part, is_filled in zip(parts[::2], filled) if not is_filled]
-            blank += [part for part in parts[1::2] if part.numel()]
-            if blank:
-                foreach_zero(blank)
+        filled, self._filled = self._filled, [False] * len(self._filled)
+        fill(flat, self._sizes, self._take_apart(), filled, self._mean if self._can_take_mean_first else 1.0)
         for stream in self._streams:  # before the memory of the gradients is freed
             wait_for(self._streams[-1:], stream)
         self._streams.clear()
@@ -515,10 +496,9 @@ class BucketGradients:
 
         As under DDP, other parameters keep a ``p.grad`` that the user has set.
         """
-        for index, gradient in self._local.items():
-            if not used[index]:
-                self.bucket.parameter(index).grad = gradient
-        self._local.clear()
+        local, self._local = self._local, {}
+        for index in (each for each in local if not used[each]):
+            self.bucket.parameter(index).grad = local[index]
         parts: dict[GradientShard, dict[int, Tensor]] = {}
         for slot, is_used in zip(slots_of(self.bucket), used):
             shard = shards.get(slot.index)  # with one rank, None if the gradient is computed only later
