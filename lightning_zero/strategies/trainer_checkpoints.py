@@ -162,7 +162,8 @@ class TrainerCheckpoints(ZeroProcesses):
                 filepath,
             )
             return
-        about = self._about_checkpoint(to_resume="optimizer_states" in checkpoint)
+        to_resume = "optimizer_states" in checkpoint  # false with ``save_weights_only=True``
+        about = self._about_checkpoint(to_resume=to_resume)
         checkpoint = {**checkpoint, CHECKPOINT_KEY: about}
         if self._takes_parts:
             self._save_in_parts(self._tree_in(checkpoint), checkpoint, filepath, storage_options)
@@ -171,7 +172,7 @@ class TrainerCheckpoints(ZeroProcesses):
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
             self._save_whole(checkpoint, filepath, communicator)
-        if self._resilience is not None and "optimizer_states" in checkpoint:  # false with ``save_weights_only=True``
+        if self._resilience is not None and to_resume:
             self._resilience.note(filepath)
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

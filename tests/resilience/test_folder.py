@@ -197,7 +197,15 @@ def test_without_memory_the_job_finds_a_checkpoint_that_was_saved_to_a_url(unint
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("options", [{"saves": 3, "saves_weights": 1}, {"saves": 3, "has_class": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"saves": 3, "saves_weights": 1},
+        {"saves": 3, "saves_weights": 1, "strategy": {"checkpoint": "sharded"}},
+        {"saves": 3, "has_class": True},
+    ],
+    ids=str,
+)
 def test_without_memory_the_job_continues_from_the_last_complete_checkpoint(options, uninterrupted, tmp_path):
     stopped_after_kills(tmp_path, options, 8)
     shutil.rmtree(tmp_path / "memory")
