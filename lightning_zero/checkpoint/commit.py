@@ -220,7 +220,7 @@ def stand_in(path: str) -> str | None:
     }
     if not found:
         return None
-    newest = max(found, key=lambda entry: found[entry])  # object stores have no times of folders for ``fs.modified``
+    newest = max(found, key=found.__getitem__)  # object stores have no times of folders for ``fs.modified``
     return fs.unstrip_protocol(newest) if "://" in path else newest
 
 

@@ -79,6 +79,10 @@ class Entry:
     def nbytes(self) -> int:
         return (self.stop - self.start) * self.dtype.itemsize
 
+    def is_written_by(self, rank: int) -> bool:
+        """Whether this rank writes anything: rank 0 also writes empty tensors."""
+        return self.stop > self.start or (rank == 0 and not self.shape.numel())
+
     @cached_property
     def boxes(self) -> list[Box]:
         """The rectangles that tile the range; for an empty tensor, a single empty rectangle."""
@@ -134,7 +138,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     for name, leaf in leaves.items():
         if is_view_of_parameter(leaf):
             leaf = leaf.whole()
-        if isinstance(leaf, Tensor) and leaf.layout is torch.strided and not leaf.is_quantized:
+        if isinstance(leaf, Tensor) and is_strided(leaf):
             key = identity(leaf)
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
@@ -142,11 +146,16 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
             objects[name] = serialised(leaf)
     entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
-        [entry for entry in entries if entry.stop > entry.start or (rank == 0 and not entry.shape.numel())],
+        [entry for entry in entries if entry.is_written_by(rank)],
         objects,
         serialised(hollow) if rank == 0 else b"",
         paths if rank == 0 else {},
     )
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor can be written element by element, unlike sparse and quantized tensors."""
+    return tensor.layout is torch.strided and not tensor.is_quantized
 
 
 def is_view_of_parameter(value: Any) -> bool:

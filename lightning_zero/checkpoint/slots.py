@@ -35,6 +35,7 @@ from lightning_zero.checkpoint.saving import (
     device_of,
     entry_of,
     identity,
+    is_strided,
     is_view_of_parameter,
     metadata_of,
 )
@@ -123,7 +124,7 @@ class _Pickler(pickle.Pickler):
             value = value.whole()  # type: ignore[attr-defined]
         if self._rank != 0:
             return _tensor_of, (0, value.dtype)  # only rank 0 keeps values that are not sharded
-        if isinstance(value, LazyTensor) or (self.is_lazy and _is_strided(value)):
+        if isinstance(value, LazyTensor) or (self.is_lazy and is_strided(value)):
             return _stored, (self._name_of(value),)
         return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
@@ -138,7 +139,7 @@ class _Pickler(pickle.Pickler):
             self._names[key] = name
             self._alive.append(tensor)
             entry = entry_of(tensor, self._rank, (name,))
-            if entry.stop > entry.start or (self._rank == 0 and not entry.shape.numel()):
+            if entry.is_written_by(self._rank):
                 self.entries.append(entry)
         return self._names[key]
 
@@ -149,13 +150,9 @@ def _is_number(value: Tensor) -> bool:
         type(value) is Tensor
         and not value.dim()
         and value.device.type == "cpu"
-        and _is_strided(value)
+        and is_strided(value)
         and not value.requires_grad
     )
-
-
-def _is_strided(value: Tensor) -> bool:
-    return value.layout is torch.strided and not value.is_quantized
 
 
 def _tensor_of(number: Any, dtype: torch.dtype) -> Tensor:

@@ -64,8 +64,7 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 def _taker_of_gradients(parameter: ShardedTensor) -> Callable[[Tensor], None]:
     """What hands gradients of a parameter's full tensor over to the parameter: the reduction, except for a copy."""
     slot: Any = parameter.slot
-    is_trained = slot.bucket.parameters[slot.index]() is parameter  # copies and aliases have the same slot
-    take: Callable[[Tensor], None] | None = slot.take_gradient if is_trained else None
+    take: Callable[[Tensor], None] | None = slot.take_gradient if slot.is_of(parameter) else None
     if take is not None:
         return take
 

@@ -197,27 +197,29 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def _kept_engine(self, *, fitting: bool) -> Engine | None:
         """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot reuse it."""
-        module = self.lightning_module
-        engine = engine_of(module)
+        engine = engine_of(self.lightning_module)
         if engine is None:
             return None
-        has_other_layers = fitting and type(_layer_syncs.get(module)) is not type(self._layer_sync)
-        if engine.config != self._config_of_run() or not engine.holds_all_of(module) or has_other_layers:
-            self._close_kept(engine)
-            return None
-        precisions = self.lightning.plugins.precision
-        if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
-            with self.precision_plugin.tensor_init_context():
-                dtype = torch.get_default_dtype()
-            if any(p.is_floating_point() and p.dtype != dtype for p in module.parameters()):
-                self._close_kept(engine)
-                return None
-        engine.sync_buffers()
-        return engine
-
-    def _close_kept(self, engine: Engine) -> None:
+        if (
+            engine.config == self._config_of_run()
+            and engine.holds_all_of(self.lightning_module)
+            and (not fitting or type(_layer_syncs.get(self.lightning_module)) is type(self._layer_sync))
+            and self._has_dtype_of_run
+        ):
+            engine.sync_buffers()
+            return engine
         engine.close(device=self.root_device)
         self._revert_layers()
+        return None
+
+    @property
+    def _has_dtype_of_run(self) -> bool:
+        """Whether ``_convert_module`` would leave the parameters as they are."""
+        if not self._converts_module:
+            return True
+        with self.precision_plugin.tensor_init_context():
+            dtype = torch.get_default_dtype()
+        return all(p.dtype == dtype for p in self.lightning_module.parameters() if p.is_floating_point())
 
     def _revert_layers(self) -> None:
         """Undo ``sync_batchnorm``, also of an earlier run after which the module has stayed sharded."""

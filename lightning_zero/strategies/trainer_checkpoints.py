@@ -60,10 +60,15 @@ class TrainerCheckpoints(ZeroProcesses):
 
     def _convert_module(self) -> None:
         """Convert the module to the Trainer's precision."""
-        precisions = self.lightning.plugins.precision
-        if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
+        if self._converts_module:
             leave_in_files(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
+
+    @property
+    def _converts_module(self) -> bool:
+        """Whether the Trainer's precision converts all parameters to one dtype."""
+        precisions = self.lightning.plugins.precision
+        return isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision))
 
     def _can_save(self) -> bool:
         """Whether the ranks can save a checkpoint.

@@ -108,7 +108,7 @@ class ControlPlane:
 
     def _copy_from_first(self, small: SmallMessages, tensors: list[Tensor]) -> None:
         if self._rank == 0:
-            message = b"".join(bytes_of(tensor.resolve_conj().resolve_neg().contiguous()) for tensor in tensors)
+            message = b"".join(bytes_of(tensor.contiguous()) for tensor in tensors)
             small.send(self._small_tag, [message] * len(small.ranks))
             torch.autograd.graph.increment_version(tensors)  # as ``copy_`` does on the other ranks
             return

@@ -172,7 +172,8 @@ class SmallMessages:
 
 
 def bytes_of(tensor: Tensor) -> bytes:
-    """The bytes of a contiguous CPU tensor."""
+    """The bytes of a contiguous CPU tensor; of a lazy conjugate or negative, those of the values that it shows."""
+    tensor = tensor.resolve_conj().resolve_neg()
     return ctypes.string_at(tensor.data_ptr(), tensor.nbytes) if tensor.nbytes else b""
 
 

@@ -188,7 +188,7 @@ class MasterStates:
 
     def _split(self, master: Master, wanted: set[BucketSlot]) -> None:
         """Split a master of which only the wanted slots are updated now. Each part keeps its part of the state."""
-        self._views.clear()
+        self.forget_views()
         self.version += 1
         state, slots = self.by_master.pop(master.tensor, {}), set(master.slots)
         for run in (*runs_of(list(slots & wanted)), *runs_of(list(slots - wanted))):
@@ -426,7 +426,7 @@ class MasterStates:
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
         self._master_of.clear()
-        self._views.clear()
+        self.forget_views()
         self._measured = -1
         optimizer.state, self._own = StateMapping(self), None
         by_slot: dict[BucketSlot, dict[str, Any]] = {}

@@ -48,6 +48,9 @@ class BucketSlot:
     def parameter(self) -> nn.Parameter:
         return self.bucket.parameter(self.index)
 
+    def is_of(self, tensor: Any) -> bool:
+        return self.bucket.parameters[self.index]() is tensor  # the parameter may have been deleted
+
     @property
     def view(self) -> Tensor:
         return self.bucket.views[self.index]

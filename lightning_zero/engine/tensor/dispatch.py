@@ -324,7 +324,7 @@ def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     target = args[0]
     if isinstance(target, ShardedTensor) and current_graph_task() != -1:
         leaf = getattr(current_autograd_node(), "variable", None)  # ``.grad`` may have another parameter's slot
-        if isinstance(leaf, ShardedTensor) and leaf is leaf.slot.parameter:  # not a copy, which has the same slot
+        if isinstance(leaf, ShardedTensor) and leaf.slot.is_of(leaf):
             if leaf.grad is target and leaf.slot.accumulate(args[1]):
                 return target
     return _act_locally(func, args, kwargs)

@@ -27,7 +27,6 @@ class Slot(Protocol):
         name, shape, dtype, device: those of the parameter.
         share: this rank's share of the parameter; the full parameter unless tensor parallelism divides it.
         offset, local_numel: start and length of this rank's range of the flattened share.
-        parameter: the sharded parameter itself.
         hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
         group: identifies the ranks that the parameter is sharded over; equal for parameters with the same ranks.
         background: the owner of background work on the parameter and its optimizer state (see ``BackgroundWork``).
@@ -45,9 +44,6 @@ class Slot(Protocol):
     hooks_after_reduction: dict[int, Callable[[Tensor], Any]]
 
     @property
-    def parameter(self) -> Any: ...
-
-    @property
     def group(self) -> Any: ...
 
     @property
@@ -58,6 +54,9 @@ class Slot(Protocol):
 
     @property
     def is_written_by_modules(self) -> bool: ...
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether a tensor is the parameter itself, which is trained; its copies and aliases have the same slot."""
 
     def remember(self, tensor: Any) -> None:
         """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
