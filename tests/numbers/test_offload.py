@@ -27,7 +27,7 @@ from lightning_zero.engine.comm.background_work import is_synchronized, synchron
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import DiskUpdate, Update
-from lightning_zero.engine.optim import state
+from lightning_zero.engine.optim import masters, state
 from lightning_zero.io.disk import ALIGNMENT, DirectFile
 from tests.checkpoint import faults
 from tests.support import models
@@ -429,7 +429,7 @@ def replaced(offload: str | None) -> dict[str, Any]:
             optimizer.step()
             optimizer.zero_grad()
             if step == 1:
-                for room in (optimizers, state):
+                for room in (masters, optimizers, state):
                     patch.setattr(room, "synchronize", wait)
                 former, optimizer = optimizer, models.sgd_nesterov(module)
                 engine.set_optimizers([optimizer])

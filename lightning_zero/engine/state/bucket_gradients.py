@@ -429,9 +429,11 @@ class BucketGradients:
         """Remove and return the flat buffer, with separately kept gradients copied in and zeros for missing ones."""
         flat = self._make_flat() if self.flat is None else self.flat
         filled, self._filled = self._filled, [False] * len(self._filled)
-        fill(flat, self._sizes, self._take_apart(), filled, self._mean if self._can_take_mean_first else 1.0)
-        for stream in self._streams:  # before the memory of the gradients is freed
+        apart = self._take_apart()
+        fill(flat, self._sizes, apart, filled, self._mean if self._can_take_mean_first else 1.0)
+        for stream in self._streams:
             wait_for(self._streams[-1:], stream)
+        del apart  # only now: its memory may be used again on the streams that allocated it
         self._streams.clear()
         return flat
 
