@@ -91,6 +91,29 @@ def test_a_trainer_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, sta
         same_values(found, expected, "weights", bound=CLOSE)
 
 
+class Fails(Divided):
+    """Rank 1 fails in the second step."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 1 and rank() == 1:
+            raise OSError("no data")
+        return super().training_step(batch, batch_idx)
+
+
+def train_after_a_failure(strategy: dict[str, Any]) -> dict[str, Tensor]:
+    torch.distributed.new_group()  # torch numbers groups: those of the first mesh get other names than the second's
+    with pytest.raises(OSError if rank() == 1 else RuntimeError, match="no data"):
+        make_trainer(ZeroStrategy(**strategy)).fit(Fails())
+    return train(strategy)
+
+
+def test_after_a_failure_the_same_processes_can_train_with_tensor_parallelism_again(run_on):
+    """The process groups are new, and DTensor does not communicate in those of the failed run."""
+    (expected, *_) = run_on(2, train, strategy="ddp")
+    for found in run_on(4, train_after_a_failure, strategy={"stage": 3, "tensor_parallel_size": 2}):
+        same_values(found, expected, "weights", bound=CLOSE)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_in_low_precision_tensor_parallel_ranks_learn_nearly_what_ddp_learns(run_on, precision):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -99,6 +100,11 @@ def start(backend: str, store: Store, rank: int, world_size: int, **options: Any
 
 def destroy(group: ProcessGroup | None = None) -> None:
     """Destroy a process group; None destroys the default group and all others."""
+    if group is None and "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        # DTensor caches results with their meshes, and would communicate in groups that no longer exist.
+        _clear_sharding_prop_cache()
     dist.destroy_process_group(group)
 
 
