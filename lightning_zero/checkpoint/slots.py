@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
         is_lazy: whether tensors that are not sharded become entries, too.
     """
 
-    def __init__(self, stream: io.BytesIO, rank: int) -> None:
+    def __init__(self, stream: io.BytesIO, rank: int = 0) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self.entries: list[Entry] = []
         self.sharded, self.is_lazy, self._rank = 0, True, rank
@@ -216,7 +216,11 @@ class SlotWriter:
         entries = sorted(state.entries, key=lambda entry: entry.is_guarded)
         self._arrange(entries)
         end = self._positions[-1]
-        others = (*state[1:], pickle.dumps(own, pickle.HIGHEST_PROTOCOL))
+        stream = io.BytesIO()
+        pickler = _Pickler(stream)
+        pickler.is_lazy = False
+        pickler.dump(own)
+        others = (*state[1:], stream.getvalue())
         self._reserve(end)
         free = sum(not entry.is_guarded for entry in entries)
         sums = self._copied(_on_cpu(entries[:free], CopyBuffer()), 0)

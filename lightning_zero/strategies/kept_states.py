@@ -140,7 +140,7 @@ class KeptStates:
         opened, own = open_slots(self._folder, slots)
         opened.trust()
         about = opened.checkpoint.setdefault(CHECKPOINT_KEY, {})
-        about |= {name: [state[name] for state in own] for name in ("rng", "data") if all(own)}
+        about |= {name: [state[name] for state in own] for name in own[0] if all(own)}
         return opened.checkpoint
 
     def _brought_here(self, copies: dict[About, dict[Place, str]]) -> list[Slot]:

@@ -17,9 +17,10 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info
 from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.strategies.epoch_state import EpochState, epoch_state, forget, set_epoch_state, set_logged
 from lightning_zero.strategies.loops import Around
 
 Rng = dict[str, Any]
@@ -72,6 +73,7 @@ class DataLoadingState:
         self._loop: Any = trainer.fit_loop
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._saved: dict[str, Any] | None = None  # the loaded state, until the first epoch begins
+        self._same_ranks = True
         self._has_order = False  # whether samplers determine the order in all loaders
         self._epoch_of_iterators: int | None = None
         # The current optimizer step: its number, and the state before its first batch was fetched.
@@ -90,12 +92,21 @@ class DataLoadingState:
             Around.take_off(loop, name)
         for loader in getattr(self._loop._combined_loader, "flattened", ()):
             Around.take_off(loader, "_get_iterator")
+        forget(self._trainer)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's entries ``rng`` and ``data``. Convert them with ``in_tensors`` before saving them."""
         if self._saved is not None:
-            return self._saved
+            return {name: self._saved[name] for name in ("rng", "data")}
         return self._step[1] if self._step is not None and self._is_within_step else self._now()
+
+    def state_with_epoch(self) -> dict[str, Any]:
+        """Return ``state`` and the entry ``epoch``, which Lightning does not save."""
+        if self._saved is not None:
+            return self._saved
+        is_within = self._step is not None and self._is_within_step
+        epoch = epoch_state(self._trainer, with_sums=not is_within)
+        return {**self.state(), "epoch": {**epoch, "is_between": not (is_within or self._trainer.validating)}}
 
     def _now(self, *, repeats: bool = False) -> dict[str, Any]:
         data, combined = None, self._loop._combined_loader
@@ -109,7 +120,12 @@ class DataLoadingState:
                 "batches": self._epoch_loop.batch_progress.current.ready,
                 "repeats": repeats,
             }
-        return {"rng": rng_state(self._device), "data": data}
+        return {"rng": rng_state(self._device) | {"generators": _states_of(self._generators)}, "data": data}
+
+    @property
+    def _generators(self) -> list[torch.Generator]:
+        loaders = getattr(self._loop._combined_loader, "flattened", ())
+        return [generator for loader in loaders for generator in _generators_of(loader)]
 
     @property
     def _epoch(self) -> int:
@@ -129,14 +145,25 @@ class DataLoadingState:
         if self._step is None or self._step[0] != step or is_by_hand:
             self._step = (step, self._now(repeats=True))
 
-    def resume(self, rng: Rng | None, data: dict[str, Any] | None) -> None:
-        """Set the state from which training continues. An argument is None if the checkpoint lacks the entry."""
-        self._saved = {"rng": rng or rng_state(self._device), "data": data}
+    def resume(
+        self, rng: Rng | None, data: dict[str, Any] | None, epoch: EpochState | None, *, same_ranks: bool
+    ) -> None:
+        """Set the state from which training continues. An argument is None if the checkpoint lacks the entry.
+
+        Args:
+            same_ranks: whether the checkpoint was saved by as many ranks.
+        """
+        self._saved = {"rng": rng or rng_state(self._device), "data": data, "epoch": epoch}
+        self._same_ranks = same_ranks
+        if epoch is not None:
+            self._trainer.should_stop = epoch["should_stop"]
+            set_logged(self._trainer, epoch)
 
     def restore_rng(self) -> None:
         """Restore the random states of the loaded checkpoint, if there is one."""
         if self._saved is not None:
             set_rng_state(self._saved["rng"], self._device)
+            _set_states(self._generators, self._saved["rng"])
 
     @property
     def _data(self) -> dict[str, Any] | None:
@@ -163,6 +190,7 @@ class DataLoadingState:
 
     def _begin_epoch(self, begin: Any, fetcher: Any) -> None:
         data, is_first = self._data, self._saved is not None
+        epoch = self._saved["epoch"] if self._saved is not None and self._loop.restarted_mid_epoch else None
         self._saved = self._step = None
         progress, combined = self._epoch_loop.batch_progress, fetcher.combined_loader
         iterator = combined._iterator
@@ -175,6 +203,11 @@ class DataLoadingState:
         elif is_first and self._has_order and progress.current.ready == 0 and combined._iterator is iterator:
             # As in an uninterrupted run, start the iterators after the hooks, which set the epoch's number.
             iter(fetcher)
+        if epoch is not None:
+            self._loop._restarting = False  # otherwise Lightning leaves out schedulers that monitor a metric
+            if epoch["is_between"]:
+                self._epoch_loop.restarting = False  # otherwise Lightning does again what follows a batch
+            set_epoch_state(self._trainer, epoch, same_ranks=self._same_ranks)
         self._epoch_of_iterators = self._epoch
         start_profiler = fetcher._start_profiler
 
@@ -237,10 +270,12 @@ def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> 
     if position is not None:
         loader._iterator = None  # with persistent workers, the loader would reuse the old iterator
 
+    generators = _generators_of(loader)
+
     def get_iterator(create: Any) -> Any:
         nonlocal position
         sampler = getattr(loader, name)
-        vars(loader)[name], position = _Indices(sampler, position), None
+        vars(loader)[name], position = _Indices(sampler, position, generators), None
         try:
             return create()
         finally:
@@ -252,11 +287,14 @@ def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> 
 class _Indices:
     """Wrapper around a loader's sampler. It records the random state at the start, or continues from a position.
 
-    A position is the random state before the sampler started, and the number of batches to skip.
+    A position is the random state before the sampler started, and the number of batches to skip. The random state
+    includes the states of ``generators``, from which only samplers draw.
     """
 
-    def __init__(self, sampler: Any, position: tuple[Rng | None, int] | None) -> None:
-        self._sampler, self._starts_over = sampler, position is None
+    def __init__(
+        self, sampler: Any, position: tuple[Rng | None, int] | None, generators: list[torch.Generator]
+    ) -> None:
+        self._sampler, self._starts_over, self._generators = sampler, position is None, generators
         self._rng, self._skipped = position or (None, 0)
 
     def position(self, yielded: int) -> tuple[Rng | None, int]:
@@ -265,11 +303,12 @@ class _Indices:
 
     def __iter__(self) -> Iterator[Any]:  # a generator: like samplers, it starts when the first index is fetched
         cpu = torch.device("cpu")  # no sampler draws from a device's generator
-        now = rng_state(cpu)
+        now = rng_state(cpu) | {"generators": _states_of(self._generators)}
         if self._starts_over:
             self._rng, self._skipped = now, 0
         self._starts_over, self._rng = True, self._rng or now
         set_rng_state(self._rng, cpu)
+        _set_states(self._generators, self._rng)
         indices = iter(self._sampler)
         first = list(islice(indices, self._skipped, self._skipped + 1))
         if self._rng is not now:
@@ -278,6 +317,29 @@ class _Indices:
 
     def __len__(self) -> int:
         return len(self._sampler)
+
+
+def _generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators of a loader and of its samplers, which may be wrapped in others."""
+    found: dict[int, torch.Generator] = {}
+    seen, to_see = {id(loader)}, [loader]
+    while to_see:
+        for value in getattr(to_see.pop(), "__dict__", {}).values():
+            if isinstance(value, torch.Generator):
+                found[id(value)] = value
+            elif (isinstance(value, Sampler) or hasattr(value, "_sampler")) and id(value) not in seen:
+                seen.add(id(value))
+                to_see.append(value)
+    return list(found.values())
+
+
+def _states_of(generators: list[torch.Generator]) -> list[Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _set_states(generators: list[torch.Generator], rng: Rng) -> None:
+    for generator, state in zip(generators, rng.get("generators", ())):  # earlier versions did not save them
+        generator.set_state(state)
 
 
 def _go_back(progress: Any, batches: int) -> None:

@@ -51,6 +51,7 @@ class TrainerCheckpoints(ZeroProcesses):
         self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
         self._data_loading: DataLoadingState | None = None
+        self._is_at_end = False  # whether a signal is ending the job
         self._loaded: dict[str, Any] | None = None
         # Rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine has been closed.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
@@ -208,10 +209,14 @@ class TrainerCheckpoints(ZeroProcesses):
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, is_kept=True)
             tree = {key: checkpoint.pop(key) for key in ("state_dict", "optimizer_states")}
             state = kept_state_of(tree, checkpoint, self.global_rank)
-        return state, self._data_loading.state() if self._data_loading is not None else {}
+        return state, self._data_loading.state_with_epoch() if self._data_loading is not None else {}
 
     def save_in_parts(self, path: Any) -> None:
-        """Save a checkpoint: sharded if there is one machine, otherwise as in ``options.checkpoint``. Collective."""
+        """Save the last checkpoint of a job that a signal ends. Collective.
+
+        It is sharded if there is one machine, and otherwise as in ``options.checkpoint``.
+        """
+        self._is_at_end = True
         with self._taking_parts() if self.num_nodes == 1 else nullcontext():
             self.lightning_module.trainer.save_checkpoint(path)
 
@@ -226,8 +231,11 @@ class TrainerCheckpoints(ZeroProcesses):
         if to_resume and not self._takes_parts:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and not is_kept and self._data_loading is not None:
-            ranks = self.all_gather_values(in_tensors(self._data_loading.state()))
-            about |= {name: [state[name] for state in ranks] for name in ("rng", "data")}
+            loading = self._data_loading
+            ranks = self.all_gather_values(
+                in_tensors(loading.state_with_epoch() if self._is_at_end else loading.state())
+            )
+            about |= {name: [state[name] for state in ranks] for name in ranks[0]}
         if self._resilience is not None:
             about[GLOBAL_BATCH] = global_batch(self.lightning_module.trainer)
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
@@ -334,13 +342,18 @@ class TrainerCheckpoints(ZeroProcesses):
             optimizer.load_state_dict(state)
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
         if self._data_loading is not None and "rng" in loaded and loaded is self._loaded:
-            rng, data, own = loaded["rng"], loaded["data"], None
+            rng, data, epochs, own = loaded["rng"], loaded["data"], loaded.get("epoch", [None]), None
             factor = self._resilience.factor if self._resilience is not None else None
             if factor is not None and all(data):
                 own = moved(data[self.global_rank % len(data)], factor)
             elif len(data) == self.world_size:
                 own = data[self.global_rank]
-            self._data_loading.resume(rng[self.global_rank] if self.global_rank < len(rng) else None, own)
+            self._data_loading.resume(
+                rng[self.global_rank] if self.global_rank < len(rng) else None,
+                own,
+                epochs[self.global_rank % len(epochs)],
+                same_ranks=len(epochs) == self.world_size,
+            )
 
     def on_train_start(self) -> None:
         super().on_train_start()

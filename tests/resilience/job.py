@@ -17,11 +17,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
+import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import GradientAccumulationScheduler, LearningRateFinder, ModelCheckpoint
+from lightning.pytorch.callbacks import (
+    BaseFinetuning,
+    EarlyStopping,
+    GradientAccumulationScheduler,
+    LearningRateFinder,
+    ModelCheckpoint,
+)
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_zero import ResilienceConfig, ZeroStrategy, shard_of
 from lightning_zero.checkpoint import slots
@@ -48,6 +55,10 @@ OPTIONS = {
     "accumulate": 1,
     "schedule": None,  # micro-batches a step by the epoch from which on they apply
     "ckpt_path": None,
+    "watches": False,  # metrics and their means decide learning rates; the start of an epoch freezes a layer
+    "draws": False,  # a sampler draws from a generator of its own
+    "unfreezes": False,  # a layer is trained from the second epoch on, in a group of its own
+    "stops": False,  # EarlyStopping ends the fit
     "teaches": False,  # a frozen layer follows another layer
     "batch": None,  # samples of a rank's batch; null: 16 of all ranks
     "is_plain": False,  # without dropout and batch statistics, so that the results do not depend on the ranks
@@ -76,6 +87,12 @@ class Net(LightningModule):
             self.hparams.settings = Settings()
             self._set_hparams(self.hparams)
         self.layers[3].requires_grad_(not options["teaches"])
+        self.mean = torchmetrics.MeanMetric()
+
+    def on_train_epoch_start(self):
+        if options["watches"]:
+            self.layers[1].requires_grad_(self.current_epoch % 2 == 0)
+            self.dropout.train(self.current_epoch % 2 == 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -89,6 +106,10 @@ class Net(LightningModule):
         out = self(x)
         loss = out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
         loss = loss * torch.nan if act("loss") == "nan" else loss
+        if options["watches"]:
+            self.mean(loss.detach())
+            self.log("mean", self.mean, on_step=False, on_epoch=True)
+            self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
         if loss.requires_grad:
             loss.register_hook(lambda _: act("backward"))
         return loss
@@ -106,8 +127,13 @@ class Net(LightningModule):
         self.log("loss", self(x).float().square().mean(), sync_dist=True)
 
     def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.parameters(), lr=self.lr)
+        optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
+        if options["watches"]:
+            return [optimizer], [
+                {"scheduler": plateau(optimizer), "interval": "epoch", "monitor": "mean"},
+                {"scheduler": plateau(optimizer), "interval": "step", "monitor": "train_step"},
+            ]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_before_optimizer_step(self, optimizer):
@@ -123,6 +149,11 @@ class Net(LightningModule):
         act("end")
 
 
+def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
+    """Its learning rate depends on each value that it sees."""
+    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=0.02)
+
+
 class Note(Callback):
     def on_train_start(self, trainer, module):
         act("fit")
@@ -131,6 +162,15 @@ class Note(Callback):
         print(f"attempt {attempt()} rank {trainer.global_rank} begins step {trainer.global_step}", flush=True)
         time.sleep(options["pause"])
         act("start" if batch_idx % options["accumulate"] == 0 else "micro-batch")
+
+
+class Unfreeze(BaseFinetuning):
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.layers[4])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.layers[4], optimizer)
 
 
 class Schedule(GradientAccumulationScheduler):
@@ -233,6 +273,9 @@ def new_trainer() -> Trainer:
         every = options["saves_weights"]
         callbacks += [ModelCheckpoint("weights", every_n_train_steps=every, save_weights_only=True, save_top_k=-1)]
     callbacks += [LearningRateFinder(num_training_steps=4)] if options["tunes_within"] else []
+    callbacks += [Unfreeze()] if options["unfreezes"] else []
+    if options["stops"]:
+        callbacks += [EarlyStopping("loss", patience=1, min_delta=100.0)]
     if options["schedule"]:
         callbacks += [Schedule({int(epoch): number for epoch, number in options["schedule"].items()})]
     return Trainer(
@@ -256,7 +299,10 @@ def new_loaders() -> tuple[DataLoader, DataLoader]:
     """Loaders of random data, different at each call."""
     data = TensorDataset(torch.randn(96, 48))
     batch = options["batch"] or 16 // trainer.world_size
-    return DataLoader(data, batch, shuffle=True), DataLoader(data, batch)
+    sampler = None
+    if options["draws"]:
+        sampler = WeightedRandomSampler(torch.ones(96), 96, generator=torch.Generator().manual_seed(5))
+    return DataLoader(data, batch, shuffle=sampler is None, sampler=sampler), DataLoader(data, batch)
 
 
 if __name__ == "__main__":
@@ -280,6 +326,6 @@ if __name__ == "__main__":
             print(error, flush=True)
             sys.exit(1)
     if trainer.global_rank == 0:
-        torch.save(net.state_dict(), options["out"])
+        torch.save(net.state_dict() | trainer.callback_metrics, options["out"])
     print("ended after step", trainer.global_step, flush=True)
     print("threads at the end:", *sorted(thread.name for thread in threading.enumerate()), flush=True)
