@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning.pytorch import LightningModule, Trainer
-from torch import Tensor, nn
+from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_zero.engine.compat import tree_map_only
@@ -27,23 +27,25 @@ def epoch_state(trainer: Trainer, *, with_sums: bool) -> EpochState:
         with_sums: False if the fit will continue before batches that are already part of the sums.
     """
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    modes = {name: part.training for name, part in module.named_modules()}
-    if trainer.validating:
-        modes |= loop.val_loop._module_mode.mode  # those before the validation
-    state = {
-        "should_stop": trainer.should_stop,
-        "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
-        "frozen": [name for name, parameter in module.named_parameters() if not parameter.requires_grad],
-        "evaluating": [name for name, is_training in modes.items() if not is_training],
-        "sums": None,
-    }
+    # Lightning puts all modules into evaluation mode for a validation, and keeps their modes from before.
+    modes = loop.val_loop._module_mode.mode if trainer.validating else {}
+    frozen, evaluating, metrics = [], [], {}
+    for name, part in module.named_modules():
+        frozen += [f"{name}.{key}" for key, p in part._parameters.items() if p is not None and not p.requires_grad]
+        if not modes.get(name, part.training):
+            evaluating.append(name)
+        if isinstance(part, MetricCollection):
+            part.values(copy_state=False)  # metrics that are computed from the same sums then refer to them
+        elif isinstance(part, Metric):
+            metrics[name] = part._update_count, part.metric_state
+    logged = {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED}
+    state = {"should_stop": trainer.should_stop, "logged": logged, "frozen": frozen, "evaluating": evaluating}
     if with_sums:
         means = {
             key: {name: getattr(mean, name) for name in _OF_MEANS if hasattr(mean, name)}
             for key, mean in loop._results.items()
             if mean.is_tensor and mean.meta.on_epoch and not mean.has_reset
         }
-        metrics = {name: (metric._update_count, metric.metric_state) for name, metric in _metrics_of(module)}
         state["sums"] = {"means": means, "metrics": metrics}
     copied: EpochState = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
     return copied
@@ -62,20 +64,18 @@ def set_epoch_state(trainer: Trainer, state: EpochState, *, same_ranks: bool) ->
         same_ranks: whether the job has as many ranks as before. Otherwise a rank's own sums are not restored.
     """
     module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    sums = _on(module, state.get("sums") if same_ranks and loop.batch_progress.current.ready else None)
     frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
-    for name, parameter in module.named_parameters():
-        parameter.requires_grad_(name not in frozen)
     for name, part in module.named_modules():
         part.training = name not in evaluating
-    if state["sums"] is None or not same_ranks or not loop.batch_progress.current.ready:
-        return
-    sums = _on(module, state["sums"])
-    for name, metric in _metrics_of(module):
-        if name in sums["metrics"]:
+        for key, parameter in part._parameters.items():
+            if parameter is not None:
+                parameter.requires_grad_(f"{name}.{key}" not in frozen)
+        if sums is not None and name in sums["metrics"]:
             count, values = sums["metrics"][name]
-            metric._update_count, metric._computed = count, None
-            for key, value in values.items():
-                setattr(metric, key, value)
+            vars(part).update({"_update_count": count, "_computed": None, **values})
+    if sums is None:
+        return
     trainer._logger_connector._first_loop_iter = False  # otherwise the first batch would begin new means
     progress: Any = trainer.fit_loop.epoch_progress.current
     epoch = progress.processed
@@ -91,13 +91,6 @@ def set_epoch_state(trainer: Trainer, state: EpochState, *, same_ranks: bool) ->
 def forget(trainer: Trainer) -> None:
     """Undo what ``set_epoch_state`` has put around a method of Lightning's."""
     Around.take_off(trainer.fit_loop.epoch_loop._results, "update_metrics")
-
-
-def _metrics_of(module: nn.Module) -> list[tuple[str, Metric]]:
-    for part in module.modules():
-        if isinstance(part, MetricCollection):
-            part.values(copy_state=False)  # metrics that are computed from the same sums then refer to them
-    return [(name, part) for name, part in module.named_modules() if isinstance(part, Metric)]
 
 
 def _on(module: LightningModule, values: Any) -> Any:

@@ -194,9 +194,9 @@ class DataLoadingState:
         self._saved = self._step = None
         progress, combined = self._epoch_loop.batch_progress, fetcher.combined_loader
         iterator = combined._iterator
-        if data is not None and data["repeats"]:
-            _go_back(progress, progress.current.ready - data["batches"])
-            progress.is_last_batch = False
+        if data is not None:  # a step may be repeated; or, in manual optimization, be complete before its batch is
+            _set(progress, data["batches"])
+            progress.is_last_batch = progress.is_last_batch and not data["repeats"]
         begin(fetcher)
         if data is not None:
             self._continue(fetcher, data)
@@ -342,7 +342,9 @@ def _set_states(generators: list[torch.Generator], rng: Rng) -> None:
         generator.set_state(state)
 
 
-def _go_back(progress: Any, batches: int) -> None:
-    for tracker in (progress.total, progress.current):
-        for name, count in vars(tracker).items():
-            setattr(tracker, name, count - batches)
+def _set(progress: Any, batches: int) -> None:
+    """Count this many batches of the epoch as completed, and none as begun."""
+    earlier = progress.total.completed - progress.current.completed
+    for tracker, count in ((progress.current, batches), (progress.total, earlier + batches)):
+        for name in vars(tracker):
+            setattr(tracker, name, count)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from lightning_zero import ZeroStrategy
 from tests.support.trainer import ManualLearner, make_trainer
@@ -43,6 +43,12 @@ class Numbers(Dataset[Tensor]):
 
 def shuffled(batches: int = BATCHES, noise: bool = True, **options: Any) -> DataLoader[Tensor]:
     return DataLoader(Numbers(2 * batches * world_size(), noise), batch_size=2, shuffle=True, **options)
+
+
+def weighted(batches: int = BATCHES) -> DataLoader[Tensor]:
+    data = Numbers(2 * batches * world_size(), noise=False)
+    sampler = WeightedRandomSampler(torch.ones(len(data)), len(data), generator=torch.Generator().manual_seed(3))
+    return DataLoader(data, batch_size=2, sampler=sampler)
 
 
 def several(mode: Any, **options: Any) -> CombinedLoader:
@@ -149,11 +155,53 @@ def test_resuming_recomputes_accumulated_gradients(run_on, tmp_path):
     run_on(2, whole_and_resumed, strategy="zero1", folder=tmp_path, **options)
 
 
+class SavesInStep(Drawing):
+    """Optimizes manually, and saves after the optimizer's step, in an epoch's first and last but one batch."""
+
+    def __init__(self, folder: Path | None) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.folder, self.validated = folder, 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        loss, optimizer = super().training_step(batch, batch_idx), self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(loss)
+        optimizer.step()
+        if self.folder is not None and batch_idx in (0, BATCHES - 2):
+            self.trainer.save_checkpoint(self.folder / f"{len(self.seen)}.ckpt")
+
+    def on_validation_epoch_end(self) -> None:
+        self.validated += 1
+
+
+def resumes_within_a_manual_step(strategy: str, folder: Path) -> None:
+    def trained(saves: bool, ckpt_path: Any = None) -> SavesInStep:
+        random.seed(rank()), np.random.seed(rank()), torch.manual_seed(0)
+        module = SavesInStep(folder if saves else None)
+        trainer = make_trainer(strategy_of(strategy), max_epochs=EPOCHS, num_sanity_val_steps=0)
+        trainer.fit(module, ckpt_path=ckpt_path)
+        return module
+
+    whole = trained(saves=True)
+    weights = {name: value.clone() for name, value in whole.state_dict().items()}
+    for done in (1, BATCHES - 1, BATCHES + 1, 2 * BATCHES - 1):
+        module = trained(saves=False, ckpt_path=folder / f"{done}.ckpt")
+        same_values(module.seen, whole.seen[done:], str(done))
+        same_values(dict(module.state_dict()), weights, str(done))
+        assert module.validated == EPOCHS - done // BATCHES, done
+
+
+def test_a_step_of_manual_optimization_is_not_repeated_and_the_epochs_validation_follows(run_on, tmp_path):
+    run_on(2, resumes_within_a_manual_step, strategy="zero3", folder=tmp_path)
+
+
 WORKERS: dict[str, Any] = {"num_workers": 2, "multiprocessing_context": "fork"}
 LOADERS = {
     # Workers have their own random generators, whose state is unknown without reading the samples again.
     "with workers": partial(shuffled, noise=False, **WORKERS),
     "with workers that stay": partial(shuffled, noise=False, persistent_workers=True, **WORKERS),
+    "whose sampler has a generator": weighted,
     # The samples of one loader would draw random numbers between the shuffles of two others.
     "several, the shorter ones begin again": partial(several, "max_size_cycle", noise=False),
     "several, the shorter ones end": partial(several, "max_size", noise=False),

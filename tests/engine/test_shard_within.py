@@ -295,6 +295,33 @@ def test_dropped_gradients_leave_nothing_behind(run_on):
     run_on(4, drop_between)
 
 
+def keep_what_is_dropped(keepers: list[int]) -> None:
+    """Between micro-batches a gradient is dropped on all ranks, but some ranks still refer to it."""
+    expected, _ = prepare(Recipe(OddModel, adam))
+    reference = nn.parallel.DistributedDataParallel(expected)
+    reference(*batch(0)).backward()
+    norm = expected.widen.weight.grad.norm()
+    reference.zero_grad()
+    with sharded() as (module, _, engine):
+        with engine.no_sync(), reference.no_sync():
+            module(*batch(0)).backward()
+            reference(*batch(0)).backward()
+        kept = module.widen.weight.grad if rank() in keepers else None
+        module.widen.weight.grad = expected.widen.weight.grad = None
+        module(*batch(1)).backward()
+        reference(*batch(1)).backward()
+        for (name, parameter), theirs in zip(module.named_parameters(), expected.parameters()):
+            if parameter.numel():
+                same_tensors({name: full_grad(parameter)}, {name: theirs.grad}, 1e-5)
+        if kept is not None and len(keepers) == world_size():  # it is sharded, so all ranks must read it
+            same_tensors({"kept": kept.norm()}, {"kept": norm}, 1e-5)
+
+
+@pytest.mark.parametrize("keepers", [[1], [0, 1, 2, 3]])
+def test_ranks_may_keep_a_gradient_that_is_dropped_between_micro_batches(run_on, keepers):
+    run_on(4, keep_what_is_dropped, keepers=keepers, timeout=60)
+
+
 class Partly(OddModel):
     """A model with a layer that no rank uses."""
 

@@ -482,15 +482,15 @@ class BucketGradients:
     def _accumulating_shard(self, slots: list[BucketSlot]) -> GradientShard | None:
         """Return the shard to which ``.grad`` refers, or None. Where ``.grad`` is None, the shard is zeroed first."""
         held = [slot for slot in slots if slot.parameter.grad is not None]
-        shard, dropped = shard_of_all(held), set(slots).difference(held)
+        shard = shard_of_all(held)
         if shard is not None:
-            if any(map(shard.is_kept, dropped)):
-                return None
             begin, end = self.bucket.layout.own_part
-            for slot in dropped:
-                segment = self.bucket.layout.segments[slot.index]
-                start, stop = (min(max(each, begin), end) - begin for each in (segment.start, segment.stop))
-                shard.clear(slot.index, slice(start, stop))
+
+            def in_part(index: int) -> slice:
+                segment = self.bucket.layout.segments[index]
+                return slice(*(min(max(each, begin), end) - begin for each in (segment.start, segment.stop)))
+
+            shard.clear(set(slots).difference(held), in_part)
         return shard
 
     def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:

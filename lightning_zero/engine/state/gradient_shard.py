@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -39,10 +39,10 @@ class _Count:
     """One object's bytes in a category of a ledger; ``set`` changes the number."""
 
     def __init__(self, ledger: Ledger, category: str) -> None:
-        self._ledger, self._category, self._nbytes = ledger, category, 0
+        self.ledger, self._category, self._nbytes = ledger, category, 0
 
     def set(self, nbytes: int) -> None:
-        self._ledger.add(self._category, nbytes - self._nbytes)
+        self.ledger.add(self._category, nbytes - self._nbytes)
         self._nbytes = nbytes
 
 
@@ -139,19 +139,28 @@ class GradientShard:
         self._move(mine)
         self.accumulated = Accumulated(part, sum_over_machines)
 
-    def is_kept(self, slot: BucketSlot) -> bool:
-        """Whether any live tensor refers to the gradient of a parameter, even if it is no longer in ``.grad``."""
-        return any(shown.slot is slot for shown in self._shown)
-
-    def clear(self, index: int, in_part: slice) -> None:
-        """Set one parameter's gradient to zero. Valid only if no live tensor refers to this gradient.
+    def clear(self, slots: Iterable[BucketSlot], in_part: Callable[[int], slice]) -> None:
+        """Set the gradients of parameters to zero. Tensors that still refer to them keep their values.
 
         Args:
-            in_part: the parameter's range within this rank's part of the bucket.
+            in_part: a function that returns a parameter's range within this rank's part of the bucket, by index.
         """
-        self.parts()[index].zero_()
-        if self.accumulated is not None:
-            self.accumulated.part[in_part].zero_()
+        cleared = set(slots)
+        if kept := [shown for shown in self._shown if shown.slot in cleared]:
+            twin = GradientShard(self._arrived().clone(), self._spans, self._start, None, self._count.ledger)
+            if self.accumulated is not None:
+                part, sum_over_machines = self.accumulated
+                twin.accumulated = Accumulated(part.clone(), sum_over_machines)
+            parts = twin.parts()
+            for shown in kept:
+                self._shown.remove(shown)
+                twin._shown.add(shown)
+                shown.shard, shown.local.data = twin, parts[shown.slot.index]
+        parts = self.parts()
+        for index in (slot.index for slot in cleared):
+            parts[index].zero_()
+            if self.accumulated is not None:
+                self.accumulated.part[in_part(index)].zero_()
 
     def take(self) -> Tensor | None:
         """Return the sums within this machine, for a reduction whose result replaces this shard; None if none exist."""
