@@ -13,6 +13,8 @@ import zlib
 from contextlib import suppress
 from multiprocessing.util import Finalize
 
+from fsspec.core import url_to_fs
+
 from lightning_zero.io.disk import make_private_folder
 from lightning_zero.io.labels import is_of_the_dead, label_of
 
@@ -101,8 +103,9 @@ class JobFolder:
             if len(ended) >= self._of_machine:
                 shutil.rmtree(self.path, ignore_errors=True)
         for path in self._others if self._rank == 0 else ():
-            with suppress(OSError):
-                os.remove(path) if os.path.isfile(path) else shutil.rmtree(path)
+            with suppress(Exception):  # libraries for object stores raise errors of their own
+                fs, place = url_to_fs(path)
+                fs.rm(place, recursive=True)
 
 
 def _lock(file: int) -> None:

@@ -7,6 +7,8 @@ import os
 from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
+import fsspec
+from fsspec.core import url_to_fs
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
@@ -110,11 +112,8 @@ class KeptStates:
 
     def _on_disk(self, weights_only: bool | None) -> tuple[list[Source], list[str]]:
         """Return the checkpoints that this fit has saved, and the reasons why others cannot be read."""
-        paths = [self._at_end]
-        with suppress(OSError, ValueError), open(self._record) as file:
-            paths += json.load(file)
         sources, unread = [], []
-        for path in dict.fromkeys(paths):
+        for path in dict.fromkeys([self._at_end, *recorded(self._record)]):
             try:
                 checkpoint = open_checkpoint(path, weights_only=weights_only).checkpoint
             except FileNotFoundError:
@@ -272,6 +271,28 @@ def _is_slot(name: str) -> bool:
 
 def _slot_at(folder: str, name: str) -> Slot | None:
     return Slot.at(os.path.join(folder, name)) if _is_slot(name) else None
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def recorded(record: str) -> list[str]:
+    """Return the paths in the list ``record``, a local path or a URL; none if it cannot be read."""
+    with suppress(OSError, ValueError), fsspec.open(record, "r") as file:
+        return list(json.load(file))
+    return []
+
+
+def write_record(record: str, paths: list[str]) -> None:
+    """Replace the list ``record`` at once, so that a process killed meanwhile leaves one or the other.
+
+    Raises:
+        OSError: if it cannot be written.
+    """
+    fs, path = url_to_fs(record, skip_instance_cache=True)  # the transaction must not include others' files
+    fs.makedirs(os.path.dirname(path), exist_ok=True)
+    with fs.transaction, fs.open(path, "w") as file:
+        json.dump(paths, file)
 
 
 # -- counts of deaths and failures -------------------------------------------------------------------------------------

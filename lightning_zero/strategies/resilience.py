@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from fractions import Fraction
 from functools import partial
 from typing import Any
@@ -30,7 +28,7 @@ from lightning_zero.checkpoint.saving import CheckpointNotSavedError, CopyBuffer
 from lightning_zero.checkpoint.slots import About, KeptState, SlotWriter
 from lightning_zero.strategies.global_batch import GLOBAL_BATCH, keep_global_batch
 from lightning_zero.strategies.jobs import JobFolder
-from lightning_zero.strategies.kept_states import KeptStates, Strategy
+from lightning_zero.strategies.kept_states import KeptStates, Strategy, recorded, write_record
 from lightning_zero.strategies.loops import Around
 from lightning_zero.strategies.mirror import Mirror
 from lightning_zero.strategies.resilience_config import ResilienceConfig
@@ -292,15 +290,10 @@ class Resilience:
             self._trial = str(path)
         if self._trial is not None or self._rank != 0:
             return
-        paths: list[str] = []
-        with suppress(OSError, ValueError), open(self._record) as file:
-            paths = json.load(file)
         place = str(path) if "://" in str(path) else os.path.abspath(path)
         try:
-            os.makedirs(os.path.dirname(self._record), exist_ok=True)
-            with open(f"{self._record}.new", "w") as file:
-                json.dump([*[each for each in paths if each != place][-7:], place], file)
-            os.replace(f"{self._record}.new", self._record)
+            others = [each for each in recorded(self._record) if each != place]
+            write_record(self._record, [*others[-7:], place])
         except OSError as error:
             rank_zero_warn(
                 f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "

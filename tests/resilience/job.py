@@ -55,6 +55,7 @@ OPTIONS = {
     "accumulate": 1,
     "schedule": None,  # micro-batches a step by the epoch from which on they apply
     "ckpt_path": None,
+    "root": None,  # the Trainer's default_root_dir
     "watches": False,  # metrics and their means decide learning rates; the start of an epoch freezes a layer
     "draws": False,  # a sampler draws from a generator of its own
     "unfreezes": False,  # a layer is trained from the second epoch on, in a group of its own
@@ -290,6 +291,7 @@ def new_trainer() -> Trainer:
         logger=CSVLogger("logs") if options["logs"] else False,
         enable_checkpointing=bool(options["saves"]),
         val_check_interval=options["validates"],
+        default_root_dir=options["root"],
         enable_progress_bar=False,
         enable_model_summary=False,
     )

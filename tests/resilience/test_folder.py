@@ -197,6 +197,20 @@ def test_without_memory_the_job_finds_a_checkpoint_that_was_saved_to_a_url(unint
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("ends", ["by a signal", "by a kill"])
+def test_the_folder_of_checkpoints_may_be_a_url(ends, uninterrupted, tmp_path):
+    end = fault(0, 5, [1], "backward", "term") if ends == "by a signal" else fault(0, 8, [1], "forward")
+    options = {"root": f"file://{tmp_path}/root", "saves": 3}
+    run(tmp_path, options | {"faults": [end]}, restarts=0)
+    shutil.rmtree(tmp_path / "memory")  # as on another machine
+    found = run(tmp_path, options)
+    assert found.continued == [6], found.output
+    found.same_as(uninterrupted({}))
+    assert not os.listdir(tmp_path / "root" / ".lightning_zero" / "job")
+    assert not (tmp_path / "file:").exists()
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
