@@ -2,19 +2,35 @@
 
 from __future__ import annotations
 
+import builtins
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection
 
 from lightning_zero.engine.compat import tree_map_only
-from lightning_zero.strategies.loops import Around
 
 EpochState = dict[str, Any]
 
 _LOGGED = "_callback_metrics", "_logged_metrics", "_progress_bar_metrics"
-_OF_MEANS = "value", "cumulated_batch_size"
+_ARGUMENTS = (
+    "fx",
+    "name",
+    "prog_bar",
+    "logger",
+    "on_step",
+    "on_epoch",
+    "enable_graph",
+    "add_dataloader_idx",
+    "dataloader_idx",
+    "metric_attribute",
+)
+"""Arguments of ``log`` that are plain values."""
 
 
 def epoch_state(trainer: Trainer, *, with_sums: bool) -> EpochState:
@@ -37,18 +53,41 @@ def epoch_state(trainer: Trainer, *, with_sums: bool) -> EpochState:
         if isinstance(part, MetricCollection):
             part.values(copy_state=False)  # metrics that are computed from the same sums then refer to them
         elif isinstance(part, Metric):
-            metrics[name] = part._update_count, part.metric_state
-    logged = {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED}
-    state = {"should_stop": trainer.should_stop, "logged": logged, "frozen": frozen, "evaluating": evaluating}
+            metrics[name] = _state_of(part)
+    state = {
+        "should_stop": trainer.should_stop,
+        "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
+        "frozen": frozen,
+        "evaluating": evaluating,
+        "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
+    }
     if with_sums:
-        means = {
-            key: {name: getattr(mean, name) for name in _OF_MEANS if hasattr(mean, name)}
-            for key, mean in loop._results.items()
-            if mean.is_tensor and mean.meta.on_epoch and not mean.has_reset
+        results = {
+            key: _result_of(each)
+            for key, each in loop._results.items()
+            if not each.has_reset and each.meta.sync.group is None
         }
-        state["sums"] = {"means": means, "metrics": metrics}
+        state["sums"] = {"results": results, "metrics": metrics}
     copied: EpochState = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
     return copied
+
+
+def _state_of(metric: Any) -> dict[str, Any]:
+    """The state of a metric, and other numbers that it has, such as the extrema of a ``MinMaxMetric``."""
+    kept = bool, int, float, Tensor
+    return {key: value for key, value in vars(metric).items() if key in metric._defaults or isinstance(value, kept)}
+
+
+def _result_of(result: Any) -> dict[str, Any]:
+    """What has been logged under one key: the arguments of ``log``, and the sum so far."""
+    sync = result.meta.sync
+    return {
+        "arguments": {name: getattr(result.meta, name) for name in _ARGUMENTS},
+        "reduce": (result.meta.reduce_fx.__name__, result.meta.reduce_fx in (sum, min, max)),
+        "sync": {"_should": sync.should, "rank_zero_only": sync.rank_zero_only},
+        "is_tensor": result.is_tensor,
+        "state": _state_of(result) if result.is_tensor else {"_update_count": result._update_count},
+    }
 
 
 def set_logged(trainer: Trainer, state: EpochState) -> None:
@@ -57,40 +96,69 @@ def set_logged(trainer: Trainer, state: EpochState) -> None:
         getattr(trainer._logger_connector, name).update(_on(trainer.lightning_module, logged))
 
 
-def set_epoch_state(trainer: Trainer, state: EpochState, *, same_ranks: bool) -> None:
-    """Restore the other parts of what ``epoch_state`` returned, in a fit that is about to continue that epoch.
+def set_modules(module: LightningModule, state: EpochState, *, same_ranks: bool) -> None:
+    """Restore which parameters are frozen, modes of modules, and states of torchmetrics.
 
     Args:
         same_ranks: whether the job has as many ranks as before. Otherwise a rank's own sums are not restored.
     """
-    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    sums = _on(module, state.get("sums") if same_ranks and loop.batch_progress.current.ready else None)
+    metrics = _on(module, state["sums"]["metrics"]) if same_ranks and "sums" in state else {}
     frozen, evaluating = set(state["frozen"]), set(state["evaluating"])
     for name, part in module.named_modules():
         part.training = name not in evaluating
         for key, parameter in part._parameters.items():
             if parameter is not None:
                 parameter.requires_grad_(f"{name}.{key}" not in frozen)
-        if sums is not None and name in sums["metrics"]:
-            count, values = sums["metrics"][name]
-            vars(part).update({"_update_count": count, "_computed": None, **values})
-    if sums is None:
+        vars(part).update(metrics.get(name, {}))
+
+
+def set_epoch(trainer: Trainer, state: EpochState, *, same_ranks: bool) -> None:
+    """Restore what belongs to the epoch that is about to continue.
+
+    Args:
+        same_ranks: as for ``set_modules``, which must be called before.
+    """
+    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
+    trainer.fit_loop._last_train_dl_reload_epoch = state["reloaded"]
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(cls.__name__ == "StochasticWeightAveraging" for cls in type(callback).__mro__):
+            with _unchanged(trainer):  # it prepares the epoch again, but the loaded state is already changed by it
+                callback.on_train_epoch_start(trainer, module)
+    if not same_ranks or "sums" not in state:
         return
-    trainer._logger_connector._first_loop_iter = False  # otherwise the first batch would begin new means
-    progress: Any = trainer.fit_loop.epoch_progress.current
-    epoch = progress.processed
+    parts = dict(module.named_modules())
+    for key, saved in _on(module, state["sums"]["results"]).items():
+        result = _new_result(trainer, saved)
+        if not result.is_tensor:
+            result.value = parts.get(saved["arguments"]["metric_attribute"])
+        if result.is_tensor or result.value is not None:
+            loop._results[key] = result
+    done = loop.batch_progress.current.ready
+    trainer._logger_connector._first_loop_iter = done == 1 if done else None  # otherwise the next batch resets sums
 
-    def update(method: Any, key: str, *args: Any) -> None:
-        if progress.processed == epoch:
-            vars(loop._results[key]).update(sums["means"].pop(key, {}))
-        method(key, *args)
 
-    Around.put(loop._results, "update_metrics", update)
+def _new_result(trainer: Trainer, saved: dict[str, Any]) -> Any:
+    lightning: Any = sys.modules[type(trainer.fit_loop.epoch_loop._results).__module__]  # or pytorch_lightning
+    name, is_builtin = saved["reduce"]
+    meta = lightning._Metadata(**saved["arguments"], reduce_fx=getattr(builtins if is_builtin else torch, name))
+    meta.sync = lightning._Sync(fn=trainer.strategy.reduce, **saved["sync"])
+    result = lightning._ResultMetric(meta, saved["is_tensor"]).to(trainer.lightning_module.device)
+    vars(result).update(saved["state"])
+    return result
 
 
-def forget(trainer: Trainer) -> None:
-    """Undo what ``set_epoch_state`` has put around a method of Lightning's."""
-    Around.take_off(trainer.fit_loop.epoch_loop._results, "update_metrics")
+@contextmanager
+def _unchanged(trainer: Trainer) -> Iterator[None]:
+    """Context that leaves the options of optimizers and the buffers of the module as they were."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    buffers = {name: buffer.clone() for name, buffer in trainer.lightning_module.named_buffers()}
+    yield
+    for group, before in zip(groups, options):
+        group.update(before)
+    with torch.no_grad():
+        for name, buffer in trainer.lightning_module.named_buffers():
+            buffer.copy_(buffers[name])
 
 
 def _on(module: LightningModule, values: Any) -> Any:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_zero.engine.compat import tree_map_only
-from lightning_zero.strategies.epoch_state import EpochState, epoch_state, forget, set_epoch_state, set_logged
+from lightning_zero.strategies.epoch_state import EpochState, epoch_state, set_epoch, set_logged, set_modules
 from lightning_zero.strategies.loops import Around
 
 Rng = dict[str, Any]
@@ -92,7 +92,6 @@ class DataLoadingState:
             Around.take_off(loop, name)
         for loader in getattr(self._loop._combined_loader, "flattened", ()):
             Around.take_off(loader, "_get_iterator")
-        forget(self._trainer)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's entries ``rng`` and ``data``. Convert them with ``in_tensors`` before saving them."""
@@ -157,13 +156,22 @@ class DataLoadingState:
         self._same_ranks = same_ranks
         if epoch is not None:
             self._trainer.should_stop = epoch["should_stop"]
-            set_logged(self._trainer, epoch)
 
-    def restore_rng(self) -> None:
-        """Restore the random states of the loaded checkpoint, if there is one."""
-        if self._saved is not None:
-            set_rng_state(self._saved["rng"], self._device)
-            _set_states(self._generators, self._saved["rng"])
+    def restore(self, *, has_ended: bool = False) -> None:
+        """Restore random states and logged metrics of the loaded checkpoint, if there is one.
+
+        Args:
+            has_ended: whether the fit had already ended when the checkpoint was saved, so that no epoch continues and
+                restores the state of the modules.
+        """
+        if self._saved is None:
+            return
+        set_rng_state(self._saved["rng"], self._device)
+        _set_states(self._generators, self._saved["rng"])
+        if (epoch := self._saved["epoch"]) is not None:
+            set_logged(self._trainer, epoch)
+            if has_ended:
+                set_modules(self._trainer.lightning_module, epoch, same_ranks=self._same_ranks)
 
     @property
     def _data(self) -> dict[str, Any] | None:
@@ -207,7 +215,8 @@ class DataLoadingState:
             self._loop._restarting = False  # otherwise Lightning leaves out schedulers that monitor a metric
             if epoch["is_between"]:
                 self._epoch_loop.restarting = False  # otherwise Lightning does again what follows a batch
-            set_epoch_state(self._trainer, epoch, same_ranks=self._same_ranks)
+            set_modules(self._trainer.lightning_module, epoch, same_ranks=self._same_ranks)
+            set_epoch(self._trainer, epoch, same_ranks=self._same_ranks)
         self._epoch_of_iterators = self._epoch
         start_profiler = fetcher._start_profiler
 

@@ -59,6 +59,7 @@ class Signals:
     def agree(self, what: str, *, is_end: bool = False) -> None:
         """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
 
+        Between the micro-batches of a step, ranks go on until the step is complete: a checkpoint contains no gradients.
         Called before each training batch and at the end of training, where Lightning also ends runs with DDP.
         """
         assert self._communicator is not None
@@ -69,6 +70,8 @@ class Signals:
             keeper is not None and keeper.has_failed(is_end=is_end),
         ]
         ends, requeues, has_failed = self._communicator.everyone.control.any_rank(noted, what)
+        if not is_end and self._is_within_step:
+            ends = requeues = False  # the flags stay set
         if keeper is not None:
             keeper.keep(has_failed, is_end=is_end or ends)
         if requeues:
@@ -77,6 +80,11 @@ class Signals:
             type(self._connector)._slurm_sigusr_handler_fn(self._connector, environment.requeue_signal, None)
         if ends:
             self._end()
+
+    @property
+    def _is_within_step(self) -> bool:
+        is_automatic = self._trainer.lightning_module.automatic_optimization
+        return bool(is_automatic and self._trainer.fit_loop.epoch_loop._should_accumulate())
 
     def begin_loop(self) -> None:
         """Start counting the batches of an evaluation loop."""

@@ -329,8 +329,8 @@ class TrainerStrategy(TrainerCheckpoints):
         resilience, self._resilience = self._resilience, None
         if resilience is not None:
             resilience.close(has_ended=self._ended_by is None)
-            if self._data_loading is not None:
-                self._data_loading.restore_rng()  # not restored yet if the fit had ended in an earlier attempt
+            if self._data_loading is not None and self._ended_by is None:
+                self._data_loading.restore(has_ended=True)  # has an effect if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()

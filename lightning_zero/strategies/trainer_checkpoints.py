@@ -362,7 +362,7 @@ class TrainerCheckpoints(ZeroProcesses):
         if self._resilience is not None:
             self._resilience.on_train_start()
         if self._data_loading is not None:
-            self._data_loading.restore_rng()
+            self._data_loading.restore()
 
 
 def is_absent(optimizer: Any) -> bool:

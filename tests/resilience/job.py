@@ -25,6 +25,7 @@ from lightning.pytorch.callbacks import (
     GradientAccumulationScheduler,
     LearningRateFinder,
     ModelCheckpoint,
+    StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
@@ -58,6 +59,7 @@ OPTIONS = {
     "root": None,  # the Trainer's default_root_dir
     "watches": False,  # metrics and their means decide learning rates; the start of an epoch freezes a layer
     "draws": False,  # a sampler draws from a generator of its own
+    "averages": False,  # StochasticWeightAveraging from the second epoch on
     "unfreezes": False,  # a layer is trained from the second epoch on, in a group of its own
     "stops": False,  # EarlyStopping ends the fit
     "teaches": False,  # a frozen layer follows another layer
@@ -88,12 +90,14 @@ class Net(LightningModule):
             self.hparams.settings = Settings()
             self._set_hparams(self.hparams)
         self.layers[3].requires_grad_(not options["teaches"])
-        self.mean = torchmetrics.MeanMetric()
+        self.mean, self.best = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
+        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
 
     def on_train_epoch_start(self):
         if options["watches"]:
             self.layers[1].requires_grad_(self.current_epoch % 2 == 0)
             self.dropout.train(self.current_epoch % 2 == 0)
+            self.log("at the start", float(trainer.global_step))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -111,6 +115,8 @@ class Net(LightningModule):
             self.mean(loss.detach())
             self.log("mean", self.mean, on_step=False, on_epoch=True)
             self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
+            if batch_idx == 0:
+                self.log("early", loss, on_step=False, on_epoch=True, reduce_fx=max, sync_dist=True)
         if loss.requires_grad:
             loss.register_hook(lambda _: act("backward"))
         return loss
@@ -126,6 +132,13 @@ class Net(LightningModule):
     def validation_step(self, batch, batch_idx):
         (x,) = batch
         self.log("loss", self(x).float().square().mean(), sync_dist=True)
+
+    def on_validation_epoch_end(self):
+        if options["watches"] and not trainer.sanity_checking:
+            self.best.update(-trainer.callback_metrics["loss"])
+            self.log("best", self.best.compute())
+            self.extremes.update(trainer.callback_metrics["loss"])
+            self.log_dict(self.extremes.compute())
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
@@ -274,6 +287,8 @@ def new_trainer() -> Trainer:
         every = options["saves_weights"]
         callbacks += [ModelCheckpoint("weights", every_n_train_steps=every, save_weights_only=True, save_top_k=-1)]
     callbacks += [LearningRateFinder(num_training_steps=4)] if options["tunes_within"] else []
+    if options["averages"]:
+        callbacks += [StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=2)]
     callbacks += [Unfreeze()] if options["unfreezes"] else []
     if options["stops"]:
         callbacks += [EarlyStopping("loss", patience=1, min_delta=100.0)]

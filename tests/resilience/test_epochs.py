@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 from tests.resilience.jobs import fault, run
@@ -28,18 +30,33 @@ def test_what_an_epoch_has_accumulated_survives_kills(stage, options, uninterrup
     kills = KILLS if "accumulate" not in options else [fault(0, 2, [1], "forward"), fault(1, 6, [0], "forward")]
     found, expected = run(tmp_path, options | {"faults": kills}), uninterrupted(options)
     found.same_as(expected)
-    assert {"mean", "train_epoch", "train_step", "loss"} <= set(found.weights)
+    assert {"mean", "train_epoch", "train_step", "loss", "best", "max", "at the start", "early"} <= set(found.weights)
     assert len(found.begun) == 1 + len(kills)
     found.repeats_at_most(0)
 
 
 @pytest.mark.exhaustive
-def test_what_an_epoch_has_accumulated_survives_a_sigterm(uninterrupted, tmp_path):
-    options = {"watches": True, "validates": 3}
-    first = run(tmp_path, options | {"faults": [fault(0, 8, [0], "start", "term")]})
+@pytest.mark.parametrize(("accumulate", "step", "ended_after"), [(1, 7, 8), (2, 3, 4)])
+def test_what_an_epoch_has_accumulated_survives_a_sigterm(accumulate, step, ended_after, uninterrupted, tmp_path):
+    """With accumulation, the signal comes between the micro-batches of a step, which is completed."""
+    options = {"watches": True, "validates": 3, "accumulate": accumulate}
+    first = run(tmp_path, options | {"faults": [fault(0, step, [0], "start", "term")]})
     assert first.code == 0, first.output
+    shutil.rmtree(tmp_path / "memory")  # as on another machine
     again = run(tmp_path, options)
+    assert again.continued == [ended_after]
     again.same_as(uninterrupted(options))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_stochastic_weight_averaging_survives_kills(stage, uninterrupted, tmp_path):
+    """The kills are in the first epoch that is averaged, in the second, and in the pass for the batch statistics."""
+    options = {"stage": stage, "averages": True}
+    kills = [fault(0, 8, [1], "forward"), fault(1, 13, [0], "forward"), fault(2, 18, [0, 1], "forward")]
+    found, expected = run(tmp_path, options | {"faults": kills}), uninterrupted(options)
+    found.same_as(expected)
+    assert len(found.begun) == 1 + len(kills)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.exhaustive)])
