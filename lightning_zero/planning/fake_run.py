@@ -187,6 +187,7 @@ class _PretendingDDP(_Pretending):
     """
 
     optimizers: list[torch.optim.Optimizer]
+    lightning_module: LightningModule | None
 
     def __init__(self, ranks: int, recorder: Recorder, machines: int) -> None:
         self._ranks, self._recorder, self._machines, self.leave_modes = ranks, recorder, machines, ExitStack()
@@ -208,9 +209,17 @@ class _PretendingDDP(_Pretending):
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._take)
 
+    @property
+    def _is_no_sync(self) -> bool:
+        """Whether DDP would not reduce gradients now: Lightning runs all micro-batches but a step's last in no_sync."""
+        assert self.lightning_module is not None
+        return bool(self.lightning_module.trainer.fit_loop._should_accumulate())
+
     def _take(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self._now["gradients"] = min(self._now["gradients"] + parameter.grad.nbytes, self._trained_bytes)
+        if self._is_no_sync:
+            return
         self._collected += parameter.grad.nbytes
         if self._collected >= DDP_BUCKET_BYTES:
             self._reduce()
@@ -230,7 +239,8 @@ class _PretendingDDP(_Pretending):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        states = (value for each in self.optimizers for state in each.state.values() for value in state.values())
+        # an optimizer may also have states of no parameter, directly in `state`
+        states = tree_leaves([list(each.state.values()) for each in self.optimizers])
         self._now["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
         return result
 
