@@ -8,6 +8,7 @@ import pytest
 
 from lightning_zero.commands import doctor
 from lightning_zero.commands.plan import main
+from lightning_zero.planning.advice import Plan, advise
 from lightning_zero.planning.timeline import Resources
 
 PROJECT = ["tests.planning.projects:Net", "width=32", "--batch", "tests.planning.projects:narrow"]
@@ -186,6 +187,30 @@ def test_the_table_ends_with_advice(capsys):
     assert main([*PROJECT, "--ranks", "8", "--memory", "1GB", "--flops", "1e15", "--link-bandwidth", "1e6"]) == 0
     printed = capsys.readouterr().out
     assert "zero3" in printed and "ZeRO does not help here" in printed
+
+
+def plan_of(stage: int, micro_batch: int, total: float, fits: bool | None, seconds: float) -> Plan:
+    rate = 4 * micro_batch / seconds
+    needs = {"parameters": int(total), "total": int(total)}
+    return Plan(stage, "none", 4, micro_batch, 1, False, 10, needs, 0, 0, {}, 0, seconds, 0.0, rate, fits, ())
+
+
+def test_advice_compares_with_the_fastest_ddp_plan_that_fits_or_says_what_the_smallest_needs():
+    large, small = plan_of(0, 8, 90e9, False, 1.0), plan_of(0, 1, 50e9, True, 0.2)
+    sharded = plan_of(3, 8, 72e9, True, 1.2)
+    assert advise([large, small, sharded], 80e9) == [
+        "Take zero3 with 8 samples a rank: 26.67 samples/s, 1.2 s a step, 72 GB a rank.",
+        "That is 1.33 times DDP's rate at 1 sample a rank.",
+    ]
+    assert advise([large, small, plan_of(3, 1, 20e9, True, 0.25)], 80e9) == [
+        "Take DDP with 1 sample a rank: 20 samples/s, 0.2 s a step, 50 GB a rank.",
+        "ZeRO does not help here: its fastest plan, zero3, is 20 % slower than DDP; it would save 30 GB a rank.",
+    ]
+    assert advise([large, plan_of(0, 1, 75e9, False, 0.2), sharded], 80e9)[1] == "DDP does not fit: it needs 75 GB."
+    # without the device's memory, nothing is known not to fit
+    assert advise([small, plan_of(0, 8, 90e9, None, 0.5), sharded], None)[0].startswith(
+        "Take DDP with 8 samples a rank"
+    )
 
 
 def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
