@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from lightning_zero.commands import doctor
 from lightning_zero.commands.plan import main
+from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.planning.advice import Plan, advise
+from lightning_zero.planning.projects import of_script
 from lightning_zero.planning.timeline import Resources
 
 PROJECT = ["tests.planning.projects:Net", "width=32", "--batch", "tests.planning.projects:narrow"]
@@ -95,6 +98,35 @@ def test_a_script_is_planned_with_its_trainers_settings_without_its_devices(caps
     assert plan == expected
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--ranks", "4", "--json", "--", "--width", "32"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["ranks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("package", "loaders"),
+    [
+        ("lightning.pytorch", "{'a': first, 'b': second}"),
+        ("lightning.pytorch", "[first, second]"),
+        ("lightning.pytorch", "CombinedLoader([first, second], 'min_size')"),
+        ("pytorch_lightning", "CombinedLoader([first, second], 'min_size')"),
+        ("lightning.pytorch", "first"),
+    ],
+)
+def test_loaders_of_a_script_give_the_batches_of_a_fit(tmp_path, package, loaders):
+    (tmp_path / "train.py").write_text(f"""
+import torch
+from {package} import LightningModule, Trainer
+from {package}.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+first, second = DataLoader(torch.ones(4, 3), batch_size=2), DataLoader(torch.zeros(9, 5), batch_size=3)
+Trainer().fit(LightningModule(), {loaders})
+""")
+    batches = list(of_script(tmp_path / "train.py", []).batches())
+    # the shorter loader starts again by default, and ends the epoch with min_size
+    assert len(batches) == (2 if "min_size" in loaders or loaders == "first" else 3)
+    one, other = torch.ones(2, 3), torch.zeros(3, 5)
+    expected = {"{": {"a": one, "b": other}, "f": one}.get(loaders[0], [one, other])
+    assert type(batches[0]) is type(expected)
+    assert all(torch.equal(*each) for each in zip(tree_leaves(batches[0]), tree_leaves(expected), strict=True))
 
 
 OTHER_SCRIPT = SCRIPT.replace("lightning.pytorch import Trainer", "pytorch_lightning import Trainer, LightningModule")
