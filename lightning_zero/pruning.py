@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.access import shard_of
@@ -191,6 +192,7 @@ class Pruning:
         self._masks: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Tensor] = {}
         self._handles: list[RemovableHandle] = []
+        self._followed: list[Optimizer] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._chosen = {name: p for name, p in pl_module.named_parameters() if self._is_chosen(name, p)}
@@ -211,7 +213,28 @@ class Pruning:
             p = self._chosen[name]
             local = local_range_of(mask, p.slot) if isinstance(p, ShardedTensor) else mask.reshape(-1)
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
-        self._handles = [after_updates(optimizer, self._set_to_zero) for optimizer in trainer.optimizers]
+        self._follow(trainer)
+
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._follow(trainer)
+
+    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
+        self._follow(trainer)  # before updates that begin in backward
+
+    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
+        self._follow(trainer)
+
+    def _follow(self, trainer: Trainer) -> None:
+        """Register the hook after updates, also with optimizers that replace others in mid-run."""
+        if trainer.optimizers is not self._followed:
+            self._unfollow()
+            self._handles = [after_updates(optimizer, self._set_to_zero) for optimizer in trainer.optimizers]
+            self._followed = trainer.optimizers
+
+    def _unfollow(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._followed = [], []
 
     def _check_loaded(self) -> None:
         extra = [name for name in self._loaded if name not in self._chosen]
@@ -244,18 +267,18 @@ class Pruning:
                 p.mul_(mask)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._unfollow()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self.on_train_end(trainer, pl_module)
-        self._chosen = {}
-        # keep masks for checkpoints saved after the run; the next run gets masks only from a checkpoint that it loads
-        self._loaded, self._masks = self._masks, {}
+        if stage == "fit":
+            self._unfollow()
+            self._chosen = {}
+            # keep masks for checkpoints saved later; the next fit gets masks only from a checkpoint that it loads
+            self._loaded, self._masks = self._masks, {}
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        self._loaded = {}
+        if stage == "fit":
+            self._loaded = {}
 
     def state_dict(self) -> dict[str, Any]:
         return {"masks": self._masks or self._loaded}

@@ -252,7 +252,6 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             f"({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
         ]
     timed = [plan for plan in fitting if plan.seconds_per_step]
-    ddp = next((plan for plan in plans if plan.stage == 0), None)
     if not timed:
         best = min(fitting, key=lambda plan: (plan.stage, plan.offload != "none"))
         said = [f"{best.name} is the lowest stage that fits, with {in_gb(best.peak_bytes['total'])} a rank."]
@@ -267,8 +266,7 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
     best = max(timed, key=_rate)
     assert best.seconds_per_step is not None
     if best.samples_per_second is not None:
-        micro_batches = f" in each of {best.accumulate} micro-batches" if best.accumulate > 1 else ""
-        sizes = f" with {best.micro_batch} samples a rank{micro_batches}"
+        sizes = f" with {_samples(best)}"
         rate = f"{best.samples_per_second:.4g} samples/s, "
     else:
         sizes = f" with {best.accumulate} micro-batches a step" if best.accumulate > 1 else ""
@@ -277,6 +275,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         f"Take {best.name}{sizes}: {rate}{best.seconds_per_step:.3g} s a step, "
         f"{in_gb(best.peak_bytes['total'])} a rank."
     ]
+    smallest = min((plan for plan in plans if plan.stage == 0), key=lambda plan: plan.peak_bytes["total"], default=None)
+    ddp = max((plan for plan in timed if plan.stage == 0), key=_rate, default=smallest)
     if ddp is not None and ddp.seconds_per_step:
         if best is ddp:
             rival = max((plan for plan in timed if plan.stage), key=_rate, default=None)
@@ -290,7 +290,7 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
         elif ddp.fits is False:
             said.append(f"DDP does not fit: it needs {in_gb(ddp.peak_bytes['total'])}.")
         else:
-            at = f" at {ddp.micro_batch} samples a rank" if ddp.micro_batch is not None else ""
+            at = f" at {_samples(ddp)}" if ddp.micro_batch is not None else ""
             said.append(f"That is {_rate(best) / _rate(ddp):.2f} times DDP's rate{at}.")
     if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:
         part = 100 * best.waiting_seconds / best.seconds_per_step
@@ -307,6 +307,12 @@ def _rate(plan: Plan) -> float:
         return plan.samples_per_second
     micro_batches = plan.accumulate * (plan.ranks // (plan.tensor_parallel_size or 1))
     return micro_batches / plan.seconds_per_step if plan.seconds_per_step else 0.0
+
+
+def _samples(plan: Plan) -> str:
+    """A rank's samples per step, such as ``8 samples a rank in each of 4 micro-batches``."""
+    samples = f"{plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'} a rank"
+    return samples if plan.accumulate == 1 else f"{samples} in each of {plan.accumulate} micro-batches"
 
 
 def _largest(plan: Plan) -> str:

@@ -187,6 +187,7 @@ class _PretendingDDP(_Pretending):
     """
 
     optimizers: list[torch.optim.Optimizer]
+    lightning_module: LightningModule
 
     def __init__(self, ranks: int, recorder: Recorder, machines: int) -> None:
         self._ranks, self._recorder, self._machines, self.leave_modes = ranks, recorder, machines, ExitStack()
@@ -211,7 +212,8 @@ class _PretendingDDP(_Pretending):
     def _take(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
         self._now["gradients"] = min(self._now["gradients"] + parameter.grad.nbytes, self._trained_bytes)
-        self._collected += parameter.grad.nbytes
+        if not self.lightning_module.trainer.fit_loop._should_accumulate():
+            self._collected += parameter.grad.nbytes  # Lightning runs earlier micro-batches of a step in no_sync
         if self._collected >= DDP_BUCKET_BYTES:
             self._reduce()
 
@@ -224,13 +226,12 @@ class _PretendingDDP(_Pretending):
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self._reduce()
-        for number in self._started:
-            self._recorder.wait(number)
-        self._started = []
+        while self._started:
+            self._recorder.wait(self._started.pop(0))
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        states = (value for each in self.optimizers for state in each.state.values() for value in state.values())
+        states = tree_leaves([list(each.state.values()) for each in self.optimizers])  # also those of no parameter
         self._now["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
         return result
 
@@ -445,9 +446,8 @@ def fake_run(
         trainer.fit(module, _Batches(batch, 2 * accumulate))
         numel = sum(parameter.numel() for parameter in module.parameters())
         whole = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
-        offloaded = strategy.host_bytes()
+        offloaded, kept = strategy.host_bytes(), strategy.kept_bytes()
         on_disk, buffers = strategy.disk_bytes()
-        kept = strategy.kept_bytes()
         most_loaded = strategy.most_loaded(rank)
     if most_loaded != rank:
         return fake_run(

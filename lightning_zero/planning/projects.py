@@ -18,6 +18,7 @@ from unittest.mock import patch
 import torch
 from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import Parameter
 
 
@@ -106,13 +107,18 @@ def copied(module: LightningModule) -> LightningModule:
 
 
 def batches_of(data: Any) -> Iterator[Any]:
-    """Yield, on the CPU, the training batches of a data module, a loader, or a module with its own loaders."""
+    """Yield, on the CPU, the training batches of a data module, a module with its own loaders, or loaders themselves.
+
+    A collection of loaders, such as a dict, gives collections of their batches, as in ``Trainer.fit``.
+    """
     if hasattr(data, "train_dataloader"):
         data.prepare_data()
         if hasattr(data, "setup"):
             data.setup("fit")
         data = data.train_dataloader()
-    for batch in data:
+    packages = [sys.modules[name] for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
+    is_combined = isinstance(data, tuple(package.utilities.CombinedLoader for package in packages))
+    for batch, _, _ in data if is_combined else CombinedLoader(data, "max_size_cycle"):
         yield move_data_to_device(batch, torch.device("cpu"))
 
 

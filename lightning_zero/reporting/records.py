@@ -8,11 +8,13 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
-from yaml import YAMLError
+from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.reporting.manifest import NAME as MANIFEST
 from lightning_zero.reporting.manifest import plain
@@ -80,7 +82,7 @@ def read_runs(folder: Path) -> list[Run]:
 def overrides_of(folder: Path) -> list[str]:
     """Hydra's overrides for the job in a folder; empty if Hydra has written none."""
     file = folder / OVERRIDES
-    return [str(override) for override in OmegaConf.load(file)] if file.exists() else []
+    return [str(override) for override in _read_yaml(file)] if file.exists() else []
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
@@ -91,8 +93,8 @@ def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
         for job, given in overrides.items()
     }
     times = Counter(own.values())
-    has_names = len({job.name for job in own}) == len(own)
-    places = {job: job.name if has_names else f"{job.parent.name}/{job.name}" for job in own}
+    depth = next(depth for depth in count(1) if len({job.parts[-depth:] for job in own}) == len(own))
+    places = {job: "/".join(job.parts[-depth:]) for job in own}
     return {
         job: label if label and times[label] == 1 else f"{label} {places[job]}".strip() for job, label in own.items()
     }
@@ -149,13 +151,21 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+def _read_yaml(file: Path) -> Any:
+    """The content of a YAML file, with interpolations (``${...}``) as text, since their resolvers may be missing."""
+    try:
+        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
+    except OmegaConfBaseException:  # a text with "${" that is not an interpolation
+        return yaml.safe_load(file.read_text())
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     """Hydra's configuration, or the module's hyperparameters as a logger has written them."""
     for file in (folder / ".hydra/config.yaml", *_newest(folder.rglob("hparams.yaml"))):
         if file.exists():
             try:
-                return dict(OmegaConf.to_container(OmegaConf.load(file)))  # type: ignore[arg-type]
-            except YAMLError:  # a logger has written Python objects to the file
+                return dict(_read_yaml(file))
+            except yaml.YAMLError:  # a logger has written Python objects to the file
                 continue
     return {}
 

@@ -181,3 +181,17 @@ class WithAdafactor(Net):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adafactor(self.parameters(), lr=1e-3)
+
+
+class CountsSteps(torch.optim.SGD):
+    """Keeps a state of no parameter, as MADGRAD does."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state["k"] = self.state.get("k", torch.zeros(1, dtype=torch.int64)) + 1
+        return loss
+
+
+class WithStepCount(Net):
+    def configure_optimizers(self) -> Any:
+        return CountsSteps(self.parameters(), lr=0.1, momentum=0.9)

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 from lightning_zero.commands import doctor
 from lightning_zero.commands.plan import main
+from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.planning.advice import Plan, advise
+from lightning_zero.planning.projects import of_script
 from lightning_zero.planning.timeline import Resources
 
 PROJECT = ["tests.planning.projects:Net", "width=32", "--batch", "tests.planning.projects:narrow"]
@@ -94,6 +98,35 @@ def test_a_script_is_planned_with_its_trainers_settings_without_its_devices(caps
     assert plan == expected
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--ranks", "4", "--json", "--", "--width", "32"]) == 0
     assert json.loads(capsys.readouterr().out)[0]["ranks"] == 4
+
+
+@pytest.mark.parametrize(
+    ("package", "loaders"),
+    [
+        ("lightning.pytorch", "{'a': first, 'b': second}"),
+        ("lightning.pytorch", "[first, second]"),
+        ("lightning.pytorch", "CombinedLoader([first, second], 'min_size')"),
+        ("pytorch_lightning", "CombinedLoader([first, second], 'min_size')"),
+        ("lightning.pytorch", "first"),
+    ],
+)
+def test_loaders_of_a_script_give_the_batches_of_a_fit(tmp_path, package, loaders):
+    (tmp_path / "train.py").write_text(f"""
+import torch
+from {package} import LightningModule, Trainer
+from {package}.utilities import CombinedLoader
+from torch.utils.data import DataLoader
+
+first, second = DataLoader(torch.ones(4, 3), batch_size=2), DataLoader(torch.zeros(9, 5), batch_size=3)
+Trainer().fit(LightningModule(), {loaders})
+""")
+    batches = list(of_script(tmp_path / "train.py", []).batches())
+    # the shorter loader starts again by default, and ends the epoch with min_size
+    assert len(batches) == (2 if "min_size" in loaders or loaders == "first" else 3)
+    one, other = torch.ones(2, 3), torch.zeros(3, 5)
+    expected = {"{": {"a": one, "b": other}, "f": one}.get(loaders[0], [one, other])
+    assert type(batches[0]) is type(expected)
+    assert all(torch.equal(*each) for each in zip(tree_leaves(batches[0]), tree_leaves(expected), strict=True))
 
 
 OTHER_SCRIPT = SCRIPT.replace("lightning.pytorch import Trainer", "pytorch_lightning import Trainer, LightningModule")
@@ -186,6 +219,30 @@ def test_the_table_ends_with_advice(capsys):
     assert main([*PROJECT, "--ranks", "8", "--memory", "1GB", "--flops", "1e15", "--link-bandwidth", "1e6"]) == 0
     printed = capsys.readouterr().out
     assert "zero3" in printed and "ZeRO does not help here" in printed
+
+
+def plan_of(stage: int, micro_batch: int, total: float, fits: bool | None, seconds: float) -> Plan:
+    rate = 4 * micro_batch / seconds
+    needs = {"parameters": int(total), "total": int(total)}
+    return Plan(stage, "none", 4, micro_batch, 1, False, 10, needs, 0, 0, {}, 0, seconds, 0.0, rate, fits, ())
+
+
+def test_advice_compares_with_the_fastest_ddp_plan_that_fits_or_says_what_the_smallest_needs():
+    large, small = plan_of(0, 8, 90e9, False, 1.0), plan_of(0, 1, 50e9, True, 0.2)
+    sharded = plan_of(3, 8, 72e9, True, 1.2)
+    assert advise([large, small, sharded], 80e9) == [
+        "Take zero3 with 8 samples a rank: 26.67 samples/s, 1.2 s a step, 72 GB a rank.",
+        "That is 1.33 times DDP's rate at 1 sample a rank.",
+    ]
+    assert advise([large, small, plan_of(3, 1, 20e9, True, 0.25)], 80e9) == [
+        "Take DDP with 1 sample a rank: 20 samples/s, 0.2 s a step, 50 GB a rank.",
+        "ZeRO does not help here: its fastest plan, zero3, is 20 % slower than DDP; it would save 30 GB a rank.",
+    ]
+    assert advise([large, plan_of(0, 1, 75e9, False, 0.2), sharded], 80e9)[1] == "DDP does not fit: it needs 75 GB."
+    # without the device's memory, nothing is known not to fit
+    assert advise([small, plan_of(0, 8, 90e9, None, 0.5), sharded], None)[0].startswith(
+        "Take DDP with 8 samples a rank"
+    )
 
 
 def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):

@@ -20,6 +20,7 @@ from tests.planning.projects import (
     Reading,
     ViT,
     WithAdafactor,
+    WithStepCount,
     batch,
     labelled_pictures,
     pictures,
@@ -168,6 +169,23 @@ def test_ddp_takes_sixteen_bytes_a_parameter_plus_its_buckets():
     steps = 4 * len(list(Net().parameters()))  # Adam's step counts
     assert run.numel == numel and states == 20 * numel + steps
     assert run.traffic == {"all_reduce": 4 * numel}
+
+
+def test_ddp_reduces_gradients_once_a_step_or_in_each_backward_of_manual_optimization():
+    numel = sum(parameter.numel() for parameter in Net().parameters())
+    run = fake_run(Net, batch(), ranks=2, stage=None, accumulate=8)
+    sent = sum(event.nbytes for event in run.events if event.kind == "launch")  # in a ring of two ranks, each byte once
+    assert run.traffic == {"all_reduce": 4 * numel} and sent == 4 * numel
+    made = Adversaries()
+    generator, critic = (sum(p.numel() for p in each.parameters()) for each in (made.generator, made.critic))
+    # the second backward of a step also gives gradients to the critic
+    by_hand = fake_run(Adversaries, pictures(), ranks=2, stage=None)
+    assert by_hand.traffic == {"all_reduce": 4 * (2 * critic + generator)}
+
+
+def test_states_of_no_parameter_are_counted_under_ddp():
+    run = fake_run(WithStepCount, batch(), ranks=2, stage=None)
+    assert run.peak_bytes["optimizer"] == 4 * run.numel + 8  # momentum, and the count of steps
 
 
 class Watch(Callback):

@@ -340,12 +340,36 @@ def test_versions_in_a_loggers_folder_are_runs_that_are_compared_by_their_settin
     assert "0.125" not in (one / "report.html").read_text().partition("<svg")[0], "metrics of no validation are curves"
 
 
+def log_loss(folder: Path, **hyperparameters: Any) -> None:
+    logger = CSVLogger(folder.parent, name=folder.name, version="")
+    logger.log_hyperparams(hyperparameters)
+    logger.log_metrics({"loss": 1.0}, 1)
+    logger.save()
+
+
+def test_runs_with_equal_settings_are_labelled_by_as_much_of_their_paths_as_differs(tmp_path: Path) -> None:
+    places = [f"{experiment}/lightning_logs/version_0" for experiment in ("a", "b")]
+    for place in places:
+        log_loss(tmp_path / place, width=8)
+    assert [job["label"] for job in summary_of(tmp_path)["jobs"]] == places
+
+
+def test_interpolations_and_texts_that_look_like_them_are_shown_as_text(tmp_path: Path) -> None:
+    for name, depth in (("0", "${model.heads}"), ("1", "${model.layers}")):
+        log_loss(tmp_path / name)
+        # as a logger writes it where OmegaConf is not installed
+        (tmp_path / name / "hparams.yaml").write_text(f"prompt: 'a price of ${{x'\ndepth: {depth}\n")
+        (tmp_path / name / ".hydra").mkdir()
+        (tmp_path / name / ".hydra/overrides.yaml").write_text(f"- model.depth={depth}\n- model.width=8\n")
+    assert [(job["label"], job["config"]) for job in summary_of(tmp_path)["jobs"]] == [
+        (f"model.depth={depth}", {"prompt": "a price of ${x", "depth": depth})
+        for depth in ("${model.heads}", "${model.layers}")
+    ]
+
+
 def test_passwords_that_hydra_or_a_logger_has_written_are_not_shown(tmp_path: Path) -> None:
     for name, key in (("0", "abc"), ("1", "def")):
-        logger = CSVLogger(tmp_path, name=name, version="")
-        logger.log_hyperparams({"api_key": key})
-        logger.log_metrics({"loss": 1.0}, 1)
-        logger.save()
+        log_loss(tmp_path / name, api_key=key)
         (tmp_path / name / ".hydra").mkdir()
         (tmp_path / name / ".hydra/overrides.yaml").write_text(f"- logger.api_key={key}")
     assert [(job["label"], job["overrides"], job["config"]) for job in summary_of(tmp_path)["jobs"]] == [

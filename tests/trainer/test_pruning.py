@@ -96,14 +96,20 @@ def test_pruned_elements_are_zero_wherever_masters_and_copies_are(run_on, tmp_pa
     run_on(size, stays_pruned, stage=stage, precision=precision, offload=offload, folder=tmp_path)
 
 
+class Validates(Learner):
+    def validation_step(self, batch: tuple[Tensor, Tensor], batch_idx: int) -> Tensor:
+        return self.model(*batch)
+
+
 def saves_after_the_fit(folder: Path) -> None:
     def made() -> tuple[Any, Any, Any]:
         torch.manual_seed(0)
         pruning = MagnitudePruning(lambda epoch: [0.5, 0.1][epoch])
-        return make_trainer("zero3", callbacks=[pruning], max_epochs=2, max_steps=4), Learner(whole.Layered), pruning
+        return make_trainer("zero3", callbacks=[pruning], max_epochs=2, max_steps=4), Validates(whole.Layered), pruning
 
     trainer, learner, pruning = made()
     trainer.fit(learner)  # ends in the second epoch
+    trainer.validate(learner, learner.train_dataloader(), verbose=False)
     trainer.save_checkpoint(folder / "end.ckpt")
     trainer, resumed, resumed_pruning = made()
     trainer.fit_loop.epoch_loop.max_steps = 8
@@ -116,8 +122,35 @@ def saves_after_the_fit(folder: Path) -> None:
     assert pruning.sparsity == 0.0
 
 
-def test_a_checkpoint_saved_after_the_fit_contains_the_masks(run_on, tmp_path):
+def test_a_checkpoint_saved_after_the_fit_and_a_validation_contains_the_masks(run_on, tmp_path):
     run_on(2, saves_after_the_fit, folder=tmp_path)
+
+
+class StartsAnew(Callback):
+    """Replaces the optimizers in the third call of a hook."""
+
+    def __init__(self, hook: str) -> None:
+        setattr(self, hook, self.replace)
+        self.calls = 0
+
+    def replace(self, trainer: Any, *_: Any) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            trainer.strategy.setup_optimizers(trainer)
+
+
+def prunes_after_new_optimizers(strategy: str, hook: str) -> None:
+    pruning = MagnitudePruning(0.5)
+    run = fit(strategy, lambda: Learner(whole.Layered), callbacks=[pruning, StartsAnew(hook)], max_epochs=1)
+    matrices = [weight for weight in run.weights.values() if weight.ndim >= 2]
+    zeros = sum(int((weight == 0).sum()) for weight in matrices)
+    assert zeros == round(0.5 * sum(weight.numel() for weight in matrices))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "zero2_offload"])
+@pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
+def test_pruned_elements_stay_zero_after_optimizers_are_replaced(run_on, strategy, hook):
+    run_on(2, prunes_after_new_optimizers, strategy=strategy, hook=hook)
 
 
 class Unfreezes(Learner):
