@@ -230,7 +230,7 @@ class _PretendingDDP(_Pretending):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        states = (value for each in self.optimizers for state in each.state.values() for value in state.values())
+        states = tree_leaves([dict(each.state) for each in self.optimizers])
         self._now["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
         return result
 

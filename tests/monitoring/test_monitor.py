@@ -534,6 +534,45 @@ def test_throughput_has_the_unit_that_it_counts(own, options, counted, per_step)
         assert found[f"throughput/{counted}_per_sec"] == pytest.approx(rate)
 
 
+class SparseSGD(torch.optim.SGD):
+    """Keeps a number of its own beside the parameters' states, like MADGRAD."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state["k"] = torch.tensor([1])
+        return loss
+
+
+class Embedded(Rows):
+    def __init__(self) -> None:
+        super().__init__([4] * 3)
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(self.table(torch.tensor([0, 2, 2]))).sum()
+
+    def configure_optimizers(self) -> Any:
+        return SparseSGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_sparse_gradients_and_an_optimizers_own_state_are_measured() -> None:
+    module = Embedded()
+    norms: list[Tensor] = []
+
+    class Norm(Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            dense = [p.grad.to_dense() for p in module.parameters() if p.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(dense))
+
+    monitor = ZeroMonitor(1)
+    Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor, Norm()], **QUIET).fit(module)
+    found = monitor.metrics
+    assert found["training/gradient_norm"] == pytest.approx(norms[-1].item())
+    assert found["memory/parameters_MB"] == pytest.approx((4 + 15) * 4 / 1e6)
+    # three rows of three values with their indices, and a dense gradient of four elements
+    assert found["memory/gradients_MB"] == pytest.approx((9 * 4 + 3 * 8 + 4 * 4) / 1e6)
+
+
 def _mfu(monitor: ZeroMonitor) -> float | None:
     trainer = Trainer(accelerator="cpu", devices=1, max_steps=3, callbacks=[monitor], **QUIET)
     trainer.fit(Net(), data())

@@ -170,6 +170,25 @@ def test_ddp_takes_sixteen_bytes_a_parameter_plus_its_buckets():
     assert run.traffic == {"all_reduce": 4 * numel}
 
 
+class OwnState(torch.optim.SGD):
+    """Keeps a number of its own beside the parameters' states, like MADGRAD."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state["k"] = torch.tensor([1])
+        return loss
+
+
+class WithOwnState(Net):
+    def configure_optimizers(self) -> Any:
+        return OwnState(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_state_that_belongs_to_no_parameter_is_planned_under_ddp():
+    run = fake_run(WithOwnState, batch(), ranks=2, stage=None)
+    assert run.peak_bytes["optimizer"] == 4 * run.numel + 8
+
+
 class Watch(Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         list(trainer.optimizers[0].state.items())  # waits for background updates, which then enter their states
