@@ -6,6 +6,7 @@ import json
 import math
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from lightning.fabric.utilities.throughput import get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.engine.compat import is_compiled, tree_leaves
 from lightning_zero.engine.plan.placement import replicated_bytes
@@ -131,6 +132,10 @@ class Monitor:
         self._step = self._observed_at = 0
         self._began: float | None = None  # when measuring last resumed; None while paused
         self._part, self._total = Measured(), Measured()  # sums since the last observation, and sums up to it
+        self._window = Measured()  # the micro-batches since the last optimizer step
+        self._traffic: Counter[tuple[str, str, str]] = Counter()  # the engine's, up to where `_part` contains it
+        self._loss: Tensor | None = None  # sum of the losses of the micro-batches since the last optimizer step
+        self._summed = 0  # number of these losses
         self._losses: list[tuple[int, Tensor]] = []  # by step; on the device, since reading them would synchronize
         self._copied: _Copies | None = None
         self._count: Callable[[Any], int] | None = None  # how many items a batch has
@@ -144,7 +149,10 @@ class Monitor:
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._reset()
-        self._count = self._length_fn or getattr(pl_module, "count", None)
+        count = getattr(pl_module, "count", None)
+        if not callable(count) or isinstance(count, nn.Module):  # a number, a buffer or a metric of the project's own
+            count = None
+        self._count = self._length_fn or count
         self.counted = getattr(pl_module, "counted", "items") if self._count is not None else "steps"
         self.numel = sum(p.numel() for p in pl_module.parameters())
         if not trainer.loggers:
@@ -163,31 +171,47 @@ class Monitor:
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         self._stop_counting()
-        part = self._part
+        if (loss := _loss_in(outputs)) is not None:
+            self._loss = loss if self._loss is None else self._loss + loss
+            self._summed += 1
+        window = self._window
         if self._began is not None:
-            part.batches += 1
-            part.samples += self._batch_size_fn(batch)
-            part.items += self._count(batch) if self._count is not None else 0
+            window.batches += 1
+            window.samples += self._batch_size_fn(batch)
+            window.items += self._count(batch) if self._count is not None else 0
         step = trainer.global_step
         if step == self._step:
             return  # no optimizer step: more micro-batches follow
         self._step = step
-        if (loss := _loss_in(outputs)) is not None:
-            self._losses.append((step, loss))
+        # Lightning has divided each loss by the number of micro-batches in a whole step, except in manual optimization.
+        divisor = trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1
+        if self._loss is not None:
+            # the last step of an epoch may have fewer micro-batches
+            mean = self._loss if self._summed == divisor else self._loss * (divisor / self._summed)
+            self._losses.append((step, mean))
+            self._loss, self._summed = None, 0
         if self._began is None:
             if engine_of_run(trainer) is None:
                 self._note_peak(model_state_bytes(trainer))  # noted now: Lightning drops gradients before validation
             self._resume(trainer)
         else:
+            now, part = time.perf_counter(), self._part
+            part.seconds += now - self._began
             part.steps += 1
+            part.batches += window.batches
+            part.samples += window.samples
+            part.items += window.items
+            window.batches = window.samples = window.items = 0
+            self._began = now
+            if trainer.accumulate_grad_batches > 1 or not pl_module.automatic_optimization:
+                self._take_counts(trainer)  # validation may begin within the next step
         if step - self._observed_at >= self.every_n_steps:
             self._observed_at = step
-            if part.steps:
-                self._observe(trainer, pl_module)
+            self._observe(trainer)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Measuring resumes only after the next step: at stages 1 and 2, validation may already have gathered the
-        # parameters that the step would gather.
+        # parameters that the step would gather. A step within which validation begins is not measured at all.
         self._pause(trainer)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -251,29 +275,43 @@ class Monitor:
     # -- measured time ----------------------------------------------------------------------------------------------
 
     def _resume(self, trainer: Trainer) -> None:
+        """Begin to measure, at the end of a step."""
         if (engine := engine_of_run(trainer)) is not None:
             engine.phases.measures = True
-            self._part.traffic.subtract(traffic_of(engine))
+            self._traffic = traffic_of(engine)
         self._began = time.perf_counter()
 
+    def _take_counts(self, trainer: Trainer) -> None:
+        """Add the waits and the traffic up to now, the end of a step."""
+        if (engine := engine_of_run(trainer)) is not None:
+            self._part.waited.update(engine.phases.take())
+            before, self._traffic = self._traffic, traffic_of(engine)
+            self._part.traffic.update(self._traffic)
+            self._part.traffic.subtract(before)
+
     def _pause(self, trainer: Trainer) -> None:
+        """Stop measuring; discard what was measured of a step that has not ended."""
         if self._began is None:
             return
-        self._part.seconds += time.perf_counter() - self._began
         self._began = None
         if (engine := engine_of_run(trainer)) is not None:
             engine.phases.measures = False
-            self._part.waited.update(engine.phases.take())
-            self._part.traffic.update(traffic_of(engine))
+            if self._window.batches:
+                engine.phases.take()
+            else:
+                self._take_counts(trainer)
+        self._window = Measured()
 
     # -- observations -----------------------------------------------------------------------------------------------
 
-    def _observe(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Log what was measured since the last observation. Collective with the ZeRO engine."""
-        self._pause(trainer)
-        part, self._part = self._part, Measured()
+    def _observe(self, trainer: Trainer) -> None:
+        """Log what was measured since the last observation. Collective with the ZeRO engine.
+
+        There are no rates if no step was measured, for example if a validation follows each step.
+        """
+        self._take_counts(trainer)
+        part, self._part = self._part, Measured()  # time from here on counts for the next observation
         self._total.add(part)
-        self._resume(trainer)  # time from here on counts for the next observation
         # Values copied from an accelerator are read at the next observation: they have arrived by then.
         read = self._read_losses()
         self._copy_losses(gradient_norm(trainer))
@@ -286,8 +324,9 @@ class Monitor:
         if not trainer.is_global_zero:
             return
         losses = [rank.loss for rank in ranks if rank.loss is not None]
-        found = self._throughput_of(trainer, part) | part.metrics(self._top_units)
-        found |= memory_metrics(trainer, held, self.peak_bytes) | _slowest(ranks) | read
+        found = memory_metrics(trainer, held, self.peak_bytes) | read
+        if part.steps:
+            found |= self._throughput_of(trainer, part) | part.metrics(self._top_units) | _slowest(ranks)
         if losses:
             found["training/loss"] = loss = statistics.fmean(losses)
         if (scale := loss_scale(trainer)) is not None:
@@ -297,9 +336,11 @@ class Monitor:
         for logger in trainer.loggers:
             logger.log_metrics(found, self._step)
         if trainer.progress_bar_callback is not None:
-            shown = {f"{self.counted}/s": self._rate(trainer, part)}
+            shown = {f"{self.counted}/s": self._rate(trainer, part)} if part.steps else {}
             shown |= {"MB/rank": sum(held.values()) / MEGA} | ({"loss": loss} if loss is not None else {})
-            pl_module.log_dict(shown, prog_bar=True, logger=False, rank_zero_only=True)
+            # Not by `log`, which would also replace the module's metrics of these names, on this rank only: callbacks
+            # and schedulers that monitor them would then decide differently from other ranks.
+            trainer.progress_bar_metrics.update(shown)
 
     def _note_peak(self, held: dict[str, int]) -> None:
         if sum(held.values()) > sum(self.peak_bytes.values()):

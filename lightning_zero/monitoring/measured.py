@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from lightning_zero.engine import Engine
+from lightning_zero.engine.compat import tree_leaves
 
 MEGA = 1e6
 _RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
@@ -104,12 +105,21 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
     if engine is not None:
         return dict(engine.report().at_rest)
     parameters = list(trainer.lightning_module.parameters())
-    states = [value for o in trainer.optimizers for state in o.state.values() for value in state.values()]
+    states = tree_leaves([dict(optimizer.state) for optimizer in trainer.optimizers])
     return {
         "parameters": sum(p.nbytes for p in parameters),
-        "gradients": sum(p.grad.nbytes for p in parameters if p.grad is not None),
-        "optimizer": sum(value.nbytes for value in states if isinstance(value, Tensor)),
+        "gradients": sum(_bytes_of(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(_bytes_of(value) for value in states if isinstance(value, Tensor)),
     }
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """The elements that a tensor stores: of a sparse one (an embedding's gradient), its values by unique index."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
 
 
 def memory_metrics(trainer: Trainer, held: dict[str, int], peak: dict[str, int]) -> dict[str, float]:
@@ -145,7 +155,7 @@ def gradient_norm(trainer: Trainer) -> Tensor | None:
     engine = engine_of_run(trainer)
     if engine is not None and engine.config.offloads is not None:
         return None
-    gradients = [p.grad for p in trainer.lightning_module.parameters() if p.grad is not None]
+    gradients = [elements_of(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None]
     with torch.no_grad():
         return get_total_norm(gradients) if gradients else None
 

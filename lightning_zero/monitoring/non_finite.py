@@ -17,6 +17,7 @@ from torch.nn.utils import get_total_norm
 
 from lightning_zero.engine.access import shard_of
 from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.monitoring.measured import elements_of
 
 
 class NonFiniteError(FloatingPointError):
@@ -45,22 +46,33 @@ class Finder:
     def __init__(self) -> None:
         self._window: list[_MicroBatch] = []
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        self._losses: list[Tensor] = []
+        self._losses: Tensor | None = None  # 0 if the losses since the last optimizer step are finite, otherwise NaN
+        self._step = 0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._window, self._buffers, self._losses = [], [], None  # an earlier fit may have ended within a step
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        if not pl_module.automatic_optimization:
+            return  # batches are not computed again
+        if trainer.global_step != self._step:
+            # The window is not empty here if the module's `optimizer_step` has called no optimizer.
+            self._step, self._window, self._losses = trainer.global_step, [], None
         if not self._window:
             self._buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
         self._window.append(_MicroBatch(batch, batch_idx, _collect_rng_states()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
-        self._losses.append(loss.detach())
+        # One tensor for any number of losses: with an optimizer that Lightning does not know, no step empties a list.
+        found = (elements_of(loss.detach()) * 0).sum()
+        self._losses = found if self._losses is None else self._losses + found
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
-        window, self._window, losses, self._losses = self._window, [], self._losses, []
+        window, self._window, losses, self._losses = self._window, [], self._losses, None
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        looked_at = [loss.reshape(-1) for loss in losses]
+        looked_at = [] if losses is None else [losses]
         if getattr(trainer.precision_plugin, "scaler", None) is None:
-            looked_at += [shard_of(parameter.grad) for parameter in parameters if parameter.grad is not None]
+            looked_at += [_elements(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if trainer.strategy.reduce_boolean_decision(are_finite(looked_at)):
             return
         found = self._search(trainer, pl_module, optimizer, window)
@@ -141,8 +153,15 @@ class _Found:
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
     """Whether all elements of all tensors are finite; waits for the device once."""
-    floats = [tensor for tensor in tensors if tensor.numel() and tensor.dtype.is_floating_point]
+    values = [elements_of(tensor) for tensor in tensors]
+    floats = [torch.view_as_real(each.resolve_conj()) if each.is_complex() else each for each in values]
+    floats = [each for each in floats if each.numel() and each.is_floating_point()]
     return bool(get_total_norm(floats, float("inf")).isfinite())
+
+
+def _elements(gradient: Tensor) -> Tensor:
+    """The elements of a gradient on this rank."""
+    return gradient if gradient.is_sparse else shard_of(gradient)
 
 
 def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Watch, list[str]]:
@@ -163,7 +182,7 @@ def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _Mic
 
 def _broken_gradients(module: nn.Module) -> list[str]:
     gradients = ((name, parameter.grad) for name, parameter in module.named_parameters())
-    return [name for name, gradient in gradients if gradient is not None and not are_finite([shard_of(gradient)])]
+    return [name for name, gradient in gradients if gradient is not None and not are_finite([_elements(gradient)])]
 
 
 @dataclass
@@ -191,7 +210,7 @@ class _Watch:
 
     def note(self, tensor: Tensor, what: str) -> None:
         if self.first is None and not are_finite([tensor.detach()]):
-            bad = int((~tensor.detach().isfinite()).sum())
+            bad = int((~elements_of(tensor.detach()).isfinite()).sum())
             self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements) and is the first such value"
 
     def _follow(self, tensor: Tensor, otherwise: str = "") -> None:
@@ -226,7 +245,8 @@ def _watching(module: nn.Module) -> Iterator[_Watch]:
 
 
 def _floats(values: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
 
 
 def _listed(names: list[str], most: int = 5) -> str:

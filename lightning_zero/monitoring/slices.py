@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import ChainMap
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
-from torchmetrics import MetricCollection, SumMetric
+from torchmetrics import Metric, MetricCollection, SumMetric
+
+from lightning_zero.engine.comm.process_group import all_gather_objects
 
 
 class SliceMetrics(Callback):
@@ -60,6 +63,8 @@ class SliceMetrics(Callback):
             samples = self._samples[each].compute()
             pl_module.log(f"{self._name}/{each}/samples", samples, sync_dist=True)
             if samples:  # equal on all ranks, so that either all ranks or none join the collectives below
+                if trainer.world_size > 1:
+                    _fill_lists(metrics)
                 for metric, value in metrics.compute().items():
                     pl_module.log(
                         f"{self._name}/{each}/{metric}", torch.as_tensor(value, device=pl_module.device), sync_dist=True
@@ -68,3 +73,24 @@ class SliceMetrics(Callback):
     on_validation_epoch_start = on_test_epoch_start = _start
     on_validation_batch_end = on_test_batch_end = _update
     on_validation_epoch_end = on_test_epoch_end = _end
+
+
+def _fill_lists(metrics: MetricCollection) -> None:
+    """Give states that are empty lists, on ranks without samples, the dtype and shape of other ranks'. Collective.
+
+    Otherwise torchmetrics would gather an empty vector of floats for them, which fails if other ranks have integers
+    or matrices.
+    """
+    parts = [part for part in metrics.modules() if isinstance(part, Metric)]
+    own = [
+        {
+            name: (values[0].dtype, values[0].shape[1:])
+            for name, values in part.metric_state.items()
+            if isinstance(values, list) and values
+        }
+        for part in parts
+    ]
+    for part, *known in zip(parts, *all_gather_objects(own)):
+        for name, (dtype, shape) in ChainMap(*known).items():
+            if not getattr(part, name):
+                setattr(part, name, [torch.empty(0, *shape, dtype=dtype, device=part.device)])

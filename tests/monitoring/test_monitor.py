@@ -18,6 +18,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from torch.utils.flop_counter import FlopCounterMode
+from torchmetrics import SumMetric
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.monitoring import ZeroMonitor
@@ -214,6 +215,116 @@ def test_validation_is_not_measured(run_on):
     run_on(2, validated)
 
 
+class Plateau(Net):
+    """The learning rate falls at once, in each step, unless the logged loss falls."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", 1.0 + (self.global_step + 1) % 3, sync_dist=True, prog_bar=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.SGD(self.parameters(), lr=1.0)
+        scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=0, factor=0.5)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step", "monitor": "loss"}]
+
+
+class Rates(Callback):
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self.seen.append((float(trainer.callback_metrics.get("loss", 0)), trainer.optimizers[0].param_groups[0]["lr"]))
+
+
+def own_loss(strategy: str) -> list[Any]:
+    found = []
+    for callbacks in ([], [ZeroMonitor(1)]):
+        rates = Rates()
+        torch.manual_seed(0)
+        trainer, _ = fit(strategy, Plateau(), callbacks=[*callbacks, rates], enable_progress_bar=True)
+        found.append((rates.seen, dict(trainer.callback_metrics)))
+        assert trainer.progress_bar_metrics["loss"] == trainer.callback_metrics["loss"]
+        assert ("MB/rank" in trainer.progress_bar_metrics) == bool(callbacks and rank() == 0)
+    assert found[0] == found[1]
+    return found[1][0]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_the_progress_bar_leaves_a_modules_own_metrics_and_their_schedulers_alone(run_on, strategy):
+    rates = run_on(2, own_loss, strategy=strategy)
+    assert rates[0] == rates[1] and len({lr for _, lr in rates[0]}) > 2
+
+
+class Summed(Net):
+    """Keeps the loss of each micro-batch; with manual optimization, every fourth one is followed by a step."""
+
+    def __init__(self, *, manual: bool) -> None:
+        super().__init__()
+        self.automatic_optimization, self.losses = not manual, []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.item())
+        if not self.automatic_optimization:
+            self.manual_backward(loss)
+            if (batch_idx + 1) % 4 == 0:
+                self.optimizers().step()
+                self.optimizers().zero_grad()
+        return loss
+
+
+def accumulated(strategy: str, manual: bool) -> None:
+    module, monitor = Summed(manual=manual), ZeroMonitor(1)
+    options = {} if manual else {"accumulate_grad_batches": 4}
+    make_trainer(strategy, callbacks=[monitor], max_epochs=1, **options).fit(module, data(40))
+    losses = torch.tensor(module.losses)
+    assert len(losses) == 10
+    expected = {1: losses[:4].mean(), 2: losses[4:8].mean()} | ({} if manual else {3: losses[8:].mean()})
+    torch.testing.assert_close(dict(monitor.loss_curve), {step: mean.item() for step, mean in expected.items()})
+    assert monitor.metrics["training/loss"] == monitor.loss_curve[-1][1]
+
+
+@pytest.mark.parametrize("manual", [False, True], ids=["automatic", "manual"])
+@pytest.mark.parametrize("strategy", ["auto", "zero3"])
+def test_the_loss_of_a_step_is_the_mean_over_its_micro_batches(run_on, strategy, manual):
+    run_on(1, accumulated, strategy=strategy, manual=manual)
+
+
+def validated_within_a_step(strategy: str) -> None:
+    """24 batches make six steps; a validation after every six batches interrupts the second and the fifth step."""
+    found = []
+    for options, steps in (({"limit_val_batches": 0}, 5), ({"val_check_interval": 6}, 2)):
+        monitor = ZeroMonitor(100)
+        trainer = make_trainer(strategy, callbacks=[monitor], max_epochs=1, accumulate_grad_batches=4, **options)
+        trainer.fit(Net(), data(2 * 4 * 24), data(16))
+        total = monitor._total
+        assert (total.steps, total.batches, total.samples) == (steps, 4 * steps, 4 * 4 * steps)
+        found.append(monitor.elements_per_step)
+    assert found[0] == found[1] and (found[0] is None) == (strategy == "ddp")
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
+def test_a_step_that_validation_interrupts_is_not_measured(run_on, strategy):
+    run_on(2, validated_within_a_step, strategy=strategy)
+
+
+def validated_after_each_step() -> None:
+    for strategy in ("ddp", "zero3"):
+        monitor = ZeroMonitor(2)
+        torch.manual_seed(0)
+        fit(strategy, callbacks=[monitor], overfit_batches=1, max_epochs=6)
+        assert monitor._losses == [] and [step for step, _ in monitor.loss_curve] == list(range(1, 7))
+        assert monitor.per_second is None
+        if rank() == 0:
+            assert monitor.metrics["training/loss"] > 0 < monitor.metrics["memory/parameters_MB"]
+            assert not any(name.startswith(("throughput/", "straggler/")) for name in monitor.metrics)
+
+
+def test_loss_and_memory_are_logged_if_validation_follows_each_step(run_on):
+    run_on(2, validated_after_each_step)
+
+
 # -- stragglers --------------------------------------------------------------------------------------------------------
 
 DELAY = 0.3
@@ -390,8 +501,22 @@ def test_batches_without_rows_are_monitored(rows: list[int]) -> None:
         ({"counted": "tokens"}, {"length_fn": torch.numel}, "tokens", 12),
         ({"counted": "tokens", "count": torch.numel}, {}, "tokens", 12),
         ({"counted": "tokens", "count": lambda batch: 0}, {}, "tokens", 0),
+        ({"count": 0}, {}, "steps", 1),
+        ({"count": nn.Buffer(torch.zeros(1))}, {}, "steps", 1),
+        ({"count": SumMetric()}, {}, "steps", 1),
     ],
-    ids=["nothing", "no count", "length_fn", "count", "length_fn and unit", "count and unit", "no tokens"],
+    ids=[
+        "nothing",
+        "no count",
+        "length_fn",
+        "count",
+        "length_fn and unit",
+        "count and unit",
+        "no tokens",
+        "count is a number",
+        "count is a buffer",
+        "count is a metric",
+    ],
 )
 def test_throughput_has_the_unit_that_it_counts(own, options, counted, per_step) -> None:
     module = Rows([4] * 3)
@@ -405,8 +530,47 @@ def test_throughput_has_the_unit_that_it_counts(own, options, counted, per_step)
     if "length_fn" in options:
         assert found["throughput/device/items_per_sec"] == pytest.approx(rate)
         assert found["throughput/lengths"] == 2 * per_step
-    elif "count" in own:
+    elif counted != "steps":
         assert found[f"throughput/{counted}_per_sec"] == pytest.approx(rate)
+
+
+class SparseSGD(torch.optim.SGD):
+    """Keeps a number of its own beside the parameters' states, like MADGRAD."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = super().step(closure)
+        self.state["k"] = torch.tensor([1])
+        return loss
+
+
+class Embedded(Rows):
+    def __init__(self) -> None:
+        super().__init__([4] * 3)
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net(self.table(torch.tensor([0, 2, 2]))).sum()
+
+    def configure_optimizers(self) -> Any:
+        return SparseSGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
+def test_sparse_gradients_and_an_optimizers_own_state_are_measured() -> None:
+    module = Embedded()
+    norms: list[Tensor] = []
+
+    class Norm(Callback):
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            dense = [p.grad.to_dense() for p in module.parameters() if p.grad is not None]
+            norms.append(torch.nn.utils.get_total_norm(dense))
+
+    monitor = ZeroMonitor(1)
+    Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor, Norm()], **QUIET).fit(module)
+    found = monitor.metrics
+    assert found["training/gradient_norm"] == pytest.approx(norms[-1].item())
+    assert found["memory/parameters_MB"] == pytest.approx((4 + 15) * 4 / 1e6)
+    # three rows of three values with their indices, and a dense gradient of four elements
+    assert found["memory/gradients_MB"] == pytest.approx((9 * 4 + 3 * 8 + 4 * 4) / 1e6)
 
 
 def _mfu(monitor: ZeroMonitor) -> float | None:

@@ -143,3 +143,57 @@ def test_the_error_says_if_weights_were_not_finite_or_optimization_is_manual(run
 def test_a_non_finite_value_is_found_in_a_single_process_without_zero(run_on):
     (found,) = run_on(1, error_of_other, strategy="auto", kind=Poisoned)
     assert "rank 0: weights that were not finite before the step: last.weight" in found
+
+
+class Raw(ByHand):
+    """Steps an optimizer that Lightning does not know."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        optimizer = self.optimizers(use_pl_optimizer=False)
+        optimizer.zero_grad()
+        self.manual_backward(Net.training_step(self, batch, batch_idx))
+        optimizer.step()
+
+
+class Skips(Net):
+    """Computes gradients, but does not step."""
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        optimizer_closure()
+
+
+@pytest.mark.parametrize("make", [Raw, lambda: Skips("")], ids=["raw optimizer", "no step"])
+def test_nothing_piles_up_if_lightning_sees_no_optimizer_step(make):
+    finder = FindNonFinite()
+    trainer = make_trainer("auto", callbacks=[finder], max_epochs=1, accelerator="cpu", devices=1)
+    trainer.fit(make(), DataLoader([torch.randn(4, 8) for _ in range(12)], batch_size=None))
+    assert len(finder._window) <= 1 and (finder._losses is None or finder._losses.numel() == 1)
+
+
+class Breaks(LightningModule):
+    """A complex weight, or an embedding with sparse gradients; one gradient is NaN where `value` is."""
+
+    def __init__(self, kind: str, value: float) -> None:
+        super().__init__()
+        self.kind, self.value = kind, value
+        self.phase = nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.table = nn.Embedding(5, 3, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        found = self.phase * 1 if self.kind == "complex" else self.table(torch.tensor([0, 2, 2]))
+        found.register_hook(lambda gradient: gradient * self.value)
+        return found.abs().sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("complex", "phase"), ("sparse", "table.weight")])
+def test_complex_and_sparse_gradients_are_checked(kind, name):
+    def fit(value: float) -> None:
+        trainer = make_trainer("auto", callbacks=[FindNonFinite()], max_epochs=1, accelerator="cpu", devices=1)
+        trainer.fit(Breaks(kind, value), DataLoader([torch.zeros(1)] * 3, batch_size=None))
+
+    fit(1.0)
+    with pytest.raises(NonFiniteError, match=f"gradients that are not finite: {name}"):
+        fit(float("nan"))

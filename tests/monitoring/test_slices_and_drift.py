@@ -11,7 +11,12 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MetricCollection
-from torchmetrics.classification import MulticlassAccuracy, MulticlassCalibrationError
+from torchmetrics.classification import (
+    MulticlassAccuracy,
+    MulticlassAUROC,
+    MulticlassAveragePrecision,
+    MulticlassCalibrationError,
+)
 
 from lightning_zero.commands import drift as command
 from lightning_zero.monitoring import DriftMonitor, SliceMetrics
@@ -57,6 +62,37 @@ def sliced(strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
 def test_metrics_of_a_slice_are_those_of_its_samples_on_all_ranks(run_on, strategy):
     run_on(2, sliced, strategy=strategy)
+
+
+CURVES = MetricCollection(
+    {
+        "auroc": MulticlassAUROC(3),  # this and the next metric share states
+        "precision": MulticlassAveragePrecision(3),
+        "calibration": MulticlassCalibrationError(3),
+    }
+)
+
+
+def on_one_rank_only(strategy: str) -> None:
+    """The slice has samples in the last two of rank 1's batches. The metrics keep floats, integers and matrices."""
+    torch.manual_seed(0)
+    module, loader = Predicts(), data(32)
+    x, y = (each[17::2] for each in loader.dataset.tensors)  # rank 1 has the odd samples
+    slices = {"late": lambda batch: (batch[0][:, None] == x).all(-1).any(1)}
+    with torch.no_grad():
+        expected = CURVES.clone()(module(x).softmax(-1), y)
+    callback = SliceMetrics(CURVES, slices, lambda outputs, batch: (outputs.softmax(-1), batch[1]))
+    trainer = make_trainer(strategy, callbacks=[callback], use_distributed_sampler=True)
+    for _ in range(2):
+        trainer.validate(module, loader, verbose=False)
+        found = dict(trainer.callback_metrics)
+        assert found.pop("slices/late/samples") == len(y) == 8
+        torch.testing.assert_close(found, {f"slices/late/{name}": value for name, value in expected.items()})
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_metrics_that_keep_all_values_need_no_samples_on_some_ranks(run_on, strategy):
+    run_on(2, on_one_rank_only, strategy=strategy)
 
 
 def test_at_least_one_slice_is_required():
