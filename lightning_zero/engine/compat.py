@@ -122,6 +122,16 @@ address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 PARAMETER_MARK = "_is_param"
 
 
+def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The indices and values of a sparse tensor, which need not be coalesced, as a gradient is."""
+    return tensor._indices(), tensor._values()
+
+
+def nbytes_of(tensor: torch.Tensor) -> int:
+    """The bytes of a tensor's values, and for a sparse tensor also of its indices."""
+    return sum(part.nbytes for part in parts_of_sparse(tensor)) if tensor.is_sparse else tensor.nbytes
+
+
 def storage_use_count(tensor: torch.Tensor) -> int:
     """Number of tensors that use a tensor's storage; the engine infers whether user code keeps such tensors."""
     return torch._C._storage_Use_Count(address_of(tensor.untyped_storage()))

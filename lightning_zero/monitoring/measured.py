@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.compat import nbytes_of, tree_leaves
 
 MEGA = 1e6
 _RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
@@ -108,13 +108,9 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
     states = tree_leaves([dict(optimizer.state) for optimizer in trainer.optimizers])
     return {
         "parameters": sum(p.nbytes for p in parameters),
-        "gradients": sum(_bytes_of(p.grad) for p in parameters if p.grad is not None),
-        "optimizer": sum(_bytes_of(value) for value in states if isinstance(value, Tensor)),
+        "gradients": sum(nbytes_of(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(nbytes_of(value) for value in states if isinstance(value, Tensor)),
     }
-
-
-def _bytes_of(tensor: Tensor) -> int:
-    return tensor._indices().nbytes + tensor._values().nbytes if tensor.is_sparse else tensor.nbytes
 
 
 def elements_of(tensor: Tensor) -> Tensor:

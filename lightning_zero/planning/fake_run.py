@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.compat import FakeTensorMode, tree_leaves, tree_map
+from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
 from lightning_zero.engine.state.residency import Medium
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
@@ -210,10 +210,10 @@ class _PretendingDDP(_Pretending):
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self._now["gradients"] = min(self._now["gradients"] + parameter.grad.nbytes, self._trained_bytes)
+        nbytes = parameter.nbytes  # also of a sparse gradient, since fake ones have no rows
+        self._now["gradients"] = min(self._now["gradients"] + nbytes, self._trained_bytes)
         if not self.lightning_module.trainer.fit_loop._should_accumulate():
-            self._collected += parameter.grad.nbytes  # Lightning runs earlier micro-batches of a step in no_sync
+            self._collected += nbytes  # Lightning runs earlier micro-batches of a step in no_sync
         if self._collected >= DDP_BUCKET_BYTES:
             self._reduce()
 
@@ -232,7 +232,7 @@ class _PretendingDDP(_Pretending):
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         states = tree_leaves([list(each.state.values()) for each in self.optimizers])  # also those of no parameter
-        self._now["optimizer"] = sum(value.nbytes for value in states if isinstance(value, Tensor))
+        self._now["optimizer"] = sum(nbytes_of(value) for value in states if isinstance(value, Tensor))
         return result
 
     def held(self) -> Counter[str]:

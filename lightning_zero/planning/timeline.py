@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.tensor_parallel import are_divided
-from lightning_zero.engine.compat import TorchDispatchMode, tree_leaves
+from lightning_zero.engine.compat import TorchDispatchMode, nbytes_of, tree_leaves
 from lightning_zero.monitoring.flops import flops_of
 
 
@@ -106,7 +106,7 @@ class Recorder(TorchDispatchMode):
                 self.wait(self.launch_tensor_parallel(nbytes, times=2 if reduces_all else 1))
         elif not func.is_view and func.namespace != "prim" and func not in _FREE:
             flops = flops_of(func, args, kwargs, result)
-            nbytes = sum(value.nbytes for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
+            nbytes = sum(nbytes_of(value) for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
             self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
         return result
 

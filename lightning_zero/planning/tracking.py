@@ -17,6 +17,7 @@ from lightning_zero.engine.comm.tensor_parallel import are_divided
 from lightning_zero.engine.compat import (
     DATA_DEPENDENT,
     TorchDispatchMode,
+    parts_of_sparse,
     tree_leaves,
     unset_fake_temporarily,
 )
@@ -80,7 +81,9 @@ class MemoryTracker(TorchDispatchMode):
     def count(self, values: Iterable[Any]) -> None:
         """Count the storages of the tensors among the values."""
         for value in values:
-            if isinstance(value, Tensor) and not isinstance(value, WrapperTensor) and value.device.type != "meta":
+            if isinstance(value, Tensor) and value.is_sparse:
+                self.count(parts_of_sparse(value))
+            elif isinstance(value, Tensor) and not isinstance(value, WrapperTensor) and value.device.type != "meta":
                 storage = value.untyped_storage()
                 if id(storage) not in self._sizes:
                     self._references[id(storage)] = weakref.ref(storage, partial(self._forget, id(storage)))

@@ -132,6 +132,13 @@ def test_many_small_tensors_are_handled_by_one_call():
     assert not any(tensor.any() for tensor in targets)
 
 
+def test_a_sparse_tensor_that_is_not_coalesced_has_indices_and_values():
+    sparse = torch.sparse_coo_tensor([[1, 1, 0]], torch.ones(3, 4), (2, 4), check_invariants=True)
+    indices, values = compat.parts_of_sparse(sparse)
+    assert indices.tolist() == [[1, 1, 0]] and values.shape == (3, 4)
+    assert compat.nbytes_of(sparse) == 3 * 8 + 12 * 4 and compat.nbytes_of(values) == 12 * 4
+
+
 def test_tensors_that_share_a_storage_are_counted():
     tensor = torch.ones(4)
     before = compat.storage_use_count(tensor)

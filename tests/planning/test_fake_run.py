@@ -188,6 +188,25 @@ def test_states_of_no_parameter_are_counted_under_ddp():
     assert run.peak_bytes["optimizer"] == 4 * run.numel + 8  # momentum, and the count of steps
 
 
+class WithSparseGradients(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = torch.nn.Embedding(50, 16, sparse=True)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return super().training_step(batch, batch_idx) + self.table(torch.arange(3, device=batch.device)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("stage", [None, 1, 3])
+def test_sparse_gradients_are_counted_as_dense_ones(stage):
+    run = fake_run(WithSparseGradients, batch(), ranks=2, stage=stage)
+    reduced = run.traffic["reduce_scatter" if stage else "all_reduce"]
+    assert 4 * run.numel <= reduced < 4 * run.numel + 2**10  # with padding
+
+
 class Watch(Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         list(trainer.optimizers[0].state.items())  # waits for background updates, which then enter their states
