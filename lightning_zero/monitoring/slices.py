@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import Metric, MetricCollection, SumMetric
+from torchmetrics.utilities import dim_zero_cat
 
 from lightning_zero.engine.comm.process_group import all_gather_objects
 
@@ -86,7 +87,7 @@ def _fill_lists(metrics: MetricCollection) -> None:
         {
             name: (values[0].dtype, values[0].shape[1:])
             for name, values in part.metric_state.items()
-            if isinstance(values, list) and values
+            if isinstance(values, list) and values and part._reductions[name] is dim_zero_cat
         }
         for part in parts
     ]

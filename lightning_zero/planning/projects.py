@@ -109,7 +109,7 @@ def copied(module: LightningModule) -> LightningModule:
 def batches_of(data: Any) -> Iterator[Any]:
     """Yield, on the CPU, the training batches of a data module, a module with its own loaders, or loaders themselves.
 
-    A collection of loaders, such as a dict, gives collections of their batches, as in ``Trainer.fit``.
+    A collection of loaders, such as a dict, yields collections of their batches, as in ``Trainer.fit``.
     """
     if hasattr(data, "train_dataloader"):
         data.prepare_data()

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
@@ -278,21 +279,25 @@ def _slot_at(folder: str, name: str) -> Slot | None:
 
 def recorded(record: str) -> list[str]:
     """Return the paths in the list ``record``, a local path or a URL; none if it cannot be read."""
-    with suppress(OSError, ValueError), fsspec.open(record, "r") as file:
+    with suppress(Exception), fsspec.open(record, "r") as file:  # libraries for object stores raise errors of their own
         return list(json.load(file))
     return []
 
 
 def write_record(record: str, paths: list[str]) -> None:
-    """Replace the list ``record`` at once, so that a process killed meanwhile leaves one or the other.
+    """Replace the list ``record`` at once, so that a process killed meanwhile leaves the old or the new list.
 
     Raises:
-        OSError: if it cannot be written.
+        Exception: if it cannot be written; which one depends on the file system.
     """
-    fs, path = url_to_fs(record, skip_instance_cache=True)  # the transaction must not include others' files
-    fs.makedirs(os.path.dirname(path), exist_ok=True)
-    with fs.transaction, fs.open(path, "w") as file:
+    fs, place = url_to_fs(record)
+    fs.makedirs(os.path.dirname(place), exist_ok=True)
+    if not isinstance(fs, LocalFileSystem):
+        fs.pipe_file(place, json.dumps(paths).encode())
+        return
+    with open(f"{place}.new", "w") as file:
         json.dump(paths, file)
+    os.replace(f"{place}.new", place)
 
 
 # -- counts of deaths and failures -------------------------------------------------------------------------------------

@@ -294,7 +294,7 @@ class Resilience:
         try:
             others = [each for each in recorded(self._record) if each != place]
             write_record(self._record, [*others[-7:], place])
-        except OSError as error:
+        except Exception as error:
             rank_zero_warn(
                 f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "
                 "a restarted job will not find this checkpoint."

@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_zero.engine.compat import tree_map_only
-from lightning_zero.strategies.epoch_state import EpochState, epoch_state, set_epoch, set_logged, set_modules
+from lightning_zero.strategies.epoch_state import (
+    EpochState,
+    epoch_state,
+    set_epoch,
+    set_logged,
+    set_modules,
+    update_counts,
+)
 from lightning_zero.strategies.loops import Around
 
 Rng = dict[str, Any]
@@ -74,6 +81,7 @@ class DataLoadingState:
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._saved: dict[str, Any] | None = None  # the loaded state, until the first epoch begins
         self._same_ranks = True
+        self._counts: dict[str, int] = {}
         self._has_order = False  # whether samplers determine the order in all loaders
         self._epoch_of_iterators: int | None = None
         # The current optimizer step: its number, and the state before its first batch was fetched.
@@ -104,8 +112,13 @@ class DataLoadingState:
         if self._saved is not None:
             return self._saved
         is_within = self._step is not None and self._is_within_step
-        epoch = epoch_state(self._trainer, with_sums=not is_within)
+        counts = self._counts if self._trainer.validating else {}
+        epoch = epoch_state(self._trainer, with_sums=not is_within, counts=counts)
         return {**self.state(), "epoch": {**epoch, "is_between": not (is_within or self._trainer.validating)}}
+
+    def on_validation_start(self) -> None:
+        """Note which metrics the validation will be the first to update."""
+        self._counts = update_counts(self._trainer.lightning_module)
 
     def _now(self, *, repeats: bool = False) -> dict[str, Any]:
         data, combined = None, self._loop._combined_loader
@@ -203,7 +216,7 @@ class DataLoadingState:
         progress, combined = self._epoch_loop.batch_progress, fetcher.combined_loader
         iterator = combined._iterator
         if data is not None:  # a step may be repeated; or, in manual optimization, be complete before its batch is
-            _set(progress, data["batches"])
+            _set_completed(progress, data["batches"])
             progress.is_last_batch = progress.is_last_batch and not data["repeats"]
         begin(fetcher)
         if data is not None:
@@ -212,9 +225,9 @@ class DataLoadingState:
             # As in an uninterrupted run, start the iterators after the hooks, which set the epoch's number.
             iter(fetcher)
         if epoch is not None:
-            self._loop._restarting = False  # otherwise Lightning leaves out schedulers that monitor a metric
+            self._loop._restarting = False  # otherwise Lightning skips schedulers that monitor a metric
             if epoch["is_between"]:
-                self._epoch_loop.restarting = False  # otherwise Lightning does again what follows a batch
+                self._epoch_loop.restarting = False  # otherwise Lightning repeats what follows a batch
             set_modules(self._trainer.lightning_module, epoch, same_ranks=self._same_ranks)
             set_epoch(self._trainer, epoch, same_ranks=self._same_ranks)
         self._epoch_of_iterators = self._epoch
@@ -297,7 +310,7 @@ class _Indices:
     """Wrapper around a loader's sampler. It records the random state at the start, or continues from a position.
 
     A position is the random state before the sampler started, and the number of batches to skip. The random state
-    includes the states of ``generators``, from which only samplers draw.
+    includes the states of ``generators``, those of the loader and its samplers.
     """
 
     def __init__(
@@ -331,14 +344,17 @@ class _Indices:
 def _generators_of(loader: Any) -> list[torch.Generator]:
     """The generators of a loader and of its samplers, which may be wrapped in others."""
     found: dict[int, torch.Generator] = {}
-    seen, to_see = {id(loader)}, [loader]
+    samplers = (vars(loader).get(name) for name in ("sampler", "batch_sampler")) if hasattr(loader, "__dict__") else ()
+    seen, to_see = {id(loader)}, [loader, *samplers]
     while to_see:
         for value in getattr(to_see.pop(), "__dict__", {}).values():
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
-            elif (isinstance(value, Sampler) or hasattr(value, "_sampler")) and id(value) not in seen:
-                seen.add(id(value))
-                to_see.append(value)
+            # Lightning's wrapper of a sampler in a DistributedSampler is a dataset with the attribute `_sampler`.
+            elif isinstance(value, Sampler) or "_sampler" in getattr(value, "__dict__", {}):
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    to_see.append(value)
     return list(found.values())
 
 
@@ -351,7 +367,7 @@ def _set_states(generators: list[torch.Generator], rng: Rng) -> None:
         generator.set_state(state)
 
 
-def _set(progress: Any, batches: int) -> None:
+def _set_completed(progress: Any, batches: int) -> None:
     """Count this many batches of the epoch as completed, and none as begun."""
     earlier = progress.total.completed - progress.current.completed
     for tracker, count in ((progress.current, batches), (progress.total, earlier + batches)):

@@ -77,14 +77,17 @@ class Signals:
         if requeues:
             self._is_asked_to_requeue = False
             environment = self._trainer._accelerator_connector.cluster_environment
-            type(self._connector)._slurm_sigusr_handler_fn(self._connector, environment.requeue_signal, None)
+            with self._trainer.strategy.saving_epoch_state():
+                type(self._connector)._slurm_sigusr_handler_fn(self._connector, environment.requeue_signal, None)
         if ends:
             self._end()
 
     @property
     def _is_within_step(self) -> bool:
-        is_automatic = self._trainer.lightning_module.automatic_optimization
-        return bool(is_automatic and self._trainer.fit_loop.epoch_loop._should_accumulate())
+        loop = self._trainer.fit_loop
+        if loop._skip_backward:  # StochasticWeightAveraging's pass for batch statistics has no steps
+            return False
+        return bool(self._trainer.lightning_module.automatic_optimization and loop.epoch_loop._should_accumulate())
 
     def begin_loop(self) -> None:
         """Start counting the batches of an evaluation loop."""
@@ -98,7 +101,7 @@ class Signals:
         is past this batch yet, so all end at the same batch. Otherwise each rank ends independently.
         """
         self._batches += 1
-        if not self._is_asked_to_end:
+        if not self._is_asked_to_end or self._is_within_step:
             return
         keys = [f"{self._loops}/{rank}" for rank in range(self._size)]
         if not self._store.check([keys[self._rank]]):

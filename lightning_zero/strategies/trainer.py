@@ -312,7 +312,12 @@ class TrainerStrategy(TrainerCheckpoints):
 
         take_turns(self.lightning_module.trainer._active_loop, take_turn)
 
-    on_validation_start = on_test_start = on_predict_start = _take_turns
+    on_test_start = on_predict_start = _take_turns
+
+    def on_validation_start(self) -> None:
+        self._take_turns()
+        if self._data_loading is not None:
+            self._data_loading.on_validation_start()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -330,7 +335,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if resilience is not None:
             resilience.close(has_ended=self._ended_by is None)
             if self._data_loading is not None and self._ended_by is None:
-                self._data_loading.restore(has_ended=True)  # has an effect if the fit had ended in an earlier attempt
+                self._data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()

@@ -51,7 +51,7 @@ class TrainerCheckpoints(ZeroProcesses):
         self._has_come_back = self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
         self._data_loading: DataLoadingState | None = None
-        self._is_at_end = False  # whether a signal is ending the job
+        self._saves_epoch_state = False
         self._loaded: dict[str, Any] | None = None
         # Rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine has been closed.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
@@ -216,9 +216,17 @@ class TrainerCheckpoints(ZeroProcesses):
 
         It is sharded if there is one machine, and otherwise as in ``options.checkpoint``.
         """
-        self._is_at_end = True
-        with self._taking_parts() if self.num_nodes == 1 else nullcontext():
+        with self._taking_parts() if self.num_nodes == 1 else nullcontext(), self.saving_epoch_state():
             self.lightning_module.trainer.save_checkpoint(path)
+
+    @contextmanager
+    def saving_epoch_state(self) -> Iterator[None]:
+        """Context in which checkpoints contain what the epoch has accumulated, since a signal is ending the job."""
+        self._saves_epoch_state = True
+        try:
+            yield
+        finally:
+            self._saves_epoch_state = False
 
     def _about_checkpoint(self, *, to_resume: bool, is_kept: bool = False) -> dict[str, Any]:
         """Return this package's entry for a checkpoint: versions, and state that Lightning does not save.
@@ -233,7 +241,7 @@ class TrainerCheckpoints(ZeroProcesses):
         if to_resume and not is_kept and self._data_loading is not None:
             loading = self._data_loading
             ranks = self.all_gather_values(
-                in_tensors(loading.state_with_epoch() if self._is_at_end else loading.state())
+                in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
             )
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
         if self._resilience is not None:

@@ -91,6 +91,7 @@ class Net(LightningModule):
             self._set_hparams(self.hparams)
         self.layers[3].requires_grad_(not options["teaches"])
         self.mean, self.best = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
+        self.validated, self.values = torchmetrics.SumMetric(), torchmetrics.CatMetric()
         self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
 
     def on_train_epoch_start(self):
@@ -112,6 +113,7 @@ class Net(LightningModule):
         loss = out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
         loss = loss * torch.nan if act("loss") == "nan" else loss
         if options["watches"]:
+            self.values.update(loss.detach())
             self.mean(loss.detach())
             self.log("mean", self.mean, on_step=False, on_epoch=True)
             self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
@@ -129,9 +131,16 @@ class Net(LightningModule):
     def test_step(self, batch, batch_idx):
         act("test")
 
+    def on_train_epoch_end(self):
+        if options["watches"]:
+            self.log("values", self.values.compute().sum())
+            self.values.reset()
+
     def validation_step(self, batch, batch_idx):
         (x,) = batch
         self.log("loss", self(x).float().square().mean(), sync_dist=True)
+        self.validated.update(len(x))
+        self.log("validated", self.validated)
 
     def on_validation_epoch_end(self):
         if options["watches"] and not trainer.sanity_checking:

@@ -30,7 +30,9 @@ def test_what_an_epoch_has_accumulated_survives_kills(stage, options, uninterrup
     kills = KILLS if "accumulate" not in options else [fault(0, 2, [1], "forward"), fault(1, 6, [0], "forward")]
     found, expected = run(tmp_path, options | {"faults": kills}), uninterrupted(options)
     found.same_as(expected)
-    assert {"mean", "train_epoch", "train_step", "loss", "best", "max", "at the start", "early"} <= set(found.weights)
+    assert {"mean", "train_epoch", "train_step", "loss", "best", "max", "at the start", "early", "values"} <= set(
+        found.weights
+    )
     assert len(found.begun) == 1 + len(kills)
     found.repeats_at_most(0)
 
@@ -46,6 +48,21 @@ def test_what_an_epoch_has_accumulated_survives_a_sigterm(accumulate, step, ende
     again = run(tmp_path, options)
     assert again.continued == [ended_after]
     again.same_as(uninterrupted(options))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("accumulate", "step", "ended_after"), [(1, 9, 9), (2, 4, 5)])
+def test_a_sigterm_in_a_validation_leaves_no_trace_in_later_ones(
+    accumulate, step, ended_after, uninterrupted, tmp_path
+):
+    """The rest of the validation is skipped. One between micro-batches goes on, and the job ends after the step."""
+    options = {"validates": 3, "accumulate": accumulate}
+    first = run(tmp_path, options | {"faults": [fault(0, step, [0], "validation", "term")]})
+    assert first.code == 0 and f"Its state after step {ended_after} was saved" in first.output, first.output
+    shutil.rmtree(tmp_path / "memory")
+    again, expected = run(tmp_path, options), uninterrupted(options)
+    again.same_as(expected)
+    assert expected.weights["validated"] == 96
 
 
 @pytest.mark.exhaustive
