@@ -138,7 +138,8 @@ class Net(LightningModule):
 
     def validation_step(self, batch, batch_idx):
         (x,) = batch
-        self.log("loss", self(x).float().square().mean(), sync_dist=True)
+        out = self(x)
+        self.log("loss", out.to(torch.promote_types(out.dtype, torch.float32)).square().mean(), sync_dist=True)
         self.validated.update(len(x))
         self.log("validated", self.validated)
 
