@@ -21,8 +21,8 @@ KILLS = [fault(0, 3, [1], "forward"), fault(1, 8, [0], "forward"), fault(2, 12, 
     ("stage", "options"),
     [
         (3, {}),
-        pytest.param(1, {"accumulate": 2, "precision": "bf16-mixed"}, marks=pytest.mark.exhaustive),
-        pytest.param(2, {"strategy": {"offload": "cpu"}}, marks=pytest.mark.exhaustive),
+        (1, {"accumulate": 2, "precision": "bf16-mixed"}),
+        (2, {"strategy": {"offload": "cpu"}}),
     ],
 )
 def test_what_an_epoch_has_accumulated_survives_kills(stage, options, uninterrupted, tmp_path):
