@@ -82,6 +82,7 @@ class DataLoadingState:
         self._saved: dict[str, Any] | None = None  # the loaded state, until the first epoch begins
         self._same_ranks = True
         self._counts: dict[str, int] = {}
+        self._generators: list[torch.Generator] = []  # those of all loaders and their samplers
         self._has_order = False  # whether samplers determine the order in all loaders
         self._epoch_of_iterators: int | None = None
         # The current optimizer step: its number, and the state before its first batch was fetched.
@@ -133,11 +134,6 @@ class DataLoadingState:
                 "repeats": repeats,
             }
         return {"rng": rng_state(self._device) | {"generators": _states_of(self._generators)}, "data": data}
-
-    @property
-    def _generators(self) -> list[torch.Generator]:
-        loaders = getattr(self._loop._combined_loader, "flattened", ())
-        return [generator for loader in loaders for generator in _generators_of(loader)]
 
     @property
     def _epoch(self) -> int:
@@ -200,6 +196,7 @@ class DataLoadingState:
         self._epoch_of_iterators, loaders = self._epoch, self._loop._combined_loader.flattened
         fetches = "dataloader_iter" in inspect.signature(self._trainer.lightning_module.training_step).parameters
         self._has_order = not fetches and _go_by_samplers(loaders)
+        self._generators = [generator for loader in loaders for generator in _generators_of(loader)]
         for loader in loaders if self._has_order else ():
             _note_order(loader)
 
@@ -344,8 +341,7 @@ class _Indices:
 def _generators_of(loader: Any) -> list[torch.Generator]:
     """The generators of a loader and of its samplers, which may be wrapped in others."""
     found: dict[int, torch.Generator] = {}
-    samplers = (vars(loader).get(name) for name in ("sampler", "batch_sampler")) if hasattr(loader, "__dict__") else ()
-    seen, to_see = {id(loader)}, [loader, *samplers]
+    seen, to_see = {id(loader)}, [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     while to_see:
         for value in getattr(to_see.pop(), "__dict__", {}).values():
             if isinstance(value, torch.Generator):

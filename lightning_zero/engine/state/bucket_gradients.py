@@ -485,12 +485,11 @@ class BucketGradients:
         shard = shard_of_all(held)
         if shard is not None:
             begin, end = self.bucket.layout.own_part
-
-            def in_part(index: int) -> slice:
-                segment = self.bucket.layout.segments[index]
-                return slice(*(min(max(each, begin), end) - begin for each in (segment.start, segment.stop)))
-
-            shard.clear(set(slots).difference(held), in_part)
+            ranges = {}
+            for slot in set(slots).difference(held):
+                segment = self.bucket.layout.segments[slot.index]
+                ranges[slot] = slice(*(min(max(each, begin), end) - begin for each in (segment.start, segment.stop)))
+            shard.clear(ranges)
         return shard
 
     def show(self, used: list[bool], shards: dict[int, GradientShard]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -139,14 +139,13 @@ class GradientShard:
         self._move(mine)
         self.accumulated = Accumulated(part, sum_over_machines)
 
-    def clear(self, slots: Iterable[BucketSlot], in_part: Callable[[int], slice]) -> None:
+    def clear(self, ranges: Mapping[BucketSlot, slice]) -> None:
         """Set the gradients of parameters to zero. Tensors that still refer to them keep their values.
 
         Args:
-            in_part: a function that returns a parameter's range within this rank's part of the bucket, by index.
+            ranges: the parameters, each with its range within this rank's part of the bucket.
         """
-        cleared = set(slots)
-        if kept := [shown for shown in self._shown if shown.slot in cleared]:
+        if kept := [shown for shown in self._shown if shown.slot in ranges]:
             twin = GradientShard(self._arrived().clone(), self._spans, self._start, None, self._count.ledger)
             if self.accumulated is not None:
                 part, sum_over_machines = self.accumulated
@@ -157,10 +156,10 @@ class GradientShard:
                 twin._shown.add(shown)
                 shown.shard, shown.local.data = twin, parts[shown.slot.index]
         parts = self.parts()
-        for index in (slot.index for slot in cleared):
-            parts[index].zero_()
+        for slot, in_part in ranges.items():
+            parts[slot.index].zero_()
             if self.accumulated is not None:
-                self.accumulated.part[in_part(index)].zero_()
+                self.accumulated.part[in_part].zero_()
 
     def take(self) -> Tensor | None:
         """Return the sums within this machine, for a reduction whose result replaces this shard; None if none exist."""
