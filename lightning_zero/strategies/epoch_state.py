@@ -67,9 +67,10 @@ def epoch_state(trainer: Trainer, *, with_sums: bool, counts: Mapping[str, int] 
             part.values(copy_state=False)  # metrics that are computed from the same sums then refer to them
         elif isinstance(part, Metric) and (counts.get(name) != 0 or not part._update_count):
             metrics[name] = _state_of(part)
-    state = {
+    logged = {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED}
+    state: EpochState = {
         "should_stop": trainer.should_stop,
-        "logged": {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED},
+        "logged": _copied(logged),
         "trained": trained,
         "training": training,
         "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
@@ -80,9 +81,12 @@ def epoch_state(trainer: Trainer, *, with_sums: bool, counts: Mapping[str, int] 
             for key, each in loop._results.items()
             if not each.has_reset and each.meta.sync.group is None
         }
-        state["sums"] = {"results": results, "metrics": metrics}
-    copied: EpochState = tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state)
-    return copied
+        state["sums"] = _copied({"results": results, "metrics": metrics})
+    return state
+
+
+def _copied(values: Any) -> Any:
+    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), values)
 
 
 def update_counts(module: LightningModule) -> dict[str, int]:
