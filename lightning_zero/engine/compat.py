@@ -200,11 +200,15 @@ accumulation_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_post_a
 
 
 def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
-    """Remove and return a tensor's post-accumulate-grad hooks; the engine calls them after it reduces the gradient."""
+    """Remove and return a tensor's post-accumulate-grad hooks; the engine calls them after it reduces the gradient.
+
+    The tensor gets a new dictionary even if the old one is empty: after its contents were swapped, torch calls no hooks
+    in the old one.
+    """
     hooks: Any = tensor._post_accumulate_grad_hooks
-    if hooks:
+    if hooks is not None:
         tensor._post_accumulate_grad_hooks = OrderedDict()
-    return hooks or None
+    return hooks
 
 
 def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:

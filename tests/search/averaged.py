@@ -34,10 +34,15 @@ class Block(nn.Module):
 
 
 class Net(nn.Module):
-    def __init__(self, blocks: int) -> None:
+    def __init__(self, setup: Setup) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.blocks = nn.ModuleList(Block() for _ in range(setup.blocks))
         self.scale = nn.Parameter(torch.rand(WIDTH))
+        if setup.has_number:
+            self.number = nn.Parameter(torch.rand(()))
+        if setup.is_tied:
+            for block in self.blocks:
+                block.b.weight = self.blocks[0].b.weight
 
     def forward(self, x: Tensor, uses: tuple[str, ...], scaled: bool, checkpointed: bool) -> Tensor:
         total = x.sum() * 0
@@ -45,12 +50,14 @@ class Net(nn.Module):
             if parts:  # a block that is not used is not called
                 y = checkpoint(block, x, parts, use_reentrant=False) if checkpointed else block(x, parts)
                 total = total + y.square().sum()
-        return total + (self.scale * x).sum() if scaled else total
+        if scaled:
+            total = total + (self.scale * x.square()).sum() * getattr(self, "number", 1.0)
+        return total
 
 
 def make_net(setup: Setup) -> Net:
     torch.manual_seed(1)
-    return Net(setup.blocks).double()
+    return Net(setup).double()
 
 
 def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimizer]:
@@ -59,10 +66,15 @@ def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimi
         own = [p for p, owner in zip(parameters, setup.owner_of) if owner == number]
         # An empty group is allowed, an empty list is not.
         groups: Any = [{"params": own}]
-        if kind == "adam":
-            made.append(torch.optim.Adam(groups, lr=0.05, eps=0.1))
-        else:
-            made.append(torch.optim.SGD(groups, lr=0.125, momentum=0.5 if kind == "momentum" else 0.0))
+        match kind:
+            case "adam":
+                made.append(torch.optim.Adam(groups, lr=0.05, eps=0.1))
+            case "adamw":
+                made.append(torch.optim.AdamW(groups, lr=0.05, eps=0.1, weight_decay=0.1, amsgrad=True))
+            case "rmsprop":
+                made.append(torch.optim.RMSprop(groups, lr=0.05, eps=0.1, momentum=0.5, centered=True))
+            case _:
+                made.append(torch.optim.SGD(groups, lr=0.125, momentum=0.5 if kind == "momentum" else 0.0))
     return made
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,15 +16,21 @@ from torch import Tensor, nn
 from tests.search.averaged import Averaged, Net, inputs, make_net, make_optimizers
 from tests.search.programs import (
     AddGroup,
+    Average,
     Backward,
+    ChangeState,
     Check,
     Clip,
     Evaluate,
+    Fail,
     Gradient,
+    Hook,
     LearningRate,
+    NewEngine,
     Program,
     Require,
     SaveAndLoad,
+    Setup,
     Step,
     Write,
     ZeroGrad,
@@ -47,6 +55,14 @@ class Difference(Exception):
     """The engine's numbers are not the reference's."""
 
 
+class Failure(Exception):
+    """The error of a training step that fails."""
+
+
+def _fail(*_: Any) -> Any:
+    raise Failure
+
+
 def check(holds: bool, difference: str) -> None:
     if not holds:
         raise Difference(difference)
@@ -64,6 +80,9 @@ class Execution:
 
         units.UNIT_NUMEL = 2**20  # the default, which `tests/support/workers.py` overrides
         self.program, self.setup, self.net = program, program.setup, net
+        self.hooks: dict[int, list[Any]] = {}  # handles of the hooks of parameters
+        self.copies: tuple[Net, Net] | None = None
+        self.folder: Any = None
         self.parameters = list(net.parameters())
         self.optimizers = make_optimizers(self.setup, self.parameters)
         self.reference = Averaged(self.setup)
@@ -74,14 +93,24 @@ class Execution:
 
     @property
     def engine_options(self) -> dict[str, Any]:
-        setup = self.setup
+        from lightning_zero import OffloadConfig
+
+        setup, offload = self.setup, self.setup.offload
+        if offload == "all":
+            parameters = "cpu" if setup.stage == 3 and setup.shard_within is None else None
+            offload = OffloadConfig("cpu", "cpu", parameters, sub_group=30)
+        elif offload == "nvme":
+            self.folder = self.folder or tempfile.TemporaryDirectory()
+            offload = OffloadConfig("nvme", path=self.folder.name, sub_group=30)
         return {
             "stage": setup.stage,
             "unit_numel": {"merged": 2**20, "single": 0, "resident": None}[setup.units],
             "overlap": setup.overlap,
             "bucket_numel": setup.bucket_numel,
-            "offload": setup.offload,
+            "offload": offload,
             "shard_within": setup.shard_within,
+            "prefetch": setup.prefetch,
+            "reduction_buffers": setup.reduction_buffers,
         }
 
     def run(self) -> str | None:
@@ -92,8 +121,19 @@ class Execution:
         try:
             difference = self.run_ops(0, len(self.program.ops)) or self.compare_at_end()
         finally:
-            self.engine.close()
+            if self.engine is not None:
+                self.engine.close()
         return difference or self.compare_ordinary()
+
+    def renew(self, setup: Setup) -> None:
+        """Close the engine, and make another one. Where a Trainer has the engine, nothing happens."""
+        from lightning_zero.engine import Engine
+
+        engine, self.engine = self.engine, None
+        engine.close()
+        self._compare_ordinary()
+        self.setup = setup
+        self.engine = Engine(self.net, self.optimizers, **self.engine_options)
 
     def run_ops(self, start: int, stop: int) -> str | None:
         """Run some of the program's steps in order; returns the first difference."""
@@ -222,6 +262,8 @@ class Execution:
             with contextlib.nullcontext() if op.sync else self.no_sync():
                 for forwards in groups:
                     loss = self._loss(self.net, self.parameters, op, index, forwards, rank())
+                    if op.evaluated is not None:
+                        self._evaluate(Evaluate(op.evaluated), index)
                     for time in range(times):
                         self.run_backward(loss, retain_graph=time + 1 < times)
         reference = self.reference
@@ -291,8 +333,11 @@ class Execution:
     def _loss(
         net: Net, parameters: list[nn.Parameter], op: Backward, index: int, forwards: list[int], of: int
     ) -> Tensor:
-        losses = [net(inputs(index, f, of), op.uses[f][of], op.scaled, op.checkpointed) for f in forwards]
+        data = [inputs(index, f, of).requires_grad_(op.penalty) for f in forwards]
+        losses = [net(x, op.uses[f][of], op.scaled, op.checkpointed) for f, x in zip(forwards, data)]
         loss = sum(losses[1:], losses[0])
+        if op.penalty:
+            loss = loss + sum(g.square().sum() for g in torch.autograd.grad(loss, data, create_graph=True))
         if op.direct is not None:
             loss = loss + parameters[op.direct % len(parameters)].square().sum() * (1 + of)
         return loss
@@ -492,6 +537,70 @@ class Execution:
             known = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
             if id(parameters[number]) not in known:
                 optimizers[op.optimizer].add_param_group({"params": [parameters[number]]})
+
+    def _fail(self, op: Fail, index: int) -> None:
+        if op.at == "step" and self._is_any_local(self.optimizers[op.optimizer]):
+            return
+        uses = tuple(part or "a" if number == op.block else part for number, part in enumerate(op.parts))
+        block = self.net.blocks[op.block]
+        handles = []
+        if op.at == "forward":
+            handles.append(block.register_forward_hook(_fail))
+        elif op.at == "backward":
+            handles.append(block.register_forward_hook(lambda _, __, out: out.register_hook(_fail) and None))
+        with contextlib.suppress(Failure), self.window() if op.window else contextlib.nullcontext():
+            with contextlib.nullcontext() if op.sync else self.no_sync():
+                loss = self.net(inputs(index, 0, rank()), uses, False, False)
+                if op.at == "step":
+                    self.step(op.optimizer, _fail)
+                self.run_backward(loss)
+        for handle in handles:
+            handle.remove()
+        self._zerograd(ZeroGrad(None), index)
+
+    def _hook(self, op: Hook, index: int) -> None:
+        number = op.parameter % len(self.parameters)
+        if number in self.hooks:
+            for handle in self.hooks.pop(number):
+                handle.remove()
+        elif self.parameters[number].requires_grad:
+            both = self.parameters[number], self.reference.parameters[number]
+            self.hooks[number] = [parameter.register_hook(lambda gradient: gradient * 2) for parameter in both]
+
+    def _average(self, op: Average, index: int) -> None:
+        nets = self.net, self.reference.net
+        if self.copies is None:
+            self.copies = copy.deepcopy(nets[0]), copy.deepcopy(nets[1])
+            for each in self.copies:
+                each.requires_grad_(False)
+        outputs = []
+        for average, net in zip(self.copies, nets):
+            with torch.no_grad():
+                for mean, parameter in zip(average.parameters(), net.parameters()):
+                    mean.lerp_(parameter, 0.5)
+                outputs.append(average(inputs(index, 0, 0), ("ab",) * self.setup.blocks, True, False))
+        self._same(*outputs, "the copy's output")
+        for number, (ours, theirs) in enumerate(zip(*(each.parameters() for each in self.copies))):
+            self._same_part(ours, theirs, f"parameter {number} of the copy")
+
+    def _changestate(self, op: ChangeState, index: int) -> None:
+        for optimizers, parameters in (
+            (self.optimizers, self.parameters),
+            (self.reference.optimizers, self.reference.parameters),
+        ):
+            state, parameter = optimizers[op.optimizer].state, parameters[op.parameter % len(parameters)]
+            if op.how == "clear":
+                state.clear()
+            elif parameter in state:
+                for value in state[parameter].values():
+                    if isinstance(value, Tensor) and value.dim():
+                        value.mul_(0.5)
+
+    def _newengine(self, op: NewEngine, index: int) -> None:
+        self._zerograd(ZeroGrad(None), index)
+        self.kept.clear()
+        stage = 3 if self.setup.shard_within else op.stage
+        self.renew(replace(self.setup, stage=stage, units=op.units, offload=op.offload))
 
     def _check(self, op: Check, index: int) -> None:
         self._compare()

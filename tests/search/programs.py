@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 BLOCKS, PARTS = 4, ("a", "b", "ab", "")
 """The maximum number of blocks, and which of its two layers a block's forward pass uses."""
 
-PARAMETERS = 4 * BLOCKS + 1
+PARAMETERS = 4 * BLOCKS + 2
 """The maximum number of parameters; a program's indices are taken modulo the model's own number."""
 
 
@@ -27,6 +27,9 @@ class Setup:
             stays gathered for the step, as in a tiny model by default).
         shard_within: the engine's option: the number of ranks of each simulated machine.
         owner_of: by parameter, the optimizer that has it from the start; None for one that may be added later.
+        offload: "cpu" (optimizer states), "all" (all that can be, to the CPU, in small groups), or "nvme" (states).
+        has_number: the model also has a zero-dimensional parameter.
+        is_tied: layers ``b`` of all blocks share their weight.
     """
 
     ranks: int
@@ -39,6 +42,10 @@ class Setup:
     optimizers: tuple[str, ...]
     owner_of: tuple[int | None, ...]
     shard_within: int | None = None
+    prefetch: int = 1
+    reduction_buffers: int = 2
+    has_number: bool = False
+    is_tied: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +67,8 @@ class Backward(Op):
         twice: backward runs twice through the same graph.
         each: each forward pass has its own backward pass.
         window: forward and backward passes are within one window, as in a ``training_step``.
+        penalty: the loss includes the squared gradient of the output with respect to the inputs.
+        evaluated: a block that runs without gradients between forward and backward, if any.
     """
 
     uses: tuple[tuple[tuple[str, ...], ...], ...]
@@ -70,6 +79,25 @@ class Backward(Op):
     checkpointed: bool = False
     twice: bool = False
     each: bool = False
+    window: bool = False
+    penalty: bool = False
+    evaluated: int | None = None
+
+
+@dataclass(frozen=True)
+class Fail(Op):
+    """A training step that raises an error on each rank, after which all gradients are dropped.
+
+    Attributes:
+        parts: by block, the layers that the forward pass uses.
+        block: the block in which the error occurs; a step fails in its closure.
+    """
+
+    at: str
+    parts: tuple[str, ...]
+    block: int
+    optimizer: int = 0
+    sync: bool = True
     window: bool = False
 
 
@@ -155,6 +183,36 @@ class AddGroup(Op):
 
 
 @dataclass(frozen=True)
+class Hook(Op):
+    """Register a hook that doubles each gradient of a parameter, or remove it."""
+
+    parameter: int
+
+
+@dataclass(frozen=True)
+class Average(Op):
+    """Copy the model; later, move the copy's weights halfway to the model's, and evaluate the copy."""
+
+
+@dataclass(frozen=True)
+class ChangeState(Op):
+    """Change an optimizer's state from outside: "clear" it, or "scale" one parameter's in place."""
+
+    optimizer: int
+    parameter: int
+    how: str
+
+
+@dataclass(frozen=True)
+class NewEngine(Op):
+    """Close the engine, and go on with one that has other options."""
+
+    stage: int
+    units: str
+    offload: str | None
+
+
+@dataclass(frozen=True)
 class Check(Op):
     """Compare this rank's parts of all weights and gradients."""
 
@@ -177,12 +235,16 @@ GRADIENT_ACTIONS = (
     ("drop", "clone", "plain", "twice", "scale", "zero", "other", "keep", "put back", "read", "detached")
 )  # fmt: skip
 
+OPTIMIZERS = "sgd", "momentum", "adam", "adamw", "rmsprop"
+UNITS = "merged", "single", "resident"
+OFFLOADS = None, None, None, "cpu", "all", "nvme"
+
 _parameter = st.integers(0, PARAMETERS - 1)
 
 
 @st.composite
 def setups(draw: st.DrawFn, ranks: int) -> Setup:
-    optimizers = tuple(draw(st.lists(st.sampled_from(("sgd", "momentum", "adam")), min_size=1, max_size=3)))
+    optimizers = tuple(draw(st.lists(st.sampled_from(OPTIMIZERS), min_size=1, max_size=3)))
     # Usually by block, as in projects; sometimes by parameter.
     owner = st.sampled_from((*range(len(optimizers)), *range(len(optimizers)), None))
     if draw(st.booleans()):
@@ -195,13 +257,17 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         ranks=ranks,
         stage=draw(st.sampled_from((1, 2, 3))) if shard_within is None else 3,
         blocks=draw(st.integers(1, BLOCKS)),
-        units=draw(st.sampled_from(("merged", "single", "resident"))),
+        units=draw(st.sampled_from(UNITS)),
         overlap=draw(st.booleans()),
-        offload=draw(st.sampled_from((None, None, None, "cpu"))),
+        offload=draw(st.sampled_from(OFFLOADS)),
         bucket_numel=draw(st.sampled_from((2**25, 2**25, 40))),
         optimizers=optimizers,
         owner_of=owners,
         shard_within=shard_within,
+        prefetch=draw(st.sampled_from((1, 1, 0, 2))),
+        reduction_buffers=draw(st.sampled_from((2, 2, 1))),
+        has_number=draw(st.booleans()),
+        is_tied=draw(st.sampled_from((False, False, True))),
     )
 
 
@@ -236,6 +302,20 @@ def _backwards(draw: st.DrawFn, setup: Setup) -> Backward:
         twice=draw(st.sampled_from((False, False, False, True))),
         each=draw(st.booleans()) if forwards > 1 else False,
         window=draw(st.booleans()),
+        penalty=draw(st.sampled_from((False, False, False, True))),
+        evaluated=draw(st.one_of(st.none(), st.none(), st.integers(0, BLOCKS - 1))),
+    )
+
+
+@st.composite
+def _fails(draw: st.DrawFn, setup: Setup) -> Fail:
+    return Fail(
+        at=draw(st.sampled_from(("forward", "backward", "step"))),
+        parts=tuple(draw(st.sampled_from(PARTS)) for _ in range(setup.blocks)),
+        block=draw(st.integers(0, setup.blocks - 1)),
+        optimizer=draw(st.integers(0, len(setup.optimizers) - 1)),
+        sync=draw(st.booleans()),
+        window=draw(st.booleans()),
     )
 
 
@@ -252,6 +332,11 @@ def _ops(setup: Setup) -> st.SearchStrategy[Op]:
         st.builds(SaveAndLoad, st.booleans(), st.booleans()),
         st.builds(LearningRate, optimizer, st.sampled_from((0.5, 2.0))),
         st.builds(AddGroup, optimizer, _parameter),
+        _fails(setup),
+        st.builds(Hook, _parameter),
+        st.just(Average()),
+        st.builds(ChangeState, optimizer, _parameter, st.sampled_from(("clear", "scale"))),
+        st.builds(NewEngine, st.sampled_from((1, 2, 3)), st.sampled_from(UNITS), st.sampled_from(OFFLOADS)),
         st.just(Check()),
     )
     return st.one_of(_backwards(setup), _backwards(setup), _backwards(setup), zero, step, gradient, gradient, rare)

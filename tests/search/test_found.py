@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tests.search.execution import execute
-from tests.search.programs import Backward, Check, Gradient, Program, Setup, Step, ZeroGrad
+from tests.search.programs import Backward, Check, Gradient, NewEngine, Program, Setup, Step, ZeroGrad
 
 A, B = ((("a",), ("a",)),), ((("b",), ("b",)),)
 """One forward pass, with layer ``a`` or ``b`` of the only block, on both ranks."""
@@ -119,6 +119,13 @@ def test_a_layer_may_be_used_again_together_with_its_neighbour_on_one_rank(run_o
     """Its neighbour's gradient arrives after that of the layer, which was used alone before, has been taken."""
     program = Program(replace(SETUP, ranks=1, stage=stage), (Backward(((("b",),),)), Backward(((("ab",),),)), Check()))
     assert run_on(1, execute, program=program) == [None]
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_second_engine_averages_gradients_of_parameters_used_outside_of_their_module(run_on, stage):
+    program = Program(replace(SETUP, stage=stage), (NewEngine(stage, "merged", None), Backward(A, direct=0), Check()))
+    found = run_on(2, execute, program=program)
+    assert found == [None, None], "\n".join(filter(None, found))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

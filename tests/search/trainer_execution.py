@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.search.averaged import make_net
 from tests.search.execution import Execution
-from tests.search.programs import Program
+from tests.search.programs import Program, Setup
 from tests.support.trainer import make_trainer
 
 STEPS = 3
@@ -29,6 +29,9 @@ class TrainerExecution(Execution):
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
         return self.module.trainer.strategy.block_backward_sync()
+
+    def renew(self, setup: Setup) -> None:
+        pass
 
     def run_backward(self, loss: Tensor, **options: Any) -> None:
         self.module.manual_backward(loss, **options)

@@ -47,7 +47,11 @@ def _run_backward_by_name(
     }
     options = {"allow_unreachable": allow_unreachable or bool(own), "accumulate_grad": accumulate_grad}
     views = [tensor.slot.view for tensor in own.values()]
-    found = run_backward(outputs, grad_outputs, retain_graph, create_graph, (*inputs, *views), **options)
+    with ExitStack() as stack:
+        if create_graph:
+            for schedule in _schedules:
+                stack.enter_context(schedule.watching())
+        found = run_backward(outputs, grad_outputs, retain_graph, create_graph, (*inputs, *views), **options)
     if accumulate_grad:
         return found
     if not in_backward():

@@ -388,13 +388,6 @@ class Schedule:
             unit.turns.discard(turn)
         if self._is_backward and unit is self._current:
             return
-        if torch.is_grad_enabled() and not self.windows:
-            # No hooks would handle the tensors saved for the second backward, so it would read released buffers.
-            raise RuntimeError(
-                f"backward(create_graph=True) through unit {unit.name or 'root'!r}, whose parameters are released "
-                "after use, is possible only in training_step, or in 'with engine.window():' around forward and both "
-                "backward passes."
-            )
         if not self._is_backward:
             queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
         elif self._current is not None and not any(turn.is_in_backward for turn in self._current.turns):
@@ -413,6 +406,18 @@ class Schedule:
             if in_backward():
                 unit.outstanding = False
             unit.release()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Context for a backward with ``create_graph=True``, which saves tensors for another backward."""
+        if self._watched:  # in a window
+            yield
+            return
+        self._saved.watch()
+        try:
+            yield
+        finally:
+            self._saved.unwatch()
 
     @contextmanager
     def keeping_gathered(self) -> Iterator[None]:
