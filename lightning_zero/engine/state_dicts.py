@@ -16,7 +16,7 @@ from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.optim.master import restore_digits
 from lightning_zero.engine.optim.masters import Masters
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.slot import slots_of
+from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
 
@@ -72,22 +72,23 @@ class StateDicts:
         state = optimizer.state_dict()
         return state if leaf is in_parts else copy.deepcopy(state)
 
-    def masters_by_name(self, *, leaf: Leaf = on_cpu) -> dict[str, Tensor]:
+    def masters_by_name(self, *, leaf: Leaf = on_cpu, module: nn.Module | None = None) -> dict[str, Tensor]:
         """The fp32 master weights of low-precision parameters by name; by default, full tensors on the CPU. Collective.
 
         Args:
             leaf: see ``full_state_dict``.
+            module: a submodule, whose parameters are named as in it; by default, the root module.
         """
-        finer = [bucket for bucket in self.buckets if bucket.master_dtype != bucket.dtype]
-        masters = {
-            slot.name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self)
-            for bucket in finer
-            for slot in slots_of(bucket)
+        finer = {
+            name: slot
+            for name, slot in self._slots_by_name(module).items()
+            if slot.bucket.master_dtype != slot.bucket.dtype
         }
+        masters = {name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self) for name, slot in finer.items()}
         with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
             return walk(masters, leaf)
 
-    def load_masters(self, masters: dict[str, Tensor]) -> None:
+    def load_masters(self, masters: dict[str, Tensor], *, module: nn.Module | None = None) -> None:
         """Restore saved fp32 master weights that match the current parameters. Collective.
 
         A parameter's element that differs from its rounded master weight was changed after the save, so it keeps its
@@ -96,6 +97,16 @@ class StateDicts:
 
         Args:
             masters: full tensors by parameter name.
+            module: a submodule, to which the names refer; by default, the root module.
         """
-        for slot in (slot for bucket in self.buckets for slot in slots_of(bucket) if slot.name in masters):
-            restore_digits(slot, masters[slot.name])
+        for name, slot in self._slots_by_name(module).items():
+            if name in masters:
+                restore_digits(slot, masters[name])
+
+    def _slots_by_name(self, module: nn.Module | None) -> dict[str, BucketSlot]:
+        """Return the slots of a submodule's parameters by their names in it; by default, of the root module's."""
+        slots = [slot for bucket in self.buckets for slot in slots_of(bucket)]
+        if module is None:
+            return {slot.name: slot for slot in slots}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        return {names[id(slot.parameter)]: slot for slot in slots if id(slot.parameter) in names}

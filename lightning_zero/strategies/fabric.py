@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import weakref
 from collections.abc import Callable, Iterator
@@ -49,8 +50,9 @@ class FabricStrategy(ZeroProcesses):
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         super().__init__(stage=stage, **options)
-        # Both lists are in set-up order, the same on every rank. The references are weak: users own the objects.
-        self._engines: list[weakref.ref[Engine]] = []
+        # Both lists are in set-up order, the same on every rank. The references are weak: users own the objects. A
+        # deleted module in a reference cycle may be freed on one rank earlier than on another.
+        self._set_up: list[tuple[weakref.ref[nn.Module], weakref.ref[Engine]]] = []
         self._optimizers: list[weakref.ref[Optimizer]] = []
         self._backward_sync_control: Any = _BackwardSyncControl()
 
@@ -65,7 +67,7 @@ class FabricStrategy(ZeroProcesses):
 
     @property
     def _communicator(self) -> Communicator | None:
-        return self.engines[0].communicator if self.engines else None
+        return next((engine.communicator for engine in self.engines), None)
 
     all_reduce = ZeroProcesses._reduce
 
@@ -73,8 +75,18 @@ class FabricStrategy(ZeroProcesses):
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of the modules that have been set up, in order of set-up."""
-        return [engine for reference in self._engines if (engine := reference()) is not None]
+        """The engines of the modules that have been set up, in order of set-up, without engines that were closed."""
+        return [engine for _, engine in self._modules_and_engines()]
+
+    def _modules_and_engines(self) -> list[tuple[nn.Module, Engine]]:
+        """Return the modules that have not been deleted and whose engines have not been closed, with their engines."""
+        # A user may keep an engine after its module was deleted or its engine closed.
+        alive = ((module(), engine()) for module, engine in self._set_up)
+        return [
+            (module, engine)
+            for module, engine in alive
+            if module is not None and engine is not None and engine_of(module) is engine
+        ]
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module to the device, unless parameters are sharded or deferred: ``setup_module`` moves those."""
@@ -102,7 +114,8 @@ class FabricStrategy(ZeroProcesses):
             device=self.root_device,
             mesh=self._mesh,
         )
-        self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
+        known = (*self._modules_and_engines(), (module, engine))
+        self._set_up = [(weakref.ref(module), weakref.ref(engine)) for module, engine in known]
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -111,8 +124,8 @@ class FabricStrategy(ZeroProcesses):
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
             self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]
-            for engine in self.engines:
-                if _hold_in_common(optimizer, engine.module):
+            for module, engine in self._modules_and_engines():
+                if _hold_in_common(optimizer, module):
                     engine.set_optimizers([*engine.optimizers, optimizer])
         return optimizer
 
@@ -131,18 +144,30 @@ class FabricStrategy(ZeroProcesses):
 
     def _state_of(self, value: Any, leaf: Leaf) -> Any:
         """Return a module's or optimizer's state dict, with ``leaf`` applied to sharded tensors; other values as is."""
+        engine = self._engine_of(value)
         if isinstance(value, nn.Module):
-            module = _unwrapped(value)
-            for engine in self.engines:
-                if any(inner is module for inner in engine.module.modules()):
-                    return engine.full_state_dict(leaf=leaf, module=module)
-            return super().get_module_state_dict(module)
+            if engine is not None:
+                return engine.full_state_dict(leaf=leaf, module=_unwrapped(value))
+            return super().get_module_state_dict(_unwrapped(value))
         if isinstance(value, Optimizer):
-            for engine in self.engines:
-                if any(own is value for own in engine.optimizers):
-                    return engine.full_optimizer_state_dict(value, leaf=leaf)
+            if engine is not None:
+                return engine.full_optimizer_state_dict(value, leaf=leaf)
             return super().get_optimizer_state(value)
         return value
+
+    def _masters_of(self, value: Any, leaf: Leaf) -> dict[str, Tensor]:
+        """Return the fp32 master weights of a module by name, with ``leaf`` applied; {} for other values."""
+        if isinstance(value, nn.Module) and (engine := self._engine_of(value)) is not None:
+            return engine.masters_by_name(leaf=leaf, module=_unwrapped(value))
+        return {}
+
+    def _engine_of(self, value: Any) -> Engine | None:
+        """Return the engine of a module, a submodule or an optimizer; None for other values."""
+        value = _unwrapped(value) if isinstance(value, nn.Module) else value
+        for module, engine in self._modules_and_engines():
+            if any(value is each for each in (*module.modules(), *engine.optimizers)):
+                return engine
+        return None
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         check_module(_unwrapped(module), state_dict, strict)
@@ -159,8 +184,11 @@ class FabricStrategy(ZeroProcesses):
         # A filter of a full checkpoint runs on rank 0 and may read values, so values are gathered first.
         parts = self._saves_in_parts or (self._assembles_in_background and filter is None)
         leaf = self._leaf(parts=parts, keeps=self.is_global_zero)
-        # The rendezvous raises within seconds if not every rank calls this method.
-        with self.engines[0].rendezvous.met("what fabric.save() writes") if self.engines else nullcontext():
+        # The rendezvous raises within seconds if not every rank calls this method. It takes place in an engine of
+        # ``state``, which exists on every rank: the engine of a deleted module may be left on some ranks only.
+        values = sorted(state.values(), key=lambda value: isinstance(value, Optimizer))  # modules first
+        engine = next((own for value in values if (own := self._engine_of(value)) is not None), None)
+        with engine.rendezvous.met("what fabric.save() writes") if engine is not None else nullcontext():
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
                 masters = {key: found for key, value in state.items() if (found := self._masters_of(value, leaf))}
@@ -176,7 +204,7 @@ class FabricStrategy(ZeroProcesses):
                 return
             converted = self._convert_stateful_objects_in_state(collected, filter=filter or {})
             if not self._saves_in_parts:
-                self._save_whole({**converted, **about}, path, self._communicator if parts else None)
+                self._save_whole({**converted, **about}, path, engine.communicator if parts and engine else None)
                 return
             tree = {}
             for key, value in converted.items():
@@ -208,20 +236,17 @@ class FabricStrategy(ZeroProcesses):
                 self._checkpoint_io = own
         if isinstance(state, dict) and state:
             for key, masters in remainder.pop(CHECKPOINT_KEY, {"masters": {}}).get("masters", {}).items():
-                engine = engine_of(_unwrapped(state[key])) if isinstance(state.get(key), nn.Module) else None
-                if engine is not None:
-                    engine.load_masters(masters)
+                value = state.get(key)
+                if isinstance(value, nn.Module) and (engine := self._engine_of(value)) is not None:
+                    engine.load_masters(masters, module=_unwrapped(value))
         return remainder
-
-    def _masters_of(self, value: Any, leaf: Leaf) -> dict[str, Tensor]:
-        engine = engine_of(_unwrapped(value)) if isinstance(value, nn.Module) else None
-        return engine.masters_by_name(leaf=leaf) if engine is not None else {}
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def _teardown(self) -> None:
+        gc.collect()  # closing is collective, so no rank may be left with a deleted module in a reference cycle
         engines = self.engines
-        self._engines = []
+        self._set_up = []
         try:
             self._close(engines)
         finally:

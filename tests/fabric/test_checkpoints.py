@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from pathlib import Path
@@ -201,3 +202,77 @@ def with_a_loss(form: str) -> None:
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_modules_without_state_are_saved_and_loaded(run_on, form):
     run_on(2, with_a_loss, form=form)
+
+
+class InACycle(OddModel):
+    """A module that refers to itself, so that only a garbage collection frees it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.group = [self]
+
+
+def folds(options: dict[str, Any]) -> None:
+    """The first fold's module is freed on rank 0 only, before the second fold's is saved, loaded and torn down."""
+    folder = shared_folder()
+    fabric = make_fabric(ZeroStrategy(3, timeout=30, **options))
+    gc.collect()
+    gc.disable()
+    try:
+        for fold in range(2):
+            model, optimizer = set_up(fabric, InACycle)
+            train(fabric, model, optimizer, steps=1 + fold)
+            fabric.save(folder / f"fold {fold}", {"model": model, "optimizer": optimizer, "fold": fold})
+            before = weights(model)
+            train(fabric, model, optimizer, steps=1)
+            state = {"model": model, "optimizer": optimizer, "fold": None}
+            fabric.load(folder / f"fold {fold}", state)
+            assert state["fold"] == fold
+            same_values(weights(model), before, f"fold {fold}")
+            del model, optimizer, state
+            if rank() == 0:
+                gc.collect()
+        assert len(fabric.strategy.engines) == (0 if rank() == 0 else 2)
+        fabric.strategy.teardown()
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoint": "sharded"}, {"async_save": True}], ids=str)
+def test_a_deleted_module_may_be_freed_at_different_times_on_the_ranks(run_on, options):
+    run_on(2, folds, options=options)
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = OddModel()
+
+    def forward(self, *batch: Any) -> Any:
+        return self.net(*batch)
+
+
+def with_masters_of_a_part(form: str) -> None:
+    """A file of a submodule contains its masters, by the submodule's own names. The submodule alone reads it, too."""
+    folder = shared_folder()
+    fabric = make_fabric(ZeroStrategy(3, checkpoint=form), precision="bf16-true")
+    model, optimizer = set_up(fabric, Wrapped)
+    train(fabric, model, optimizer, steps=2)
+    fabric.save(folder / form, {"net": model.module.net, "optimizer": optimizer}, filter={"net": lambda n, v: True})
+    end = train(fabric, model, optimizer, steps=2, first=2), dict(weights(model.module.net))
+    if form == "full":
+        file = torch.load(folder / form, weights_only=True)
+        masters = file["lightning_zero"]["masters"]["net"]
+        assert list(map(sorted, (masters, file["net"]))) == [sorted(dict(OddModel().named_parameters()))] * 2
+        for name, master in masters.items():
+            assert master.dtype == torch.float32 and torch.equal(master.bfloat16(), file["net"][name])
+    for whole in (Wrapped, OddModel):
+        model, optimizer = set_up(fabric, whole)
+        net = model.module.net if whole is Wrapped else model
+        assert fabric.load(folder / form, {"net": net, "optimizer": optimizer}) == {}
+        same_values((train(fabric, model, optimizer, steps=2, first=2), weights(net)), end, whole.__name__)
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_bf16_training_resumes_bit_for_bit_from_a_file_of_a_submodule(run_on, form):
+    run_on(2, with_masters_of_a_part, form=form)

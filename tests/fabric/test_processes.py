@@ -184,6 +184,29 @@ def test_an_engine_is_closed_when_its_module_is_deleted(run_on):
     run_on(2, deleted)
 
 
+def engines_in_variables() -> None:
+    """The variable of a loop over ``engines`` keeps the last engine after its module was deleted, or it was closed."""
+    fabric = make_fabric("zero3", precision="bf16-true")
+    for fold in range(3):
+        model, optimizer = set_up(fabric)
+        assert len(fabric.strategy.engines) == 1
+        train(fabric, model, optimizer, steps=1)
+        fabric.save("fold", {"model": model, "optimizer": optimizer})
+        for engine in fabric.strategy.engines:
+            assert engine.module is model.module
+            if fold == 1:
+                engine.close()
+                assert fabric.strategy.engines == []
+                fabric.barrier()
+        del model, optimizer
+        assert fabric.strategy.engines == []
+    fabric.strategy.teardown()
+
+
+def test_engines_has_no_engine_of_a_deleted_module_and_no_closed_engine(run_on):
+    run_on(2, engines_in_variables)
+
+
 def refusals() -> None:
     fabric = make_fabric("zero3")
     model, _ = set_up(fabric)
