@@ -491,7 +491,7 @@ class Execution:
                     case "scale":
                         parameter.mul_(0.5)
                     case "element":
-                        parameter[0] = 0.25
+                        parameter[0 if parameter.dim() else ()] = 0.25
 
     def _evaluate(self, op: Evaluate, index: int) -> None:
         uses = tuple("ab" if block == op.block % self.setup.blocks else "" for block in range(self.setup.blocks))

@@ -121,6 +121,13 @@ def test_a_layer_may_be_used_again_together_with_its_neighbour_on_one_rank(run_o
     assert run_on(1, execute, program=program) == [None]
 
 
+def test_ranks_may_use_different_layers_of_a_unit_although_a_validation_comes_before_backward(run_on):
+    """A rank whose backward needs no weights does not gather them again; so they must stay gathered."""
+    setup = replace(SETUP, stage=3, owner_of=(0,) * 5)
+    program = Program(setup, (Backward(((("a",), ("ab",)),), evaluated=0), Step(0), Check()))
+    assert run_on(2, execute, program=program) == [None, None]
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_second_engine_averages_gradients_of_parameters_used_outside_of_their_module(run_on, stage):
     program = Program(replace(SETUP, stage=stage), (NewEngine(stage, "merged", None), Backward(A, direct=0), Check()))

@@ -328,7 +328,8 @@ class Schedule:
             if not unit.is_resident and unit is not last:  # backward begins with ``last``
                 self.release_if_idle(unit)  # it may have been prefetched, but did not run
         for unit in self._resident:
-            unit.outstanding = torch.is_grad_enabled()
+            # still outstanding if this was a forward without gradients between another forward and its backward
+            unit.outstanding = unit.outstanding or torch.is_grad_enabled()
             if not unit.outstanding:
                 unit.held = False
                 unit.release()
