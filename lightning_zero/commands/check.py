@@ -11,7 +11,6 @@ import re
 from collections.abc import Callable
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -95,8 +94,8 @@ def check(config: DictConfig) -> DictConfig:
         node = resolved[group] if group else resolved
         if name in node and not accepts(node[name]):
             raise ConfigError(f"{key}={node[name]}: expected {expected}")
-    if resolved.resume is not None and not Path(resolved.resume).exists():
-        raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
+    if resolved.resume is not None:
+        _check_exists(str(resolved.resume))
     for group, verb in (("offload", "offload"), ("compression", "compress"), ("resilience", "keep its state")):
         if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
             raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
@@ -107,6 +106,22 @@ def check(config: DictConfig) -> DictConfig:
     _check_packages(resolved)
     _check_made(resolved)
     return resolved
+
+
+def _check_exists(checkpoint: str) -> None:
+    """Check that there is a checkpoint at a local path or an fsspec URL.
+
+    Raises:
+        ConfigError: if there is none, or if its file system cannot be reached.
+    """
+    from lightning_zero.checkpoint.files import Files
+
+    try:
+        exists = Files(checkpoint).exists
+    except Exception as error:  # libraries for object stores raise errors of their own
+        raise ConfigError(f"resume={checkpoint}: cannot be looked up: {in_one_line(error)}") from error
+    if not exists:
+        raise ConfigError(f"resume={checkpoint}: no such checkpoint")
 
 
 def _choose_devices(trainer: DictConfig) -> None:

@@ -24,6 +24,7 @@ def main(arguments: list[str]) -> int:
     try:
         from lightning_zero.planning.parity import probe
 
+        options = strategy_options(parsed.option, _SET_BY_PARITY)
         project = project_of(parsed, of_script)
         settings = {name: value for name, value in project.settings.items() if name not in ("ranks", "machines")}
         settings |= {"precision": parsed.precision} if parsed.precision is not None else {}
@@ -32,7 +33,8 @@ def main(arguments: list[str]) -> int:
             ranks=parsed.ranks,
             stages=parsed.stage,
             steps=parsed.steps,
-            **{**settings, **strategy_options(parsed.option)},
+            **settings,
+            **options,
         )
     except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero parity: {error}", file=sys.stderr)
@@ -43,6 +45,10 @@ def main(arguments: list[str]) -> int:
         for comparison in found:
             print(_said(comparison, parsed))
     return int(not all(comparison.is_equal for comparison in found))
+
+
+_SET_BY_PARITY = {"stage": "write --stage {}", "start_method": "parity always forks its processes"}
+"""Options of the strategy that --option cannot set, with the reason or what to write instead."""
 
 
 def parser() -> Parser:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,12 @@ def main(arguments: list[str]) -> int:
         measured = json.loads(parsed.resources.read_text()) if parsed.resources is not None else {}
         resources = _resources(parsed, measured.get("resources", {}))
         memory = parsed.memory or (resources.memory if resources is not None else None)
+        options = strategy_options(parsed.option, _CHOICES)
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
             settings = {"machines": 1, **settings}  # with --ranks, the Trainer's number of machines is ignored
+        known = {**project.settings, **settings}
         plan = partial(
             make_plans,
             project.make_module,
@@ -51,13 +53,15 @@ def main(arguments: list[str]) -> int:
             compression=[None if each == "none" else each for each in parsed.compression],
             tensor_parallel=[None if each == "none" else int(each) for each in parsed.tensor_parallel],
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
-            **{"ranks": 1, **project.settings, **settings, **_fixed_options(parsed.option)},
+            **{"ranks": 1, **known, **options},
         )
         checkpointing = [{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing]
         own_choices = {"stages": parsed.stage, "offloads": parsed.offload, "checkpointing": checkpointing}
         choices = [CONFIGURATIONS[each] for each in parsed.configuration] or [own_choices]
         left_out: list[str] = []
         plans = [made for each in choices for made in plan(left_out=left_out, **each)]
+        if "ranks" not in known:
+            plans = [replace(each, assumptions=(*each.assumptions, _ONE_RANK)) for each in plans]
     except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero plan: {error}", file=sys.stderr)
         return 2
@@ -84,14 +88,17 @@ _SETTINGS = ("ranks", "machines", "accumulate", "precision", "clip")
 """Options that take precedence over the arguments of the project's own Trainer."""
 
 
+_ONE_RANK = "one rank, because the number of devices is not known (give the number of ranks with --ranks)"
+
+
 _CHOICES = {
-    "stage": "--stage {}",
-    "offload": "--offload with cpu, nvme or activations",
-    "shard_within": "--shard-within {}",
-    "compression": "--compression {}",
-    "tensor_parallel_size": "--tensor-parallel {}",
-    "activation_checkpointing": "--checkpointing on",
-    "partition_activations": "--checkpointing partitioned",
+    "stage": "write --stage {}",
+    "offload": "write --offload with cpu, nvme or activations",
+    "shard_within": "write --shard-within {}",
+    "compression": "write --compression {}",
+    "tensor_parallel_size": "write --tensor-parallel {}",
+    "activation_checkpointing": "write --checkpointing on",
+    "partition_activations": "write --checkpointing partitioned",
 }
 """Options of the strategy that have their own arguments here, since each value gets its own plans."""
 
@@ -183,15 +190,6 @@ def _size_or_none(text: str) -> str:
 
 def _group(text: str) -> str | int | None:
     return {"none": None, "node": "node"}.get(text, int(text) if text.isdigit() else text)
-
-
-def _fixed_options(given: list[str]) -> dict[str, Any]:
-    """ZeroStrategy's options from --option, which are the same in all plans."""
-    for text in given:
-        name, _, value = text.partition("=")
-        if name in _CHOICES:
-            raise ValueError(f"{text} cannot be set with --option: write {_CHOICES[name].format(value)}.")
-    return strategy_options(given)
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:

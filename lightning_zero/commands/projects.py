@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import pkgutil
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -44,10 +46,11 @@ def project_of(parsed: argparse.Namespace, of_script: list[str]) -> Any:
     from lightning_zero.planning import projects
 
     first, *others = parsed.project
+    # a script's path may contain "=" or ":", and an override may end with ".py", as in data.path=corpus.py
+    if first.endswith(".py") and (Path(first).is_file() or not {"=", ":"} & set(first)):
+        return projects.of_script(Path(first), [*others, *of_script])
     if "=" in first:
         return _of_config([first, *others])
-    if ":" not in first and first.endswith(".py"):
-        return projects.of_script(Path(first), [*others, *of_script])
     make_module = partial(_found(first), **dict(map(setting, others)))
     if parsed.batch is None:
         raise ValueError("--batch is missing: package.module:function, or tensors such as 'int64[4,1024]'")
@@ -127,23 +130,36 @@ def _batches(given: list[str]) -> Iterator[Any]:
 
 
 def setting(text: str) -> tuple[str, Any]:
+    """Split ``name=value``. The value is JSON or a Python literal, such as ``False``; any other value is a string.
+
+    Raises:
+        ValueError: if ``text`` contains no ``=``.
+    """
     name, equals, value = text.partition("=")
     if not equals:
         raise ValueError(f"{text!r} must be name=value")
-    try:
-        return name, json.loads(value)
-    except json.JSONDecodeError:
-        return name, value
+    for parse in (json.loads, ast.literal_eval):
+        with suppress(ValueError, SyntaxError):
+            return name, parse(value)
+    return name, value
 
 
-def strategy_options(given: list[str]) -> dict[str, Any]:
+def strategy_options(given: list[str], refused: Mapping[str, str]) -> dict[str, Any]:
     """Parse and check options of ZeroStrategy, given as ``name=value``.
 
+    Args:
+        given: the options.
+        refused: options that the command sets in another way, with what to write instead; ``{}`` is the given value.
+
     Raises:
-        ValueError: if an option does not exist or has a wrong value.
+        ValueError: if an option is refused, does not exist or has a wrong value.
     """
     from lightning_zero.strategies.trainer import ZeroStrategy
 
+    for text in given:
+        name, _, value = text.partition("=")
+        if name in refused:
+            raise ValueError(f"{text} cannot be set with --option: {refused[name].format(value)}.")
     options = dict(map(setting, given))
     try:
         ZeroStrategy(**options)

@@ -126,10 +126,12 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
     """Convert a Trainer's arguments to ``Project.settings``."""
     settings: dict[str, Any] = {}
     devices, nodes = trainer.get("devices", "auto"), trainer.get("num_nodes", 1)
+    if isinstance(devices, str) and "," in devices:
+        devices = [device for device in devices.split(",") if device.strip()]  # "0," is device 0, as in Lightning
     if isinstance(devices, (list, tuple)):
         devices = len(devices)
     # like "auto", -1 means all devices of a machine, whose number is unknown
-    if (isinstance(devices, int) and devices != -1) or (isinstance(devices, str) and devices.isdigit()):
+    if (isinstance(devices, int) and devices != -1) or (isinstance(devices, str) and devices.strip().isdigit()):
         settings |= {"ranks": int(devices) * nodes, "machines": nodes}
     names = {"accumulate_grad_batches": "accumulate", "precision": "precision", "gradient_clip_val": "clip"}
     return settings | {names[name]: trainer[name] for name in names if trainer.get(name) is not None}

@@ -151,8 +151,11 @@ def test_under_torchrun_rank_0_reports_an_error_though_it_is_the_slowest(
     assert code != 0 and errors.count(f"lightning-zero train: {said}") == 1, errors
 
 
-def test_a_resumed_run_continues_where_the_first_run_stopped(tmp_path: Path, alone: tuple[Path, str]) -> None:
-    checkpoint = alone[0] / "checkpoints" / "step_6.ckpt"
+@pytest.mark.parametrize("scheme", ["", "file://"], ids=["path", "URL"])
+def test_a_resumed_run_continues_where_the_first_run_stopped(
+    scheme: str, tmp_path: Path, alone: tuple[Path, str]
+) -> None:
+    checkpoint = f"{scheme}{alone[0] / 'checkpoints' / 'step_6.ckpt'}"
     arguments = [*TINY, "stage=2", "trainer.max_steps=9", f"resume={checkpoint}", "hydra.run.dir=job"]
     arguments[arguments.index("trainer.max_steps=6")] = "trainer.log_every_n_steps=1"
     printed = succeed("train", *arguments, "--json", folder=tmp_path)

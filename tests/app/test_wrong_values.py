@@ -41,6 +41,8 @@ WRONG = [
     ("data=digits model=vit_tiny data.batch_size=9999", "data.batch_size=9999 exceeds the number of training images, "),
     ("trainer.limit_val_batches=0", "trainer.limit_val_batches=0: expected a number above 0"),
     ("resume=/no/such.ckpt", "resume=/no/such.ckpt: no such checkpoint"),
+    ("resume=memory://no/such.ckpt", "resume=memory://no/such.ckpt: no such checkpoint"),
+    ("resume=sss://bucket/a.ckpt", "resume=sss://bucket/a.ckpt: cannot be looked up: Protocol not known: sss"),
     ("trainer.devices=-1", "trainer.devices=-1: expected a whole number, 1 or more"),
     ("trainer=cpu trainer.devices=auto", "trainer.devices=auto: on a CPU, set it to the number of processes"),
     (

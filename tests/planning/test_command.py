@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from lightning_zero.commands import doctor
-from lightning_zero.commands.plan import main
+from lightning_zero.commands.plan import main, parser
+from lightning_zero.commands.projects import project_of, setting
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.planning.advice import Plan, advise
-from lightning_zero.planning.projects import of_script
+from lightning_zero.planning.projects import of_script, settings_of
 from lightning_zero.planning.timeline import Resources
 
 PROJECT = ["tests.planning.projects:Net", "width=32", "--batch", "tests.planning.projects:narrow"]
@@ -87,7 +88,56 @@ raise SystemExit("the script was to end at fit")
 def test_all_devices_of_a_machine_are_an_unknown_number_of_ranks(capsys, tmp_path, devices):
     (tmp_path / "train.py").write_text(SCRIPT.replace("devices=8, num_nodes=2", f"{devices=}, num_nodes=2"))
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--json", "--", "--width", "32"]) == 0
-    assert json.loads(capsys.readouterr().out)[0]["ranks"] == 1
+    (plan,) = json.loads(capsys.readouterr().out)
+    assert plan["ranks"] == 1
+    assert plan["assumptions"] == [
+        "one rank, because the number of devices is not known (give the number of ranks with --ranks)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("devices", "ranks"), [("0,1", 2), ("0, 3, ", 2), ("0,", 1), ("4", 4), (" 4 ", 4), ([0, 2, 3], 3), (8, 8)]
+)
+def test_devices_in_every_form_of_lightning_are_counted(devices, ranks):
+    assert settings_of({"devices": devices, "num_nodes": 2}) == {"ranks": 2 * ranks, "machines": 2}
+
+
+@pytest.mark.parametrize("folder", ["lr=1", "12:30"])
+def test_the_path_of_a_script_may_contain_characters_of_overrides_and_classes(capsys, tmp_path, monkeypatch, folder):
+    (tmp_path / folder).mkdir()
+    (tmp_path / folder / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    assert main([f"{folder}/train.py", "--stage", "2", "--json", "--", "--width", "32"]) == 0
+    assert json.loads(capsys.readouterr().out)[0]["ranks"] == 16
+
+
+def test_an_override_may_end_like_a_script(capsys):
+    assert main(["data.path=/no/such/corpus.py"]) == 2
+    assert "data.path=/no/such/corpus.py is neither a file nor a folder" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("False", False),
+        ("false", False),
+        ("True", True),
+        ("None", None),
+        ("null", None),
+        ("[True, 2]", [True, 2]),
+        ("1e-3", 1e-3),
+        ("bf16", "bf16"),
+        ("a-b", "a-b"),
+        ("", ""),
+    ],
+)
+def test_values_of_arguments_are_json_or_python_literals_or_text(text, value):
+    assert setting(f"name={text}") == ("name", value)
+
+
+def test_arguments_of_a_class_may_be_written_as_in_python():
+    given = ["torch.nn:Linear", "in_features=3", "out_features=4", "bias=False", "--batch", "float32[1,3]"]
+    assert project_of(parser().parse_args(given), []).make_module().bias is None
 
 
 def test_a_script_is_planned_with_its_trainers_settings_without_its_devices(capsys, tmp_path):

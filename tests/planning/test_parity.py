@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from lightning_zero.commands import parity
 from tests.planning.test_command import OTHER_SCRIPT, PROJECT, SCRIPT
 
 
@@ -55,6 +56,15 @@ def test_manual_optimization_is_compared():
     project = ["tests.planning.projects:Adversaries", "--batch", "tests.planning.projects:pictures"]
     code, found = probed(*project, "--stage", "1", "3", "--steps", "2")
     assert code == 0 and [each["stage"] for each in found] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("option", "instead"),
+    [("stage=2", "write --stage 2"), ("start_method=spawn", "parity always forks its processes")],
+)
+def test_options_that_parity_sets_itself_are_refused_before_anything_runs(capsys, option, instead):
+    assert parity.main(["no_such_script.py", "--option", option]) == 2
+    assert capsys.readouterr().err == f"lightning-zero parity: {option} cannot be set with --option: {instead}.\n"
 
 
 @pytest.mark.parametrize("text", [SCRIPT, OTHER_SCRIPT], ids=["lightning", "pytorch_lightning"])
