@@ -21,6 +21,7 @@ from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
+from lightning_zero.checkpoint.module_versions import versions_in, with_versions
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
 from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
 
@@ -206,7 +207,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
         flat = torch.frombuffer(part, dtype=tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    return tree_map_only(Tensor, mapped, checkpoint)
+    return with_versions(tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
 
 
 def _names_by_offset(files: Files) -> dict[int, list[str]]:

@@ -25,9 +25,20 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import archives
 from lightning_zero.checkpoint.commit import Destination, Stream
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest
+from lightning_zero.checkpoint.form import (
+    CHECKPOINT_KEY,
+    CONTAINERS,
+    DCP_METADATA,
+    MANIFEST,
+    REST,
+    SAVE_ID,
+    VERSIONS,
+    Manifest,
+)
+from lightning_zero.checkpoint.module_versions import versions_in
+from lightning_zero.checkpoint.trees import expressible, split
 from lightning_zero.engine.comm.streams import own_stream
-from lightning_zero.engine.compat import dcp_internals, foreach_copy, tree_leaves
+from lightning_zero.engine.compat import dcp_internals, foreach_copy
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.plan.share import Share
@@ -127,10 +138,12 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
     """
-    hollow, sharded = _split(dict(rest))
-    tree, containers = _expressible(tree)
-    if containers:
-        hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), CONTAINERS: containers}
+    hollow, sharded = split(dict(rest))
+    versions = versions_in({**rest, **tree})
+    tree, containers = expressible(tree)
+    about = {key: value for key, value in ((CONTAINERS, containers), (VERSIONS, versions)) if value}
+    if about:
+        hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), **about}
     leaves, paths = _flatten({**tree, **(sharded or {})})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
@@ -187,48 +200,6 @@ def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return an optimizer's parameter names in group order: ``names[id(parameter)]``, or a number if there is none."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
-
-
-def _split(value: Any) -> tuple[Any, Any]:
-    """Split nested dicts and lists into a tree without sharded tensors, and one of sharded tensors only (or None)."""
-    if isinstance(value, WrapperTensor):
-        return None, value
-    if isinstance(value, (dict, list, tuple)):
-        parts = {key: _split(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
-        sharded = {key: tensor for key, (_, tensor) in parts.items() if tensor is not None}
-        if sharded:
-            hollow = {key: left for key, (left, _) in parts.items()}
-            return (hollow if isinstance(value, dict) else list(hollow.values())), sharded
-    return value, None
-
-
-def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tree that DCP can flatten, and the containers that DCP cannot restore, with None in place of leaves.
-
-    These containers are empty or have keys that are not strings, as in ``get_extra_state`` or optimizers' groups.
-    """
-
-    def walk(value: Any) -> tuple[Any, Any, bool]:
-        if not isinstance(value, (dict, list, tuple)):
-            return value, None, False
-        parts = [walk(item) for item in (value.values() if isinstance(value, dict) else value)]
-        is_odd = not parts or any(odd for *_, odd in parts)
-        items, hollow = [item for item, *_ in parts], [item for _, item, _ in parts]
-        if isinstance(value, dict):
-            is_odd = is_odd or not all(isinstance(key, str) for key in value)
-            return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
-        # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
-        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
-        return items if is_list else value, hollow, is_odd
-
-    plain: dict[str, dict[str, Any]] = {}
-    containers: dict[str, dict[str, Any]] = {}
-    for key, values in tree.items():
-        for name, value in values.items():
-            plain.setdefault(key, {})[name], hollow, is_odd = walk(value)
-            if is_odd:
-                containers.setdefault(key, {})[name] = hollow
-    return {key: plain.get(key, {}) for key in tree}, containers
 
 
 def identity(tensor: Tensor) -> Any:

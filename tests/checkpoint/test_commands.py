@@ -549,6 +549,17 @@ def test_a_converted_fabric_checkpoint_keeps_its_keys(tmp_path, key):
     assert all(torch.equal(found[name], master) for name, master in masters.items() if name != "head.weight")
 
 
+def test_converted_state_dicts_keep_the_versions_of_modules(tmp_path):
+    actor, critic = Network(), nn.Sequential(Network(), nn.BatchNorm1d(3))
+    checkpoint = {"actor": actor.state_dict(), "critic": critic.state_dict(), "more": {"of": [critic.state_dict()]}}
+    path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
+    found = torch.load(tmp_path / "b.ckpt")
+    assert_equal(found, checkpoint)
+    assert found["actor"]._metadata == checkpoint["actor"]._metadata
+    assert found["critic"]._metadata == found["more"]["of"][0]._metadata == checkpoint["critic"]._metadata
+
+
 def test_a_checkpoint_without_tensors_is_converted_unchanged(tmp_path):
     checkpoint = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "callbacks": {}, "loops": {"fit_loop": {}}}
     path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
@@ -590,6 +601,11 @@ def test_an_imported_checkpoint_has_the_names_of_the_module_that_wraps_the_model
     wraps = nn.ModuleDict({"model": Network()})
     wraps.load_state_dict({name: value.clone() for name, value in opened.checkpoint["state_dict"].items()})
     assert_equal(wraps["model"].state_dict(), network.state_dict())
+    torch.save({"model": network.state_dict(), "optim": state}, tmp_path / "theirs.pt")
+    assert run("import", "fsdp", tmp_path / "theirs.pt", tmp_path / "w", "--to", form, "--prefix", "model") == 0
+    versions = open_checkpoint(tmp_path / "w").checkpoint["state_dict"]._metadata
+    assert {name: versions.get(name) for name in wraps.state_dict()._metadata if name} == versions
+    assert versions["model.norm"] == {"version": 2}
     assert_equal(opened.checkpoint["optimizer_states"][0]["state"], checkpoint["optimizer_states"][0]["state"])
     given = opened.names_of_optimizers or opened.checkpoint["lightning_zero"]["optimizer_names"].values()
     assert list(given) == [[f"model.{name}" for name in names]]

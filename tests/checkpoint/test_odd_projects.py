@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
@@ -88,6 +89,53 @@ def values_of_the_time(form: str, stage: int, folder: Path) -> None:
 @pytest.mark.exhaustive
 def test_a_background_save_writes_the_values_at_the_time_of_the_call(run_on, tmp_path, form, ranks, stage):
     run_on(ranks, values_of_the_time, form=form, stage=stage, folder=tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- versions of modules
+
+
+class Versioned(nn.Linear):
+    """A layer that can be loaded only with its version, as layers do whose names or shapes have changed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != self._version:
+            raise ValueError(f"{prefix} has the version {local_metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+class WithVersions(Net):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.head = Versioned(6, classes)
+        self.norm = nn.BatchNorm1d(6)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["copies"] = [self.state_dict()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.copies = checkpoint["copies"]
+
+
+def resumed_with_versions(form: str, folder: Path) -> None:
+    path = saved_by(form, WithVersions, folder)
+    _, module = trained(form, WithVersions, ckpt_path=path)
+    versions = {name: each["version"] for name, each in module.state_dict()._metadata.items()}
+    assert versions["head"] == versions["norm"] == 2
+    found = open_checkpoint(path).checkpoint["state_dict"]._metadata
+    assert {name: each["version"] for name, each in found.items()} == versions
+    assert module.copies[0]._metadata == found
+    other = WithVersions(classes=4)
+    before = other.blocks[0][0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="size mismatch for head"):
+        fit(ZeroStrategy(3), other, ckpt_path=path)
+    assert torch.equal(other.blocks[0][0].weight, before)
+
+
+@FORMS
+def test_modules_receive_the_version_with_which_they_were_saved(run_on, tmp_path, form):
+    run_on(2, resumed_with_versions, form=form, folder=tmp_path)
 
 
 # -------------------------------------------------------------------------------------- what modules and hooks add
