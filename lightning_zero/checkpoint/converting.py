@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import mmap
 import os
@@ -17,7 +18,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
-from lightning_zero.checkpoint.module_versions import renamed
+from lightning_zero.checkpoint.module_versions import own_versions, renamed, with_versions
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
 from lightning_zero.engine.compat import tree_leaves
@@ -92,7 +93,8 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
         rest[CHECKPOINT_KEY] = ours
-    save_in_parts(content_of(tree, rest), Destination(out, new_label(), advance), opened.written_by)
+    content = content_of(with_versions(tree, own_versions(checkpoint)), rest)
+    save_in_parts(content, Destination(out, new_label(), advance), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -104,7 +106,7 @@ def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str
     if _is_lightnings(opened):
         of_all = opened.names_of_optimizers or []
         return dict(opened.checkpoint), {f"optimizer_{number}": of_one for number, of_one in enumerate(of_all)}
-    checkpoint, names = dict(opened.as_saved), {}
+    checkpoint, names = copy.copy(opened.as_saved), {}
     for key, value in checkpoint.items():
         if _is_optimizers(value):
             of_one = [name for group in value["param_groups"] for name in group["params"]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import zipfile
@@ -242,7 +243,7 @@ def opened_folder(folder: Folder) -> OpenedCheckpoint:
 
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
     """Convert DCP's optimizer states, keyed by parameter name, to Lightning's ``optimizer_states``, keyed by number."""
-    rest = dict(tree)
+    rest = copy.copy(tree)
     found: list[tuple[dict[str, Any], list[str]]] = []
     while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
         found.append(numbered(rest.pop(key), f"{path}: {key}"))

@@ -135,11 +135,11 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
-        tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
+        tree: nested dicts and lists of tensors and other values, to be stored in DCP's format; it may be a state dict.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
     """
     hollow, sharded = split(dict(rest))
-    versions = versions_in({**rest, **tree})
+    versions = versions_in(rest) | versions_in(tree)
     tree, containers = expressible(tree)
     about = {key: value for key, value in ((CONTAINERS, containers), (VERSIONS, versions)) if value}
     if about:

@@ -41,9 +41,14 @@ def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
         is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
         return items if is_list else value, hollow, is_odd
 
-    plain: dict[str, dict[str, Any]] = {}
-    containers: dict[str, dict[str, Any]] = {}
+    plain: dict[str, Any] = {}
+    containers: dict[str, Any] = {}
     for key, values in tree.items():
+        if not isinstance(values, dict):
+            plain[key], hollow, is_odd = walk(values)
+            if is_odd:
+                containers[key] = hollow
+            continue
         for name, value in values.items():
             plain.setdefault(key, {})[name], hollow, is_odd = walk(value)
             if is_odd:

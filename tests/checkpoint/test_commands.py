@@ -560,6 +560,27 @@ def test_converted_state_dicts_keep_the_versions_of_modules(tmp_path):
     assert found["critic"]._metadata == found["more"]["of"][0]._metadata == checkpoint["critic"]._metadata
 
 
+def test_a_state_dict_alone_is_converted_unchanged(tmp_path):
+    state = Network().state_dict()
+    path = save(state, tmp_path / "a.ckpt", "sharded")
+    assert names_in(path) == set(state)
+    found = open_checkpoint(path).checkpoint["state_dict"]
+    assert found._metadata == state._metadata and found["head.weight"] is found["embedding.weight"]
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
+    full = torch.load(tmp_path / "b.ckpt")
+    assert_equal(full, state)
+    assert full._metadata == state._metadata
+
+
+def test_tensors_at_the_top_of_a_fabric_checkpoint_are_converted_unchanged(tmp_path):
+    numbers = [torch.arange(3), torch.ones(2), {1: torch.zeros(1), "none": {}}]
+    checkpoint = {"network": Network().state_dict(), "average": torch.rand(4), "numbers": numbers, "step": 7}
+    path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
+    assert {"average", "network.layer.weight", "numbers.1"} <= names_in(path)
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
+    assert_equal(torch.load(tmp_path / "b.ckpt"), checkpoint)
+
+
 def test_a_checkpoint_without_tensors_is_converted_unchanged(tmp_path):
     checkpoint = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "callbacks": {}, "loops": {"fit_loop": {}}}
     path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
