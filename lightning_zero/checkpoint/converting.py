@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.module_versions import own_versions, renamed, with_versions
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
-from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.compat import nbytes_of, tree_leaves
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tree import walk
@@ -32,7 +32,8 @@ _ALIGNMENT = 64  # bytes, as in torch.save
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:
     """Return the total size of all tensors in bytes, counting tied tensors once."""
-    return sum({identity(leaf): leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)}.values())
+    tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
+    return sum({identity(tensor): nbytes_of(tensor) for tensor in tensors}.values())
 
 
 def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:

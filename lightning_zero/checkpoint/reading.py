@@ -24,6 +24,7 @@ from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.module_versions import versions_in, with_versions
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
+from lightning_zero.checkpoint.saving import is_dense
 from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
 
 
@@ -212,11 +213,15 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
 
 
 def _names_by_offset(files: Files) -> dict[int, list[str]]:
-    """Return the names of the tensors in each record of a file, by the record's offset. Unpickles the file again."""
+    """Return the names of the tensors in each record of a file, by the record's offset. Unpickles the file again.
+
+    Sparse and nested tensors have no names. If torch cannot create fake tensors of their layout, no tensor has one.
+    """
     names: dict[int, list[str]] = {}
-    with files.open() as file, suppress(ForbiddenClassError), FakeTensorMode():
+    with files.open() as file, suppress(Exception), FakeTensorMode():  # an error here would hide the damage
         for name, tensor in _tensors_in(_as_lightnings(load_torch(file))).items():
-            names.setdefault(offset_in_file(tensor), []).append(name)
+            if is_dense(tensor):
+                names.setdefault(offset_in_file(tensor), []).append(name)
     return names
 
 

@@ -104,7 +104,8 @@ class Entry:
     def piece(self, box: Box) -> Tensor:
         """Return the values in one rectangle, on the CPU, in a storage of exactly their size."""
         part = flat_range(self.values.detach(), box.start - self.start, box.stop - self.start)
-        return _alone(part.to("cpu", self.dtype).contiguous()).view(box.sizes)
+        part = part.to("cpu", self.dtype).resolve_conj().resolve_neg()
+        return _alone(part.contiguous()).view(box.sizes)
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,14 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     )
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor can be written element by element, unlike sparse and quantized tensors."""
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    """Whether a tensor can be written element by element, unlike sparse, nested and quantized tensors."""
+    return is_dense(tensor) and not tensor.is_quantized
 
 
 def is_view_of_parameter(value: Any) -> bool:
@@ -206,7 +212,7 @@ def identity(tensor: Tensor) -> Any:
     """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
     if isinstance(tensor, ShardedTensor):
         return sharded_tree.identity(tensor)
-    if isinstance(tensor, LazyTensor) or not tensor.numel():
+    if isinstance(tensor, LazyTensor) or not is_dense(tensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 

@@ -190,6 +190,44 @@ def test_parameter_values_that_hooks_add_are_loaded_where_they_were_added(run_on
     run_on(2, what_was_put_in, form=form, is_async=is_async, folder=tmp_path)
 
 
+class WithUnusualBuffers(Net):
+    """Buffers whose values are computed from their memory when they are read, and tensors of other layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.tensor([1 + 2j, 3 - 4j])
+        self.register_buffer("conj", values.conj())
+        self.register_buffer("one", values.conj()[0])
+        self.register_buffer("neg", torch._neg_view(torch.arange(3.0)))
+        self.register_buffer("sparse", torch.eye(3).to_sparse_csr())
+
+    def get_extra_state(self) -> Any:
+        return {"nested": torch.nested.as_nested_tensor([torch.ones(2), torch.zeros(3)])}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.nested = state["nested"]
+
+
+def with_unusual_buffers(form: str, is_async: bool, folder: Path) -> None:
+    path = saved_by(form, WithUnusualBuffers, folder, is_async=is_async)
+    other = WithUnusualBuffers()
+    for buffer in (other.conj, other.one, other.neg, other.sparse.values()):
+        buffer.zero_()
+    torch.manual_seed(0)
+    fit(ZeroStrategy(3, checkpoint=form), other, ckpt_path=path)
+    expected = WithUnusualBuffers()
+    for name in ("conj", "one", "neg"):
+        assert torch.equal(getattr(other, name), getattr(expected, name)), name
+    assert torch.equal(other.sparse.to_dense(), torch.eye(3))
+    assert [part.tolist() for part in other.nested.unbind()] == [[1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@FORMS
+def test_buffers_of_any_layout_are_saved_and_loaded(run_on, tmp_path, form, is_async):
+    run_on(1, with_unusual_buffers, form=form, is_async=is_async, folder=tmp_path)
+
+
 class OnRank0(Net):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.trainer.is_global_zero:
