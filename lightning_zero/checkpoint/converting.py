@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import mmap
 import os
@@ -17,11 +18,13 @@ from torch import Tensor
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
+from lightning_zero.checkpoint.module_versions import own_versions, renamed, with_versions
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
-from lightning_zero.engine.compat import tree_leaves, tree_map_only
+from lightning_zero.engine.compat import nbytes_of, tree_leaves
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine.tensor.sharded_tree import walk
 from lightning_zero.io.labels import new_label
 
 _ALIGNMENT = 64  # bytes, as in torch.save
@@ -29,7 +32,8 @@ _ALIGNMENT = 64  # bytes, as in torch.save
 
 def bytes_of(checkpoint: dict[str, Any]) -> int:
     """Return the total size of all tensors in bytes, counting tied tensors once."""
-    return sum({identity(leaf): leaf.nbytes for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor)}.values())
+    tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
+    return sum({identity(tensor): nbytes_of(tensor) for tensor in tensors}.values())
 
 
 def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
@@ -54,7 +58,8 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
         mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
     # Each tensor gets a storage of its own, since torch.save writes entire storages. Tied names share one tensor.
     mapped = {key: _at(mapping, places[key], tensor) for key, tensor in stored.items()}
-    ready = as_made_of_tensors(tree_map_only(LazyTensor, lambda tensor: mapped[id(tensor)], checkpoint))
+    ready = walk(checkpoint, lambda tensor: mapped[id(tensor)], lambda leaf: isinstance(leaf, LazyTensor))
+    ready = as_made_of_tensors(ready)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # numbers stand for unknown names
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
     save_whole(ready, Destination(out, new_label(), advance))
@@ -89,7 +94,8 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
         tree[CHECKPOINT_KEY] = {"masters": ours.pop("masters")}
     if ours:
         rest[CHECKPOINT_KEY] = ours
-    save_in_parts(content_of(tree, rest), Destination(out, new_label(), advance), opened.written_by)
+    content = content_of(with_versions(tree, own_versions(checkpoint)), rest)
+    save_in_parts(content, Destination(out, new_label(), advance), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:
@@ -101,7 +107,7 @@ def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str
     if _is_lightnings(opened):
         of_all = opened.names_of_optimizers or []
         return dict(opened.checkpoint), {f"optimizer_{number}": of_one for number, of_one in enumerate(of_all)}
-    checkpoint, names = dict(opened.as_saved), {}
+    checkpoint, names = copy.copy(opened.as_saved), {}
     for key, value in checkpoint.items():
         if _is_optimizers(value):
             of_one = [name for group in value["param_groups"] for name in group["params"]]
@@ -126,17 +132,17 @@ def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:
     """Prepend a prefix, with or without its final dot, to all parameter and buffer names of a Trainer checkpoint."""
     prefix = f"{prefix.removesuffix('.')}." if prefix else ""
 
-    def renamed(values: dict[str, Any]) -> dict[str, Any]:
-        return {f"{prefix}{name}": value for name, value in values.items()}
+    def with_it(name: str) -> str:
+        return f"{prefix}{name}"
 
     checkpoint = dict(opened.checkpoint)
-    checkpoint["state_dict"] = renamed(checkpoint["state_dict"])
+    checkpoint["state_dict"] = renamed(checkpoint["state_dict"], with_it)
     ours = dict(checkpoint.get(CHECKPOINT_KEY) or {})
     if "masters" in ours:
-        checkpoint[CHECKPOINT_KEY] = {**ours, "masters": renamed(ours["masters"])}
+        checkpoint[CHECKPOINT_KEY] = {**ours, "masters": renamed(ours["masters"], with_it)}
     names = opened.names_of_optimizers
     if names is not None:
-        names = [[f"{prefix}{name}" for name in of_one] for of_one in names]
+        names = [list(map(with_it, of_one)) for of_one in names]
     return dataclasses.replace(opened, checkpoint=checkpoint, as_saved=checkpoint, names_of_optimizers=names)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.saving import identity
+from lightning_zero.checkpoint.saving import identity, is_dense
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -128,6 +128,13 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         if not whole_name.startswith(start) or not isinstance(values, Tensor):
             found.left_out.append(whole_name)
             continue
+        if not is_dense(values):
+            kind = "nested" if values.is_nested else str(values.layout).removeprefix("torch.")
+            dense = "to_padded_tensor(0)" if values.is_nested else "to_dense()"
+            raise ValueError(
+                f"{opened.path}: safetensors has no form for {whole_name}, which is a {kind} tensor. Save it as an "
+                f"ordinary tensor: .{dense}."
+            )
         if (memory := identity(values)) in names:
             found.tied[name] = names[memory]
             continue
@@ -255,7 +262,8 @@ def write_values(
     flat = tensor if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
     for start in range(0, tensor.numel(), _PART):
         values = convert(flat_range(flat, start, min(start + _PART, tensor.numel())), start)
-        advance(stream.write(values.contiguous().view(torch.uint8).numpy()))
+        values = values.resolve_conj().resolve_neg().contiguous()
+        advance(stream.write(values.view(torch.uint8).numpy()))
 
 
 def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:

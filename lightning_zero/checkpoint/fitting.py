@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
         return
     with taking_values(module, lambda tensor: not is_lazy(tensor)):
         try:
-            module.load_state_dict(dict(state), strict=strict)
+            module.load_state_dict(copy.copy(state), strict=strict)
         except RuntimeError as error:
             if str(error).startswith("Error(s) in loading state_dict"):
                 raise

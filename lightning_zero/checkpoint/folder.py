@@ -26,9 +26,11 @@ from lightning_zero.checkpoint.form import (
     MANIFEST,
     REST,
     SAVE_ID,
+    VERSIONS,
     Manifest,
     check_format,
 )
+from lightning_zero.checkpoint.module_versions import with_versions
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch, with_way_out
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes
@@ -224,16 +226,16 @@ class Folder:
                 f"{self.files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
             )
         ours = tree.get(CHECKPOINT_KEY, {})
-        if CONTAINERS in ours:
-            tree |= ours.pop(CONTAINERS)
-            if not ours:
-                del tree[CHECKPOINT_KEY]
+        containers, versions = ours.pop(CONTAINERS, {}), ours.pop(VERSIONS, {})
+        if not ours and (containers or versions):
+            del tree[CHECKPOINT_KEY]
+        tree |= containers
         keys = odd_keys(tree)
         metadata, self._metadata = self._metadata, None
         assert metadata is not None
         for name, value in self._values(metadata):
             put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
-        return tree
+        return with_versions(tree, versions)
 
     def _rest(self) -> Any:
         """Return everything but the tensors of models and optimizers."""

@@ -23,6 +23,9 @@ CONTAINERS = "containers"
 """Key within our entry in a sharded checkpoint. Its value holds the containers that DCP's dotted names cannot express:
 empty containers, and dictionaries with keys that are not strings."""
 
+VERSIONS = "module_versions"
+"""Key within our entry in a sharded checkpoint. Its value maps the path of each state dict to its modules' versions."""
+
 DCP_METADATA = ".metadata"
 """Name of DCP's metadata file (``torch.distributed.checkpoint``): the names, shapes and offsets of all tensors."""
 

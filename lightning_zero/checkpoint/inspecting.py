@@ -8,6 +8,7 @@ from typing import Any
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.saving import identity
+from lightning_zero.engine.compat import nbytes_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 
@@ -17,7 +18,8 @@ class Row:
 
     Attributes:
         name: dotted path in Lightning's dictionary.
-        bytes: size of the values.
+        shape: sizes by dimension; -1 for those of a nested tensor, in which they vary.
+        bytes: size of the values, and for a sparse tensor also of its indices.
         pieces: number of pieces in which the tensor is stored.
         files: number of files that contain these pieces.
         tied_to: name of the first tensor with the same memory; None if this tensor is the first.
@@ -47,5 +49,6 @@ def rows_of(opened: OpenedCheckpoint) -> list[Row]:
         first = seen.setdefault(identity(tensor), name)
         dtype = str(tensor.dtype).removeprefix("torch.")
         tied_to = first if first != name else None
-        rows.append(Row(name, list(tensor.shape), dtype, tensor.nbytes, len(files), len(set(files)), tied_to))
+        shape = [tensor.size(0)] + [-1] * (tensor.dim() - 1) if tensor.is_nested else list(tensor.shape)
+        rows.append(Row(name, shape, dtype, nbytes_of(tensor), len(files), len(set(files)), tied_to))
     return rows

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import zipfile
@@ -21,7 +22,9 @@ from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
+from lightning_zero.checkpoint.module_versions import versions_in, with_versions
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
+from lightning_zero.checkpoint.saving import is_dense
 from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
 
 
@@ -206,15 +209,19 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
         flat = torch.frombuffer(part, dtype=tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    return tree_map_only(Tensor, mapped, checkpoint)
+    return with_versions(tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
 
 
 def _names_by_offset(files: Files) -> dict[int, list[str]]:
-    """Return the names of the tensors in each record of a file, by the record's offset. Unpickles the file again."""
+    """Return the names of the tensors in each record of a file, by the record's offset. Unpickles the file again.
+
+    Sparse and nested tensors have no names. If torch cannot create fake tensors of their layout, no tensor has one.
+    """
     names: dict[int, list[str]] = {}
-    with files.open() as file, suppress(ForbiddenClassError), FakeTensorMode():
+    with files.open() as file, suppress(Exception), FakeTensorMode():  # an error here would hide the damage
         for name, tensor in _tensors_in(_as_lightnings(load_torch(file))).items():
-            names.setdefault(offset_in_file(tensor), []).append(name)
+            if is_dense(tensor):
+                names.setdefault(offset_in_file(tensor), []).append(name)
     return names
 
 
@@ -241,7 +248,7 @@ def opened_folder(folder: Folder) -> OpenedCheckpoint:
 
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
     """Convert DCP's optimizer states, keyed by parameter name, to Lightning's ``optimizer_states``, keyed by number."""
-    rest = dict(tree)
+    rest = copy.copy(tree)
     found: list[tuple[dict[str, Any], list[str]]] = []
     while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
         found.append(numbered(rest.pop(key), f"{path}: {key}"))

@@ -28,6 +28,7 @@ from lightning_zero.checkpoint.saving import (
     content_of,
     device_of,
     entry_of,
+    is_dense,
     is_view_of_parameter,
     not_saved,
     refusal_of,
@@ -156,8 +157,11 @@ class Saver:
     def _copied(self, checkpoint: Any) -> Any:
         memo: dict[int, Any] = {}
         for leaf in tree_leaves(checkpoint):
-            if isinstance(leaf, Tensor):  # deepcopy refuses non-leaf autograd tensors
-                memo[id(leaf)] = leaf if leaf in self._made else copy.deepcopy(leaf.detach(), memo)
+            if isinstance(leaf, Tensor) and leaf in self._made:
+                memo[id(leaf)] = leaf
+            elif isinstance(leaf, Tensor):  # deepcopy refuses non-leaf autograd tensors and some sparse tensors
+                values = leaf.detach()
+                memo[id(leaf)] = copy.deepcopy(values, memo) if is_dense(values) else values.clone()
         return copy.deepcopy(checkpoint, memo)
 
     def save_whole_later(self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any) -> None:

@@ -25,9 +25,20 @@ from torch.optim import Optimizer
 
 from lightning_zero.checkpoint import archives
 from lightning_zero.checkpoint.commit import Destination, Stream
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, CONTAINERS, DCP_METADATA, MANIFEST, REST, SAVE_ID, Manifest
+from lightning_zero.checkpoint.form import (
+    CHECKPOINT_KEY,
+    CONTAINERS,
+    DCP_METADATA,
+    MANIFEST,
+    REST,
+    SAVE_ID,
+    VERSIONS,
+    Manifest,
+)
+from lightning_zero.checkpoint.module_versions import versions_in
+from lightning_zero.checkpoint.trees import expressible, split
 from lightning_zero.engine.comm.streams import own_stream
-from lightning_zero.engine.compat import dcp_internals, foreach_copy, tree_leaves
+from lightning_zero.engine.compat import dcp_internals, foreach_copy
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.plan.share import Share
@@ -93,7 +104,8 @@ class Entry:
     def piece(self, box: Box) -> Tensor:
         """Return the values in one rectangle, on the CPU, in a storage of exactly their size."""
         part = flat_range(self.values.detach(), box.start - self.start, box.stop - self.start)
-        return _alone(part.to("cpu", self.dtype).contiguous()).view(box.sizes)
+        part = part.to("cpu", self.dtype).resolve_conj().resolve_neg()
+        return _alone(part.contiguous()).view(box.sizes)
 
 
 @dataclass(frozen=True)
@@ -124,13 +136,15 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
-        tree: nested dicts and lists of tensors and other values, to be stored in DCP's format.
+        tree: nested dicts and lists of tensors and other values, to be stored in DCP's format; it may be a state dict.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
     """
-    hollow, sharded = _split(dict(rest))
-    tree, containers = _expressible(tree)
-    if containers:
-        hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), CONTAINERS: containers}
+    hollow, sharded = split(dict(rest))
+    versions = versions_in(rest) | versions_in(tree)
+    tree, containers = expressible(tree)
+    about = {key: value for key, value in ((CONTAINERS, containers), (VERSIONS, versions)) if value}
+    if about:
+        hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), **about}
     leaves, paths = _flatten({**tree, **(sharded or {})})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
@@ -153,9 +167,14 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     )
 
 
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
 def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor can be written element by element, unlike sparse and quantized tensors."""
-    return tensor.layout is torch.strided and not tensor.is_quantized
+    """Whether a tensor can be written element by element, unlike sparse, nested and quantized tensors."""
+    return is_dense(tensor) and not tensor.is_quantized
 
 
 def is_view_of_parameter(value: Any) -> bool:
@@ -189,53 +208,11 @@ def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
 
 
-def _split(value: Any) -> tuple[Any, Any]:
-    """Split nested dicts and lists into a tree without sharded tensors, and one of sharded tensors only (or None)."""
-    if isinstance(value, WrapperTensor):
-        return None, value
-    if isinstance(value, (dict, list, tuple)):
-        parts = {key: _split(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
-        sharded = {key: tensor for key, (_, tensor) in parts.items() if tensor is not None}
-        if sharded:
-            hollow = {key: left for key, (left, _) in parts.items()}
-            return (hollow if isinstance(value, dict) else list(hollow.values())), sharded
-    return value, None
-
-
-def _expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tree that DCP can flatten, and the containers that DCP cannot restore, with None in place of leaves.
-
-    These containers are empty or have keys that are not strings, as in ``get_extra_state`` or optimizers' groups.
-    """
-
-    def walk(value: Any) -> tuple[Any, Any, bool]:
-        if not isinstance(value, (dict, list, tuple)):
-            return value, None, False
-        parts = [walk(item) for item in (value.values() if isinstance(value, dict) else value)]
-        is_odd = not parts or any(odd for *_, odd in parts)
-        items, hollow = [item for item, *_ in parts], [item for _, item, _ in parts]
-        if isinstance(value, dict):
-            is_odd = is_odd or not all(isinstance(key, str) for key in value)
-            return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
-        # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
-        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
-        return items if is_list else value, hollow, is_odd
-
-    plain: dict[str, dict[str, Any]] = {}
-    containers: dict[str, dict[str, Any]] = {}
-    for key, values in tree.items():
-        for name, value in values.items():
-            plain.setdefault(key, {})[name], hollow, is_odd = walk(value)
-            if is_odd:
-                containers.setdefault(key, {})[name] = hollow
-    return {key: plain.get(key, {}) for key in tree}, containers
-
-
 def identity(tensor: Tensor) -> Any:
     """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
     if isinstance(tensor, ShardedTensor):
         return sharded_tree.identity(tensor)
-    if isinstance(tensor, LazyTensor) or not tensor.numel():
+    if isinstance(tensor, LazyTensor) or not is_dense(tensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 

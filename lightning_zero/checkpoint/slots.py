@@ -38,6 +38,7 @@ from lightning_zero.checkpoint.saving import (
     is_strided,
     is_view_of_parameter,
     metadata_of,
+    serialised,
 )
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.compat import foreach_copy
@@ -126,6 +127,8 @@ class _Pickler(pickle.Pickler):
             return _tensor_of, (0, value.dtype)  # only rank 0 keeps values that are not sharded
         if isinstance(value, LazyTensor) or (self.is_lazy and is_strided(value)):
             return _stored, (self._name_of(value),)
+        if value.is_nested:  # torch cannot put it together from parts that are still in the slot
+            return _loaded, (serialised(value),)
         return value.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
     def _name_of(self, tensor: Tensor) -> str:
@@ -157,6 +160,11 @@ def _is_number(value: Tensor) -> bool:
 
 def _tensor_of(number: Any, dtype: torch.dtype) -> Tensor:
     return torch.tensor(number, dtype=dtype, device="cpu")
+
+
+def _loaded(data: bytes) -> Tensor:
+    """Undo ``serialised``."""
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
 def _stored(name: str) -> Tensor:

@@ -28,6 +28,7 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.checkpoint.module_versions import renamed, versions_in, with_versions
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
 from lightning_zero.engine.config import LOW_PRECISION
@@ -94,7 +95,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     if model.get("lr_scheduler") is not None:
         checkpoint.setdefault("lr_schedulers", [model["lr_scheduler"]])
     checkpoint = with_lightnings_entries(checkpoint, steps=model["global_steps"])
-    checkpoint["state_dict"] = {name.removeprefix(prefix): value for name, value in state_dict.items()}
+    checkpoint["state_dict"] = renamed(state_dict, lambda name: name.removeprefix(prefix))
     names = None
     config: Any = model.get("ds_config")  # DeepSpeed's configuration
     is_dealt = stage < 3 and "zero_stage" in state and isinstance(config, dict)
@@ -373,7 +374,7 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
             state_dict[name] = _stored(name, tuple(value.shape), [value.reshape(-1)])
         else:
             state_dict[name] = value
-    return state_dict
+    return with_versions(state_dict, versions_in(model["module"]))
 
 
 def _optimizer_state(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from collections.abc import Iterator
@@ -91,7 +92,7 @@ def _weights_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, d
             if any(isinstance(item, (dict, list)) for item in value.values()):
                 yield from _weights_in(value, f"{inside}{key}.")
             elif any(isinstance(item, Tensor) for item in value.values()):
-                yield f"{inside}{key}", dict(value)
+                yield f"{inside}{key}", copy.copy(value)  # with the versions of modules
 
 
 def _optimizers_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Any]]]:

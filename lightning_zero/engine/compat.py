@@ -129,7 +129,13 @@ def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def nbytes_of(tensor: torch.Tensor) -> int:
     """The bytes of a tensor's values, and for a sparse tensor also of its indices."""
-    return sum(part.nbytes for part in parts_of_sparse(tensor)) if tensor.is_sparse else tensor.nbytes
+    if tensor.is_sparse:
+        return sum(part.nbytes for part in parts_of_sparse(tensor))
+    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        return tensor.crow_indices().nbytes + tensor.col_indices().nbytes + tensor.values().nbytes
+    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        return tensor.ccol_indices().nbytes + tensor.row_indices().nbytes + tensor.values().nbytes
+    return tensor.nbytes
 
 
 def storage_use_count(tensor: torch.Tensor) -> int:

@@ -205,6 +205,58 @@ def test_export_keeps_every_dtype_and_shape(tmp_path):
     assert found["scalar"] == 3.0
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_export_writes_values_and_not_views_of_what_they_are_computed_from(tmp_path, form):
+    values = torch.randn(3, dtype=torch.complex64)
+    state = {"conj": values.conj(), "zero-dimensional": values.conj()[0], "neg": torch._neg_view(values.real.clone())}
+    path = save({"state_dict": state}, tmp_path / "a.ckpt", form)
+    found = open_checkpoint(path).checkpoint["state_dict"]
+    assert all(torch.equal(found[name].clone().resolve_conj(), value) for name, value in state.items())
+    assert run("export", path, tmp_path / "w.safetensors") == 0
+    assert_equal(load_file(tmp_path / "w.safetensors"), state)
+
+
+NOT_DENSE = {
+    "sparse_coo": torch.eye(3).to_sparse(),
+    "sparse_csr": torch.eye(3).to_sparse_csr(),
+    "sparse_csc": torch.eye(3).to_sparse_csc(),
+    "sparse_bsr": torch.eye(4).to_sparse_bsr((2, 2)),
+    "nested": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)]),
+    "jagged": torch.nested.as_nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged),
+}
+
+
+@pytest.mark.parametrize("kind", NOT_DENSE)
+def test_sparse_and_nested_tensors_are_inspected_and_converted_but_not_exported(tmp_path, kind, capsys):
+    tensor = NOT_DENSE[kind]
+
+    def dense(value: Tensor) -> Tensor:
+        return value.to_padded_tensor(-1.0) if value.is_nested else value.to_dense()
+
+    path = save({"state_dict": {"w": torch.tensor([3.0, 5.0]), "odd": tensor}}, tmp_path / "full")
+    assert run("convert", path, tmp_path / "sharded", "--to", "sharded") == 0
+    assert run("convert", tmp_path / "sharded", tmp_path / "again", "--to", "full") == 0
+    for form in ("full", "sharded", "again"):
+        capsys.readouterr()
+        assert run("inspect", tmp_path / form, "--json") == 0
+        _, row = json.loads(capsys.readouterr().out)["tensors"]
+        assert row["shape"] == ([2, -1] if tensor.is_nested else list(tensor.shape))
+        assert row["bytes"] >= 4 * torch.count_nonzero(dense(tensor) > 0)
+        found = open_checkpoint(tmp_path / form).checkpoint["state_dict"]["odd"]
+        assert found.layout is tensor.layout and torch.equal(dense(found), dense(tensor))
+        assert run("export", tmp_path / form, tmp_path / "w.safetensors") == 1
+        said = (
+            f"has no form for odd, which is a {'nested' if tensor.is_nested else kind} tensor. Save it as an ordinary"
+        )
+        assert said in capsys.readouterr().err
+    data = bytearray(path.read_bytes())
+    data[data.index(torch.tensor([3.0, 5.0]).numpy().tobytes())] ^= 1
+    path.write_bytes(data)
+    assert run("verify", path) == 1
+    what = "state_dict.w" if kind == "sparse_coo" else "full/data/0"  # torch has no fake tensors of other kinds
+    assert f"is damaged: {what}, bytes" in capsys.readouterr().err
+
+
 def test_export_splits_weights_above_a_size_into_several_files_with_an_index(tmp_path):
     state = {f"layers.{i}": torch.full((10,), float(i)) for i in range(5)} | {"large": torch.ones(100)}
     path = save({"state_dict": state}, tmp_path / "a.ckpt")
@@ -549,6 +601,38 @@ def test_a_converted_fabric_checkpoint_keeps_its_keys(tmp_path, key):
     assert all(torch.equal(found[name], master) for name, master in masters.items() if name != "head.weight")
 
 
+def test_converted_state_dicts_keep_the_versions_of_modules(tmp_path):
+    actor, critic = Network(), nn.Sequential(Network(), nn.BatchNorm1d(3))
+    checkpoint = {"actor": actor.state_dict(), "critic": critic.state_dict(), "more": {"of": [critic.state_dict()]}}
+    path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
+    found = torch.load(tmp_path / "b.ckpt")
+    assert_equal(found, checkpoint)
+    assert found["actor"]._metadata == checkpoint["actor"]._metadata
+    assert found["critic"]._metadata == found["more"]["of"][0]._metadata == checkpoint["critic"]._metadata
+
+
+def test_a_state_dict_alone_is_converted_unchanged(tmp_path):
+    state = Network().state_dict()
+    path = save(state, tmp_path / "a.ckpt", "sharded")
+    assert names_in(path) == set(state)
+    found = open_checkpoint(path).checkpoint["state_dict"]
+    assert found._metadata == state._metadata and found["head.weight"] is found["embedding.weight"]
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
+    full = torch.load(tmp_path / "b.ckpt")
+    assert_equal(full, state)
+    assert full._metadata == state._metadata
+
+
+def test_tensors_at_the_top_of_a_fabric_checkpoint_are_converted_unchanged(tmp_path):
+    numbers = [torch.arange(3), torch.ones(2), {1: torch.zeros(1), "none": {}}]
+    checkpoint = {"network": Network().state_dict(), "average": torch.rand(4), "numbers": numbers, "step": 7}
+    path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
+    assert {"average", "network.layer.weight", "numbers.1"} <= names_in(path)
+    assert run("convert", path, tmp_path / "b.ckpt", "--to", "full") == 0
+    assert_equal(torch.load(tmp_path / "b.ckpt"), checkpoint)
+
+
 def test_a_checkpoint_without_tensors_is_converted_unchanged(tmp_path):
     checkpoint = {"epoch": 1, "state_dict": {}, "optimizer_states": [], "callbacks": {}, "loops": {"fit_loop": {}}}
     path = save(checkpoint, tmp_path / "a.ckpt", "sharded")
@@ -590,6 +674,11 @@ def test_an_imported_checkpoint_has_the_names_of_the_module_that_wraps_the_model
     wraps = nn.ModuleDict({"model": Network()})
     wraps.load_state_dict({name: value.clone() for name, value in opened.checkpoint["state_dict"].items()})
     assert_equal(wraps["model"].state_dict(), network.state_dict())
+    torch.save({"model": network.state_dict(), "optim": state}, tmp_path / "theirs.pt")
+    assert run("import", "fsdp", tmp_path / "theirs.pt", tmp_path / "w", "--to", form, "--prefix", "model") == 0
+    versions = open_checkpoint(tmp_path / "w").checkpoint["state_dict"]._metadata
+    assert {name: versions.get(name) for name in wraps.state_dict()._metadata if name} == versions
+    assert versions["model.norm"] == {"version": 2}
     assert_equal(opened.checkpoint["optimizer_states"][0]["state"], checkpoint["optimizer_states"][0]["state"])
     given = opened.names_of_optimizers or opened.checkpoint["lightning_zero"]["optimizer_names"].values()
     assert list(given) == [[f"model.{name}" for name in names]]

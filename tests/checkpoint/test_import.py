@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.module_versions import renamed
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.convert.deepspeed import open_deepspeed
@@ -128,6 +129,9 @@ def test_weights_and_moments_equal_those_that_deepspeed_itself_reads(
     if not prefix:
         assert opened.checkpoint["note"] == "mine" and opened.checkpoint["global_step"] == BEFORE
         same(opened.checkpoint["lr_of"], torch.tensor([1.0, 2.0]), "what was given as client_state")
+    assert weights._metadata == renamed(fresh.state_dict(), f"{prefix}{{}}".format)._metadata | (  # type: ignore
+        {"": {"version": 1}} if prefix else {}
+    )
     opened.verify()
 
 

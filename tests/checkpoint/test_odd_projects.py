@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
@@ -90,6 +91,53 @@ def test_a_background_save_writes_the_values_at_the_time_of_the_call(run_on, tmp
     run_on(ranks, values_of_the_time, form=form, stage=stage, folder=tmp_path)
 
 
+# ---------------------------------------------------------------------------------------------- versions of modules
+
+
+class Versioned(nn.Linear):
+    """A layer that can be loaded only with its version, as layers do whose names or shapes have changed."""
+
+    _version = 2
+
+    def _load_from_state_dict(self, state: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if local_metadata.get("version") != self._version:
+            raise ValueError(f"{prefix} has the version {local_metadata.get('version')}")
+        super()._load_from_state_dict(state, prefix, local_metadata, *rest)
+
+
+class WithVersions(Net):
+    def __init__(self, classes: int = 3) -> None:
+        super().__init__()
+        self.head = Versioned(6, classes)
+        self.norm = nn.BatchNorm1d(6)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["copies"] = [self.state_dict()]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.copies = checkpoint["copies"]
+
+
+def resumed_with_versions(form: str, folder: Path) -> None:
+    path = saved_by(form, WithVersions, folder)
+    _, module = trained(form, WithVersions, ckpt_path=path)
+    versions = {name: each["version"] for name, each in module.state_dict()._metadata.items()}
+    assert versions["head"] == versions["norm"] == 2
+    found = open_checkpoint(path).checkpoint["state_dict"]._metadata
+    assert {name: each["version"] for name, each in found.items()} == versions
+    assert module.copies[0]._metadata == found
+    other = WithVersions(classes=4)
+    before = other.blocks[0][0].weight.detach().clone()
+    with pytest.raises(RuntimeError, match="size mismatch for head"):
+        fit(ZeroStrategy(3), other, ckpt_path=path)
+    assert torch.equal(other.blocks[0][0].weight, before)
+
+
+@FORMS
+def test_modules_receive_the_version_with_which_they_were_saved(run_on, tmp_path, form):
+    run_on(2, resumed_with_versions, form=form, folder=tmp_path)
+
+
 # -------------------------------------------------------------------------------------- what modules and hooks add
 
 
@@ -140,6 +188,44 @@ def what_was_put_in(form: str, is_async: bool, folder: Path) -> None:
 @pytest.mark.parametrize("is_async", [False, True], ids=["", "in the background"])
 def test_parameter_values_that_hooks_add_are_loaded_where_they_were_added(run_on, tmp_path, form, is_async):
     run_on(2, what_was_put_in, form=form, is_async=is_async, folder=tmp_path)
+
+
+class WithUnusualBuffers(Net):
+    """Buffers whose values are computed from their memory when they are read, and tensors of other layouts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        values = torch.tensor([1 + 2j, 3 - 4j])
+        self.register_buffer("conj", values.conj())
+        self.register_buffer("one", values.conj()[0])
+        self.register_buffer("neg", torch._neg_view(torch.arange(3.0)))
+        self.register_buffer("sparse", torch.eye(3).to_sparse_csr())
+
+    def get_extra_state(self) -> Any:
+        return {"nested": torch.nested.as_nested_tensor([torch.ones(2), torch.zeros(3)])}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.nested = state["nested"]
+
+
+def with_unusual_buffers(form: str, is_async: bool, folder: Path) -> None:
+    path = saved_by(form, WithUnusualBuffers, folder, is_async=is_async)
+    other = WithUnusualBuffers()
+    for buffer in (other.conj, other.one, other.neg, other.sparse.values()):
+        buffer.zero_()
+    torch.manual_seed(0)
+    fit(ZeroStrategy(3, checkpoint=form), other, ckpt_path=path)
+    expected = WithUnusualBuffers()
+    for name in ("conj", "one", "neg"):
+        assert torch.equal(getattr(other, name), getattr(expected, name)), name
+    assert torch.equal(other.sparse.to_dense(), torch.eye(3))
+    assert [part.tolist() for part in other.nested.unbind()] == [[1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+@FORMS
+def test_buffers_of_any_layout_are_saved_and_loaded(run_on, tmp_path, form, is_async):
+    run_on(1, with_unusual_buffers, form=form, is_async=is_async, folder=tmp_path)
 
 
 class OnRank0(Net):

@@ -104,6 +104,20 @@ def test_each_copy_has_the_layout_of_its_own_values(tmp_path):
             same_values(keep(tree), tree, "tree")
 
 
+def test_a_slot_has_tensors_of_any_layout_and_the_versions_of_modules(tmp_path):
+    values = torch.randn(3, dtype=torch.complex64)
+    views = {"conj": values.conj(), "one": values.conj()[0], "neg": torch._neg_view(values.real.clone())}
+    state = nn.BatchNorm1d(3).state_dict()
+    other = [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr(), torch.nested.as_nested_tensor([torch.ones(2)])]
+    with slot_in(tmp_path) as keep:
+        found = keep({"views": views, "state": state, "other": other})
+    assert all(torch.equal(found["views"][name], value) for name, value in views.items())
+    assert found["state"]._metadata == state._metadata
+    *sparse, nested = found["other"]
+    assert all(torch.equal(each.to_dense(), torch.eye(3)) for each in sparse)
+    assert torch.equal(nested.unbind()[0], torch.ones(2))
+
+
 def test_a_slot_has_the_values_of_parameters_that_require_gradients(tmp_path):
     with slot_in(tmp_path) as keep:
         same_values(keep({"w": torch.nn.Parameter(torch.ones(3))}), {"w": torch.ones(3)}, "tree")

@@ -1,0 +1,56 @@
+"""Divide the contents of a checkpoint into what DCP can store and what it cannot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.tensor.wrapper import WrapperTensor
+
+
+def split(value: Any) -> tuple[Any, Any]:
+    """Split nested dicts and lists into a tree without sharded tensors, and one of sharded tensors only (or None)."""
+    if isinstance(value, WrapperTensor):
+        return None, value
+    if isinstance(value, (dict, list, tuple)):
+        parts = {key: split(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
+        sharded = {key: tensor for key, (_, tensor) in parts.items() if tensor is not None}
+        if sharded:
+            hollow = {key: left for key, (left, _) in parts.items()}
+            return (hollow if isinstance(value, dict) else list(hollow.values())), sharded
+    return value, None
+
+
+def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a tree that DCP can flatten, and the containers that DCP cannot restore, with None in place of leaves.
+
+    These containers are empty or have keys that are not strings, as in ``get_extra_state`` or optimizers' groups.
+    """
+
+    def walk(value: Any) -> tuple[Any, Any, bool]:
+        if not isinstance(value, (dict, list, tuple)):
+            return value, None, False
+        parts = [walk(item) for item in (value.values() if isinstance(value, dict) else value)]
+        is_odd = not parts or any(odd for *_, odd in parts)
+        items, hollow = [item for item, *_ in parts], [item for _, item, _ in parts]
+        if isinstance(value, dict):
+            is_odd = is_odd or not all(isinstance(key, str) for key in value)
+            return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
+        # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
+        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
+        return items if is_list else value, hollow, is_odd
+
+    plain: dict[str, Any] = {}
+    containers: dict[str, Any] = {}
+    for key, values in tree.items():
+        if not isinstance(values, dict):
+            plain[key], hollow, is_odd = walk(values)
+            if is_odd:
+                containers[key] = hollow
+            continue
+        for name, value in values.items():
+            plain.setdefault(key, {})[name], hollow, is_odd = walk(value)
+            if is_odd:
+                containers.setdefault(key, {})[name] = hollow
+    return {key: plain.get(key, {}) for key in tree}, containers
