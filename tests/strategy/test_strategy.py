@@ -174,6 +174,41 @@ def test_fit_validate_test_predict_and_fit_again_give_ddps_numbers(run_on, stage
     run_on(size, train_evaluate_and_predict, stage=stage)
 
 
+class Penalised(LightningModule):
+    """Penalises the weight of a layer that no forward uses, by a factor that differs between ranks."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.penalised = nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def training_step(self, batch, batch_idx):
+        x, _ = batch
+        return self.used(x).square().mean() + self.penalised.weight.square().sum() * x.mean()
+
+    def validation_step(self, batch, batch_idx):
+        self.used(batch[0])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def run_twice(stage, before):
+    models = []
+    for strategy in ("ddp_find_unused_parameters_true", f"zero{stage}"):
+        torch.manual_seed(0)
+        model = Penalised()
+        getattr(make_trainer(strategy, max_epochs=1), before)(model, loader())
+        make_trainer(strategy, max_epochs=1).fit(model, loader())
+        models.append(model)
+    same_model(*reversed(models))
+
+
+@STAGES
+@pytest.mark.parametrize("before", ["fit", "validate"])
+def test_a_second_run_gives_ddps_numbers_for_parameters_used_outside_of_their_layers_forward(run_on, stage, before):
+    run_on(2, run_twice, stage=stage, before=before)
+
+
 def evaluate_alone(stage, backend):
     torch.manual_seed(rank())  # each rank creates different weights: rank 0's are used
     model = Everything()
