@@ -411,7 +411,7 @@ class Schedule:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Context for a backward with ``create_graph=True``, which saves tensors for another backward."""
-        if self._watched:  # in a window
+        if self._watched or self._keeping:  # in a window, or in torch.func, which forbids saved-tensor hooks
             yield
             return
         self._saved.watch()
