@@ -755,7 +755,7 @@ def penalise_gradients(stage, is_in_window, times):
     for theirs, ours in zip(reference.parameters(), module.parameters()):
         if theirs.grad is not None:  # local gradients, to be averaged as the engine does
             torch.distributed.all_reduce(theirs.grad)
-            torch.testing.assert_close(ours.grad.whole(), theirs.grad / 2, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(ours.grad.whole(), theirs.grad / 2, rtol=1e-6, atol=1e-7)
     if stage == 3 and not is_in_window:  # a window's resident units stay gathered
         assert all(bucket.state is BucketState.SHARDED for bucket in engine.buckets)
     engine.close()

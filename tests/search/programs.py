@@ -89,8 +89,9 @@ class Fail(Op):
     """A training step that raises an error on each rank, after which all gradients are dropped.
 
     Attributes:
+        at: "forward", "backward", or "step", which fails in its closure.
         parts: by block, the layers that the forward pass uses.
-        block: the block in which the error occurs; a step fails in its closure.
+        block: the block in which a forward or backward pass fails.
     """
 
     at: str
