@@ -91,8 +91,12 @@ class Saver:
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
-        # Connect before any collective: if the store's host is lost, connecting takes as long as the group's timeout.
-        store = own_connection() if self._in_background and process_group.is_initialized() else None
+        # Connect before any collective. If the store's host is lost, connecting takes as long as the group's timeout;
+        # and a rank that is lost before its lifeline is connected would be waited for without end.
+        store = None
+        if self._in_background and process_group.is_initialized():
+            lifelines_over()
+            store = own_connection()
         label = new_label()
         # The path is also checked here, so that every rank refuses it before any rank writes to it.
         everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))

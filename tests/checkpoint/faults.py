@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import shutil
 import signal
@@ -106,6 +107,7 @@ def run_ranks(
         if process == 0:
             code = FAILED
             try:
+                faulthandler.register(signal.SIGUSR2, sys.stderr)
                 child(rank)
                 code = 0
             except BaseException:
@@ -131,6 +133,8 @@ def run_ranks(
         time.sleep(0.001)
     for process, code in zip(children, codes):
         if code == HUNG:
+            os.kill(process, signal.SIGUSR2)  # show where it waits
+            time.sleep(0.5)
             os.kill(process, signal.SIGKILL)
             os.waitpid(process, 0)
     return codes

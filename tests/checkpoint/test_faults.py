@@ -18,6 +18,7 @@ from lightning_zero.checkpoint.newest import others_by_age
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from lightning_zero.engine.comm import lifelines
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
 from tests.support.ports import reserved_port
@@ -123,6 +124,25 @@ def killed_while_the_other_connects(folder):
 
 def test_a_rank_that_connects_late_does_not_wait_for_a_lost_rank(run_on, tmp_path):
     run_on(1, killed_while_the_other_connects, timeout=120, folder=tmp_path / "c")
+
+
+def killed_before_the_connection(folder):
+    """Rank 1 is killed as soon as rank 0 has begun to save, while rank 1 is slow to connect its lifeline."""
+    path, ready = folder / "last.ckpt", folder.parent / "ready"
+    save("sharded", path, 0.0)
+
+    def act(rank, gather):
+        if rank == 1:
+            connect = lifelines._connect
+            lifelines._connect = lambda *args: time.sleep(1.0) or connect(*args)
+        faults.in_background(path, "sharded", ready, port)(rank, gather)
+
+    with reserved_port() as port:
+        assert run_ranks(act, kill=(1, 0.0), after=ready) == [FAILED, KILLED]
+
+
+def test_a_rank_that_is_killed_in_the_first_save_is_not_waited_for(run_on, tmp_path):
+    run_on(1, killed_before_the_connection, timeout=120, folder=tmp_path / "c")
 
 
 def killed_between_the_renames(folder):
