@@ -131,6 +131,27 @@ def test_backward_with_inputs_gives_gradients_to_those_inputs_only(run_on, stage
     run_on(2, backward_to_some, stage=stage)
 
 
+def after_a_step_without_some(stage):
+    module, reference, engine, _ = make(stage)
+    found = []
+    for model in (module, reference):
+        model.body.requires_grad_(False)
+        model(INPUTS).backward()
+        model.body.requires_grad_(True)
+        inputs = torch.ones(2, 3)
+        found.append(torch.autograd.grad(model.head(inputs).sum(), list(model.parameters()), allow_unused=True))
+        model.head(inputs).sum().backward(inputs=list(model.parameters()))
+    for ours, theirs in zip(*found):
+        same(ours, theirs)
+    same_gradients(module, reference)
+    engine.close()
+
+
+@STAGES
+def test_parameters_that_were_frozen_and_have_not_been_used_since_may_be_named(run_on, stage):
+    run_on(2, after_a_step_without_some, stage=stage)
+
+
 def halve(parameter):
     parameter.grad.mul_(0.5)
 

@@ -33,13 +33,30 @@ class Block(nn.Module):
         return x
 
 
-class Net(nn.Module):
-    def __init__(self, setup: Setup) -> None:
+class Own(nn.Module):
+    """Parameters beside the blocks; where they are not the root's own, another module's, with an engine of its own."""
+
+    def __init__(self, has_number: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(setup.blocks))
         self.scale = nn.Parameter(torch.rand(WIDTH))
-        if setup.has_number:
+        if has_number:
             self.number = nn.Parameter(torch.rand(()))
+
+    def scaled(self, x: Tensor) -> Tensor:
+        return (self.scale * x.square()).sum() * getattr(self, "number", 1.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scaled(x)
+
+
+class Net(Own):
+    def __init__(self, setup: Setup) -> None:
+        if setup.several:
+            nn.Module.__init__(self)
+            self.own = Own(setup.has_number)
+        else:
+            super().__init__(setup.has_number)
+        self.blocks = nn.ModuleList(Block() for _ in range(setup.blocks))
         if setup.is_tied:
             for block in self.blocks:
                 block.b.weight = self.blocks[0].b.weight
@@ -51,8 +68,12 @@ class Net(nn.Module):
                 y = checkpoint(block, x, parts, use_reentrant=False) if checkpointed else block(x, parts)
                 total = total + y.square().sum()
         if scaled:
-            total = total + (self.scale * x.square()).sum() * getattr(self, "number", 1.0)
+            total = total + (self.own(x) if hasattr(self, "own") else self.scaled(x))
         return total
+
+    def parts(self) -> list[nn.Module]:
+        """The modules that have an engine each."""
+        return [self.own, *self.blocks] if hasattr(self, "own") else [self]
 
 
 def make_net(setup: Setup) -> Net:

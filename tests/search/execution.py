@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.search.averaged import Averaged, Net, inputs, make_net, make_optimizers
+from tests.search.averaged import Averaged, Block, Net, inputs, make_net, make_optimizers
 from tests.search.programs import (
     AddGroup,
     Average,
@@ -21,6 +21,7 @@ from tests.search.programs import (
     ChangeState,
     Check,
     Clip,
+    Differentiate,
     Evaluate,
     Fail,
     Gradient,
@@ -36,6 +37,8 @@ from tests.search.programs import (
     ZeroGrad,
 )
 from tests.support.workers import rank
+
+NORMS = {"norm": 2.0, "inf": float("inf")}
 
 BOUND = 1e-9
 """Relative bound in fp64: rounding stays below it, so that only wrong numbers exceed it."""
@@ -80,13 +83,14 @@ class Execution:
 
         units.UNIT_NUMEL = 2**20  # the default, which `tests/support/workers.py` overrides
         self.program, self.setup, self.net = program, program.setup, net
-        self.hooks: dict[int, list[Any]] = {}  # handles of the hooks of parameters
+        self.hooks: dict[int, list[Any]] = {}  # handles of the hooks: of parameters, and of blocks under -1 - block
         self.copies: tuple[Net, Net] | None = None
         self.folder: Any = None
         self.parameters = list(net.parameters())
         self.optimizers = make_optimizers(self.setup, self.parameters)
         self.reference = Averaged(self.setup)
-        self.engine: Any = None
+        self.engines: list[Any] = []
+        self.parts = net.parts()  # the modules that the engines have
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # gradients that the program keeps: (ours, the reference's)
         self.saved: Any = None
         self.where = "at the start"
@@ -95,45 +99,60 @@ class Execution:
     def engine_options(self) -> dict[str, Any]:
         from lightning_zero import OffloadConfig
 
-        setup, offload = self.setup, self.setup.offload
-        if offload == "all":
-            parameters = "cpu" if setup.stage == 3 and setup.shard_within is None else None
-            offload = OffloadConfig("cpu", "cpu", parameters, sub_group=30)
-        elif offload == "nvme":
+        setup = self.setup
+        # Blocks are checkpointed, which are roots of engines of their own otherwise.
+        checkpoints = setup.checkpoints and not setup.several
+        activations = setup.activations if checkpoints else None
+        offload: dict[str, Any] = {"optimizer": setup.offload, "activations": activations, "sub_group": 30}
+        if setup.offload == "all":
+            offload |= {"optimizer": "cpu", "gradients": "cpu"}
+            if setup.stage == 3 and setup.shard_within is None:
+                offload["parameters"] = "cpu"
+        if "nvme" in offload.values():
             self.folder = self.folder or tempfile.TemporaryDirectory()
-            offload = OffloadConfig("nvme", path=self.folder.name, sub_group=30)
+            offload["path"] = self.folder.name
         return {
             "stage": setup.stage,
             "unit_numel": {"merged": 2**20, "single": 0, "resident": None}[setup.units],
             "overlap": setup.overlap,
             "bucket_numel": setup.bucket_numel,
-            "offload": offload,
+            "offload": OffloadConfig(**offload),
+            "activation_checkpointing": [Block] if checkpoints else None,
+            "whole_parameters": True if setup.whole else None,
             "shard_within": setup.shard_within,
             "prefetch": setup.prefetch,
             "reduction_buffers": setup.reduction_buffers,
         }
 
     def run(self) -> str | None:
-        """Run the program on the bare engine, without a Trainer."""
-        from lightning_zero.engine import Engine
-
-        self.engine = Engine(self.net, self.optimizers, **self.engine_options)
+        """Run the program on bare engines, without a Trainer."""
+        self.make_engines()
         try:
             difference = self.run_ops(0, len(self.program.ops)) or self.compare_at_end()
         finally:
-            if self.engine is not None:
-                self.engine.close()
+            self.close_engines()
         return difference or self.compare_ordinary()
 
-    def renew(self, setup: Setup) -> None:
-        """Close the engine, and make another one. Where a Trainer has the engine, nothing happens."""
+    def make_engines(self) -> None:
         from lightning_zero.engine import Engine
 
-        engine, self.engine = self.engine, None
-        engine.close()
+        for module in self.parts:
+            held = {id(parameter) for parameter in module.parameters()}
+            optimizers = [
+                each for each in self.optimizers if any(id(p) in held for g in each.param_groups for p in g["params"])
+            ]
+            self.engines.append(Engine(module, optimizers, **self.engine_options))
+
+    def close_engines(self) -> None:
+        while self.engines:
+            self.engines.pop().close()
+
+    def renew(self, setup: Setup) -> None:
+        """Close the engines, and make others. Where a Trainer has the engine, nothing happens."""
+        self.close_engines()
         self._compare_ordinary()
         self.setup = setup
-        self.engine = Engine(self.net, self.optimizers, **self.engine_options)
+        self.make_engines()
 
     def run_ops(self, start: int, stop: int) -> str | None:
         """Run some of the program's steps in order; returns the first difference."""
@@ -155,10 +174,32 @@ class Execution:
     # Overridden where a Trainer runs the program.
 
     def window(self) -> contextlib.AbstractContextManager[None]:
-        return self.engine.window()
+        return self._in_all(engine.window() for engine in self.engines)
 
     def no_sync(self) -> contextlib.AbstractContextManager[None]:
-        return self.engine.no_sync()
+        return self._in_all(engine.no_sync() for engine in self.engines)
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _in_all(contexts: Iterable[contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for each in contexts:
+                stack.enter_context(each)
+            yield
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return {
+            f"{prefix}{name}": value
+            for engine, module in zip(self.engines, self.parts)
+            for prefix in self._prefixes(module)
+            for name, value in engine.full_state_dict(module=module).items()
+        }
+
+    def _prefixes(self, part: nn.Module) -> list[str]:
+        return [name and f"{name}." for name, module in self.net.named_modules() if module is part]
+
+    def full_states(self, optimizer: Any) -> dict[str, Any]:
+        return self.engines[0].full_optimizer_state_dict(optimizer)
 
     def run_backward(self, loss: Tensor, **options: Any) -> None:
         loss.backward(**options)
@@ -216,18 +257,19 @@ class Execution:
 
     def _compare_parts(self) -> None:
         """Compare this rank's parts of the parameters at rest with the reference."""
-        expected = dict(self.reference.net.named_parameters())
-        for bucket in self.engine.buckets if self.engine is not None else ():
-            low, high = bucket.layout.own_part
-            values = bucket.part.values()
-            for segment in bucket.layout.segments:
-                start, stop = max(segment.start, low), min(segment.stop, high)
-                whole = expected[segment.name].flatten()
-                self._same(
-                    values[start - low : stop - low] if stop > start else values[:0],
-                    whole[start - segment.start : stop - segment.start] if stop > start else whole[:0],
-                    f"{segment.name} in this machine's part",
-                )
+        for engine, module in zip(self.engines, self.reference.net.parts()):
+            expected = dict(module.named_parameters())
+            for bucket in engine.buckets:
+                low, high = bucket.layout.own_part
+                values = bucket.part.values()
+                for segment in bucket.layout.segments:
+                    start, stop = max(segment.start, low), min(segment.stop, high)
+                    whole = expected[segment.name].flatten()
+                    self._same(
+                        values[start - low : stop - low] if stop > start else values[:0],
+                        whole[start - segment.start : stop - segment.start] if stop > start else whole[:0],
+                        f"{segment.name} in this machine's part",
+                    )
 
     def _same_states(self, ours: Any, theirs: Any, what: str) -> None:
         found, wanted = list(ours["state"]), list(theirs["state"])
@@ -253,7 +295,8 @@ class Execution:
 
     def _backward(self, op: Backward, index: int) -> None:
         trained = self._trained(op)
-        if not self._is_possible(op, trained):
+        reached = self._owned(op.inputs, trained)
+        if not any(reached) or not self._is_possible(op, reached):
             return
         groups = [[f] for f in range(len(op.uses))] if op.each else [list(range(len(op.uses)))]
         times = 2 if op.twice else 1
@@ -265,15 +308,16 @@ class Execution:
                     if op.evaluated is not None:
                         self._evaluate(Evaluate(op.evaluated), index)
                     for time in range(times):
-                        self.run_backward(loss, retain_graph=time + 1 < times)
+                        inputs = self._inputs(op, self.parameters, reached)
+                        self.run_backward(loss, retain_graph=time + 1 < times, **inputs)
         reference = self.reference
         with self._frozen(reference.parameters, trained):
             for forwards in groups:
                 for _ in range(times):
                     reference.backward(
-                        lambda r, f=forwards: self._loss(
-                            reference.net, reference.parameters, op, index, f, r
-                        ).backward(),
+                        lambda r, f=forwards: self._loss(reference.net, reference.parameters, op, index, f, r).backward(
+                            **self._inputs(op, reference.parameters, reached)
+                        ),
                         sync=sync,
                     )
 
@@ -287,11 +331,19 @@ class Execution:
 
     def _trained(self, op: Backward) -> list[bool]:
         """By parameter, whether it requires a gradient in this backward."""
-        wanted = [p.requires_grad for p in self.parameters]
-        if op.frozen is not None and op.frozen < len(self.optimizers):
-            own = {id(p) for group in self.optimizers[op.frozen].param_groups for p in group["params"]}
-            wanted = [w and id(p) in own for w, p in zip(wanted, self.parameters)]
-        return wanted
+        return self._owned(op.frozen, [p.requires_grad for p in self.parameters])
+
+    def _owned(self, optimizer: int | None, wanted: list[bool]) -> list[bool]:
+        """Restrict flags of parameters to those of an optimizer, if it exists."""
+        if optimizer is None or optimizer >= len(self.optimizers):
+            return wanted
+        own = {id(p) for group in self.optimizers[optimizer].param_groups for p in group["params"]}
+        return [w and id(p) in own for w, p in zip(wanted, self.parameters)]
+
+    @staticmethod
+    def _inputs(op: Backward, parameters: list[nn.Parameter], reached: list[bool]) -> dict[str, Any]:
+        """Arguments for ``backward``."""
+        return {} if op.inputs is None else {"inputs": [p for p, r in zip(parameters, reached) if r]}
 
     def _is_possible(self, op: Backward, trained: Sequence[bool]) -> bool:
         """Whether each rank's backward passes reach some parameter and, at stage 3, the same units as other ranks'."""
@@ -306,9 +358,9 @@ class Execution:
 
         scaled = op.scaled and trained[0]
         all_reached = [[reached(uses) for uses in by_rank] for by_rank in op.uses]
+        if self.setup.has_unit_per_block and any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
+            return False
         if self.setup.stage == 3:
-            if self.setup.units == "single" and any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
-                return False
             if op.twice and any(row != by_rank[0] for by_rank in op.uses for row in by_rank):
                 return False  # only ranks whose layers need released units gather them for the second backward
         reaches = [[scaled or direct or any(row) for row in by_rank] for by_rank in all_reached]
@@ -459,20 +511,25 @@ class Execution:
         optimizer = None if op.optimizer is None else self.optimizers[op.optimizer]
         if self._is_any_local(optimizer):
             return
+        if any(p.grad is not None for p in self._clipped(op, self.parameters, self.optimizers)):
+            self.clip(op)
+        self._on_reference(lambda: self._clip_in(op, self.reference.parameters, self.reference.optimizers))
 
-        def clip(parameters: list[nn.Parameter], optimizers: list[Any]) -> None:
-            if op.optimizer is not None:
-                parameters = [p for group in optimizers[op.optimizer].param_groups for p in group["params"]]
-            parameters = [p for p in parameters if p.grad is not None]
-            if not parameters:
-                return
-            if op.by == "value":
-                nn.utils.clip_grad_value_(parameters, 0.125)
-            else:
-                nn.utils.clip_grad_norm_(parameters, 0.5, 2.0 if op.by == "norm" else float("inf"))
+    def clip(self, op: Clip) -> None:
+        self._clip_in(op, self.parameters, self.optimizers)
 
-        clip(self.parameters, self.optimizers)
-        self._on_reference(lambda: clip(self.reference.parameters, self.reference.optimizers))
+    def _clip_in(self, op: Clip, parameters: list[nn.Parameter], optimizers: list[Any]) -> None:
+        clipped = [p for p in self._clipped(op, parameters, optimizers) if p.grad is not None]
+        if clipped and op.by == "value":
+            nn.utils.clip_grad_value_(clipped, 0.125)
+        elif clipped:
+            nn.utils.clip_grad_norm_(clipped, 0.5, NORMS[op.by])
+
+    @staticmethod
+    def _clipped(op: Clip, parameters: list[nn.Parameter], optimizers: list[Any]) -> list[nn.Parameter]:
+        if op.optimizer is None:
+            return parameters
+        return [p for group in optimizers[op.optimizer].param_groups for p in group["params"]]
 
     def _require(self, op: Require, index: int) -> None:
         for parameters in (self.parameters, self.reference.parameters):
@@ -504,8 +561,8 @@ class Execution:
         self._same(*outputs, "the output in evaluation")
 
     def _saveandload(self, op: SaveAndLoad, index: int) -> None:
-        weights = self.engine.full_state_dict(module=self.net) if op.whole else copy.deepcopy(self.net.state_dict())
-        states = [self.engine.full_optimizer_state_dict(optimizer) for optimizer in self.optimizers]
+        weights = self.full_weights() if op.whole else copy.deepcopy(self.net.state_dict())
+        states = [self.full_states(optimizer) for optimizer in self.optimizers]
         expected = copy.deepcopy(self.reference.net.state_dict())
         expected_states = [copy.deepcopy(optimizer.state_dict()) for optimizer in self.reference.optimizers]
         for name, value in expected.items():
@@ -558,14 +615,42 @@ class Execution:
             handle.remove()
         self._zerograd(ZeroGrad(None), index)
 
+    def _differentiate(self, op: Differentiate, index: int) -> None:
+        backward = Backward(((op.parts,) * self.setup.ranks,), scaled=op.scaled)
+        if not self._is_possible(backward, self._trained(backward)):
+            return
+        found = []
+        for net, parameters in ((self.net, self.parameters), (self.reference.net, self.reference.parameters)):
+            with self.window() if op.window and net is self.net else contextlib.nullcontext():
+                loss = self._loss(net, parameters, backward, index, [0], rank())
+                wanted = [p for p in parameters if p.requires_grad]
+                found.append(torch.autograd.grad(loss, wanted, allow_unused=True))
+        for number, (ours, theirs) in enumerate(zip(*found)):
+            check((ours is None) == (theirs is None), f"the derivative {number} is {ours}, not {theirs}")
+            if theirs is not None:
+                self._same_part(ours, theirs, f"derivative {number}")
+
     def _hook(self, op: Hook, index: int) -> None:
         number = op.parameter % len(self.parameters)
-        if number in self.hooks:
+        if op.module:
+            self._module_hook(op.parameter % self.setup.blocks)
+        elif number in self.hooks:
             for handle in self.hooks.pop(number):
                 handle.remove()
         elif self.parameters[number].requires_grad:
             both = self.parameters[number], self.reference.parameters[number]
             self.hooks[number] = [parameter.register_hook(lambda gradient: gradient * 2) for parameter in both]
+
+    def _module_hook(self, block: int) -> None:
+        key = -1 - block
+        if key in self.hooks:
+            for handle in self.hooks.pop(key):
+                handle.remove()
+        else:
+            self.hooks[key] = [
+                net.blocks[block].register_full_backward_pre_hook(lambda _, outputs: tuple(x * 2 for x in outputs))
+                for net in (self.net, self.reference.net)
+            ]
 
     def _average(self, op: Average, index: int) -> None:
         nets = self.net, self.reference.net

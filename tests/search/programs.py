@@ -30,6 +30,10 @@ class Setup:
         offload: "cpu" (optimizer states), "all" (all that can be, to the CPU, in small groups), or "nvme" (states).
         has_number: the model also has a zero-dimensional parameter.
         is_tied: layers ``b`` of all blocks share their weight.
+        whole: each parameter has one owner (``whole_parameters``).
+        checkpoints: the engine checkpoints the activations of blocks.
+        activations: "cpu" or "nvme", where the engine keeps checkpointed inputs; None for the device.
+        several: each block has its own engine, and the model's own parameters have one, too.
     """
 
     ranks: int
@@ -46,6 +50,15 @@ class Setup:
     reduction_buffers: int = 2
     has_number: bool = False
     is_tied: bool = False
+    whole: bool = False
+    checkpoints: bool = False
+    activations: str | None = None
+    several: bool = False
+
+    @property
+    def has_unit_per_block(self) -> bool:
+        """Whether ranks must run the same blocks."""
+        return self.several or (self.stage == 3 and self.units == "single")
 
 
 @dataclass(frozen=True)
@@ -69,6 +82,7 @@ class Backward(Op):
         window: forward and backward passes are within one window, as in a ``training_step``.
         penalty: the loss includes the squared gradient of the output with respect to the inputs.
         evaluated: a block that runs without gradients between forward and backward, if any.
+        inputs: an optimizer whose parameters are given as ``backward(inputs=...)``, if any.
     """
 
     uses: tuple[tuple[tuple[str, ...], ...], ...]
@@ -82,6 +96,20 @@ class Backward(Op):
     window: bool = False
     penalty: bool = False
     evaluated: int | None = None
+    inputs: int | None = None
+
+
+@dataclass(frozen=True)
+class Differentiate(Op):
+    """``torch.autograd.grad`` of a loss with respect to all parameters, which leaves ``.grad`` alone.
+
+    Attributes:
+        parts: by block, the layers that the forward pass uses.
+    """
+
+    parts: tuple[str, ...]
+    scaled: bool = False
+    window: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,9 +213,14 @@ class AddGroup(Op):
 
 @dataclass(frozen=True)
 class Hook(Op):
-    """Register a hook that doubles each gradient of a parameter, or remove it."""
+    """Register a hook that doubles each gradient of a parameter, or remove it.
+
+    Attributes:
+        module: a hook of the block instead, one that doubles the gradient of its output.
+    """
 
     parameter: int
+    module: bool = False
 
 
 @dataclass(frozen=True)
@@ -254,12 +287,14 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
     else:
         owners = tuple(draw(owner) for _ in range(PARAMETERS))
     shard_within = 2 if ranks == 4 else None
+    several = draw(st.sampled_from((False, False, True)))
     return Setup(
         ranks=ranks,
         stage=draw(st.sampled_from((1, 2, 3))) if shard_within is None else 3,
         blocks=draw(st.integers(1, BLOCKS)),
         units=draw(st.sampled_from(UNITS)),
-        overlap=draw(st.booleans()),
+        # Without overlap, engines wait for each other's ranks if these use different layers.
+        overlap=draw(st.booleans()) or several,
         offload=draw(st.sampled_from(OFFLOADS)),
         bucket_numel=draw(st.sampled_from((2**25, 2**25, 40))),
         optimizers=optimizers,
@@ -268,7 +303,11 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         prefetch=draw(st.sampled_from((1, 1, 0, 2))),
         reduction_buffers=draw(st.sampled_from((2, 2, 1))),
         has_number=draw(st.booleans()),
-        is_tied=draw(st.sampled_from((False, False, True))),
+        is_tied=draw(st.sampled_from((False, False, True))) and not several,
+        whole=draw(st.sampled_from((False, False, True))) and shard_within is None,
+        checkpoints=draw(st.sampled_from((False, False, True))),
+        activations=draw(st.sampled_from((None, None, "cpu", "nvme"))),
+        several=several,
     )
 
 
@@ -283,7 +322,7 @@ def _uses(draw: st.DrawFn, setup: Setup) -> tuple[tuple[str, ...], ...]:
         row = []
         for part in first:
             other = draw(st.sampled_from(PARTS))
-            if setup.stage == 3 and setup.units == "single":
+            if setup.has_unit_per_block:
                 other = (other or "a") if part else ""
             row.append(other)
         rows.append(tuple(row))
@@ -305,6 +344,7 @@ def _backwards(draw: st.DrawFn, setup: Setup) -> Backward:
         window=draw(st.booleans()),
         penalty=draw(st.sampled_from((False, False, False, True))),
         evaluated=draw(st.one_of(st.none(), st.none(), st.integers(0, BLOCKS - 1))),
+        inputs=draw(st.one_of(st.none(), st.none(), st.none(), st.integers(0, 2))),
     )
 
 
@@ -334,7 +374,13 @@ def _ops(setup: Setup) -> st.SearchStrategy[Op]:
         st.builds(LearningRate, optimizer, st.sampled_from((0.5, 2.0))),
         st.builds(AddGroup, optimizer, _parameter),
         _fails(setup),
-        st.builds(Hook, _parameter),
+        st.builds(Hook, _parameter, st.booleans()),
+        st.builds(
+            Differentiate,
+            st.tuples(*(st.sampled_from(PARTS) for _ in range(setup.blocks))),
+            st.booleans(),
+            st.booleans(),
+        ),
         st.just(Average()),
         st.builds(ChangeState, optimizer, _parameter, st.sampled_from(("clear", "scale"))),
         st.builds(NewEngine, st.sampled_from((1, 2, 3)), st.sampled_from(UNITS), st.sampled_from(OFFLOADS)),

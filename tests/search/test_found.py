@@ -129,6 +129,15 @@ def test_ranks_may_use_different_layers_of_a_unit_although_a_validation_comes_be
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
+def test_several_engines_end_a_backward_in_the_same_order_on_every_rank(run_on, stage):
+    """The first gradient comes from block 0 on one rank and from block 1 on the other."""
+    setup = replace(SETUP, stage=stage, blocks=2, several=True, owner_of=(0,) * 9)
+    uses = ((("b", "b"), ("b", "b")), (("ab", "b"), ("b", "ab")))
+    found = run_on(2, execute, program=Program(setup, (Backward(uses), Step(0), Check())))
+    assert found == [None, None], "\n".join(filter(None, found))
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_second_engine_averages_gradients_of_parameters_used_outside_of_their_module(run_on, stage):
     program = Program(replace(SETUP, stage=stage), (NewEngine(stage, "merged", None), Backward(A, direct=0), Check()))
     found = run_on(2, execute, program=program)

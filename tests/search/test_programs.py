@@ -8,17 +8,27 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
 from tests.search.execution import execute
+from tests.search.fabric_execution import execute_in_fabric
 from tests.search.programs import Program, programs
 from tests.search.trainer_execution import execute_in_trainer
 
-SHARES = {"engine on 1": 0.15, "engine on 2": 0.6, "engine on 3": 0.1, "engine on 4": 0.1, "Trainer on 2": 0.05}
+SHARES = {
+    "engine on 1": 0.15,
+    "engine on 2": 0.5,
+    "engine on 3": 0.1,
+    "engine on 4": 0.1,
+    "Trainer on 2": 0.05,
+    "Fabric on 2": 0.1,
+}
 """Shares of the programs, by runner and number of ranks; 4 ranks simulate two machines (``shard_within``)."""
+
+RUNNERS = {"engine": execute, "Trainer": execute_in_trainer, "Fabric": execute_in_fabric}
 
 
 @pytest.mark.parametrize("where", SHARES)
 @pytest.mark.timeout(0)  # --programs determines how long it takes; each program has its own timeout
 def test_random_programs_give_averaged_gradients(run_on, where, request):
-    ranks, run = int(where[-1]), execute_in_trainer if "Trainer" in where else execute
+    ranks, run = int(where[-1]), RUNNERS[where.split()[0]]
     of_all = request.config.getoption("--programs") or (300 if request.config.getoption("--all") else 60)
 
     @seed(request.config.getoption("--programs-seed"))

@@ -49,6 +49,7 @@ class ProgramModule(LightningModule):
         self.net = make_net(program.setup)
         self.execution = TrainerExecution(program, self.net)
         self.execution.module = self
+        self.execution.parts = [self.net]
         self.difference: str | None = None
 
     def configure_optimizers(self) -> Any:
@@ -56,7 +57,7 @@ class ProgramModule(LightningModule):
 
     def training_step(self, batch: Tensor, index: int) -> None:
         count = len(self.execution.program.ops)
-        self.execution.engine = self.trainer.strategy.engine
+        self.execution.engines = [self.trainer.strategy.engine]
         start, stop = (count * step // STEPS for step in (index, index + 1))
         self.difference = self.difference or self.execution.run_ops(start, stop)
         if index == STEPS - 1:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
-from lightning_zero.engine.compat import current_autograd_node, gradient_hooks, queue_callback
+from lightning_zero.engine.compat import current_autograd_node, current_graph_task, gradient_hooks, queue_callback
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, weakly
 from lightning_zero.engine.state.bucket import Bucket
@@ -28,6 +28,29 @@ from lightning_zero.engine.tensor.unsharded_param import call_hooks_before_reduc
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"
+
+_reducers = count()  # numbers them in the order in which they are made, which is the same on every rank
+
+
+class _End:
+    """A reducer's call at the end of a backward. Autograd holds it until then, or until the backward fails.
+
+    The first one that autograd calls makes the calls of all reducers, in the order in which they were made, since each
+    waits for other ranks, whose first gradient may belong to another engine.
+    """
+
+    alive: ClassVar[weakref.WeakSet[_End]] = weakref.WeakSet()
+
+    def __init__(self, number: int, call: Callable[[], None]) -> None:
+        self._number, self._call, self._backward = number, call, current_graph_task()
+        self.alive.add(self)
+
+    def __call__(self) -> None:
+        if self in self.alive:
+            ends = [end for end in self.alive if end._backward == self._backward]
+            for end in sorted(ends, key=lambda end: end._number):
+                self.alive.discard(end)
+                end._call()
 
 
 @dataclass
@@ -101,6 +124,7 @@ class GradientReducer:
         self._deferred = False
         # Autograd calls the referent at the end of a backward or, after an exception in backward, deletes it.
         self._end: Callable[[], Any] = lambda: None
+        self._number = next(_reducers)
         self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
         self.on_reduced: Callable[[Bucket, dict[int, GradientShard], list[Bucket]], None] | None = None
         self._hooks: list[Any] = []
@@ -202,7 +226,7 @@ class GradientReducer:
             self._deferred = True
         if self._deferred:
             self._deferred = False
-            self._end_by(partial(self._at_end), queue_callback)
+            self._end_by(_End(self._number, self._at_end), queue_callback)
         return self._backward
 
     def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:
