@@ -13,7 +13,6 @@ import traceback
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, replace
-from typing import NoReturn
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
@@ -27,7 +26,8 @@ from lightning_zero.strategies.resilience_config import resilience_config
 
 Job = Callable[[DictConfig], None]
 RESTARTS = 3  # maximum number of restarts of a job with ``resilience``
-GRACE = 5.0  # seconds to wait for ranks to end before SIGTERM is sent, and again before SIGKILL is sent
+GRACE = 5.0  # seconds to wait for ranks after a failure before SIGTERM is sent, and again before SIGKILL is sent
+_TERMINATED = 128 + signal.SIGTERM  # exit code, as in shells
 
 
 def ranks_exist() -> bool:
@@ -38,8 +38,13 @@ def ranks_exist() -> bool:
 def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
-    If a process fails, or on Ctrl-C or SIGTERM, all remaining processes are terminated within seconds. With
-    ``resilience``, all processes are restarted after a failure, and continue from the state kept in memory.
+    If a process fails, or on Ctrl-C, all remaining processes are terminated within seconds. With ``resilience``, all
+    processes are restarted after a failure, and continue from the state kept in memory. SIGTERM is forwarded to the
+    processes, which have as long as they need to end after their step and to save; a second SIGTERM terminates them.
+
+    Raises:
+        JobFailed: if a process fails, and no restarts are left.
+        SystemExit: after SIGTERM, with exit code 0 if all processes ended with 0.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(
@@ -67,18 +72,30 @@ def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
     # ranks, so no other program can take the port.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    def interrupt(*_: object) -> NoReturn:
-        raise SystemExit(128 + signal.SIGTERM)
+    is_asked_to_end = False
+
+    def forward(*_: object) -> None:
+        nonlocal is_asked_to_end
+        if is_asked_to_end:
+            raise SystemExit(_TERMINATED)
+        is_asked_to_end = True
+        for process in ranks.processes:
+            process.terminate()
 
     ranks = start_processes(_run_rank, (job, config, world_size, store.port, attempt, restarts), world_size, join=False)
-    before = signal.signal(signal.SIGTERM, interrupt)
+    before = signal.signal(signal.SIGTERM, forward)
     try:
         while not ranks.join(grace_period=GRACE):
             pass
+        if is_asked_to_end:
+            raise SystemExit(0)  # so that a sweep does not continue with its next job
     except ProcessExitedException as error:
+        if is_asked_to_end:
+            raise SystemExit(_TERMINATED) from None
         how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
         raise JobFailed(f"rank {error.error_index} of {world_size} {how}") from None
     finally:
+        is_asked_to_end = True  # a SIGTERM that arrives from here on prevents a restart
         for process in ranks.processes:
             process.terminate()
         deadline = time.monotonic() + GRACE

@@ -53,8 +53,10 @@ def note_end() -> None:
 
 
 def _note(position: int, form: struct.Struct, *values: float) -> None:
-    if (file := _file(os.getpid())) is not None:
-        os.pwrite(file, form.pack(*values), position)
+    # If the disk is full, or the launcher has ended, neither the step nor the thread that detects failures may fail.
+    with suppress(OSError):
+        if (file := _file(os.getpid())) is not None:
+            os.pwrite(file, form.pack(*values), position)
 
 
 @cache

@@ -24,6 +24,9 @@ _FORGOTTEN = 3600.0
 _PROCESS, _ENDED = "process-", "ended-"
 _PATIENCE = 10.0  # seconds to wait for a lock, or for a killed process to end
 _NOTE_BYTES = 256
+_OWNED, _NOTED = 0, 1
+"""Bytes of a process's file that the process locks: the first before it writes its note, the second afterwards. While
+only the first is locked, the note is an earlier process's, whose id may have been reused, even by the new process."""
 
 
 def name_of_job() -> str | None:
@@ -70,11 +73,12 @@ class JobFolder:
         if os.path.exists(own):
             _end_orphan(own, launcher)
         self._file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        _lock(self._file)  # held until this process ends; forked processes do not inherit the lock
+        _lock(self._file, _OWNED)  # held until this process ends; forked processes do not inherit the lock
         about = json.dumps([os.getpid(), launcher]).encode()
         try:
             # not truncated before: a full tmpfs has no room for a new page, but an old note's page can be overwritten
             os.pwrite(self._file, about.ljust(_NOTE_BYTES), 0)
+            _lock(self._file, _NOTED)
         except OSError:
             os.close(self._file)  # releases the lock: other ranks would wait for the contents of a locked file
             raise
@@ -108,20 +112,34 @@ class JobFolder:
                 fs.rm(place, recursive=True)
 
 
-def _lock(file: int) -> None:
-    """Lock a file. Retry, since other ranks briefly lock the file to test whether its owner is still running.
+def _lock(file: int, byte: int) -> None:
+    """Lock a byte of a file. Retry, since other ranks briefly lock it to test whether its owner is still running.
 
     Raises:
-        BlockingIOError: if the file stays locked.
+        BlockingIOError: if the byte stays locked.
     """
     deadline = time.monotonic() + _PATIENCE
     while True:
         try:
-            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
         except BlockingIOError:
             if time.monotonic() > deadline:
                 raise
         time.sleep(0.001)
+
+
+def _is_owners(file: int, byte: int) -> bool:
+    """Whether a byte of a file is locked by the file's owner.
+
+    The test itself takes a shared lock: all ranks test the same files at the same time, and would take each other's
+    exclusive locks for the owner's.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_SH | fcntl.LOCK_NB, 1, byte)
+    except BlockingIOError:
+        return True
+    fcntl.lockf(file, fcntl.LOCK_UN, 1, byte)
+    return False
 
 
 def _end_orphan(path: str, launcher: str) -> None:
@@ -131,23 +149,22 @@ def _end_orphan(path: str, launcher: str) -> None:
         OSError: if the process does not end, or belongs to another launcher that is still running.
     """
     deadline, process = time.monotonic() + _PATIENCE, 0
-    with suppress(FileNotFoundError), open(path, "r+") as file:
+    with suppress(FileNotFoundError), open(path, "rb") as opened:
+        file = opened.fileno()
         while time.monotonic() < deadline:
-            try:
-                fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if _is_owners(file, _NOTED):
+                with suppress(ValueError):  # the owner has just ended, and the next one is writing its note
+                    process, its_launcher = json.loads(os.pread(file, _NOTE_BYTES, 0))
+                    if its_launcher.rpartition("-")[0] == launcher.rpartition("-")[0]:
+                        return
+                    if _process_in(launcher) == process or _process_in(its_launcher) == os.getpid():
+                        return  # one process has launched the other, as Lightning's first process does
+                    if not is_of_the_dead(its_launcher):
+                        break
+                    with suppress(ProcessLookupError):
+                        os.kill(process, signal.SIGKILL)
+            elif not _is_owners(file, _OWNED):
                 return
-            except BlockingIOError:
-                file.seek(0)
-            with suppress(ValueError):  # the other process is still writing the file
-                process, its_launcher = json.loads(file.read())
-                if its_launcher.rpartition("-")[0] == launcher.rpartition("-")[0]:
-                    return
-                if _process_in(launcher) == process or _process_in(its_launcher) == os.getpid():
-                    return  # one process has launched the other, as Lightning's first process does
-                if not is_of_the_dead(its_launcher):
-                    break
-                with suppress(ProcessLookupError):
-                    os.kill(process, signal.SIGKILL)
             time.sleep(0.01)
         raise FileExistsError(f"another run of this job uses {os.path.dirname(path)} (process id {process})")
 

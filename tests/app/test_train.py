@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from lightning_zero.zoo.gpt import LanguageModel
-from tests.app.commands import TINY, finish, start, succeed
+from tests.app.commands import REPOSITORY, TINY, finish, start, succeed
 from tests.support.warm import warm_python
 
 REAL = (sys.executable,)  # a Python that is started, not forked: as slow as a user's
@@ -257,7 +257,53 @@ def test_a_signal_to_the_command_ends_every_rank(
         os.killpg(process.pid, signum)  # a terminal sends it to all processes
     else:
         process.send_signal(signum)
-    assert end_of(endless)[0] == 128 + signum
+    code = end_of(endless)[0]
+    assert code == 128 + signum or (signum is signal.SIGTERM and code == 0)  # 0 if the ranks have begun to train
+
+
+RANKS = """
+import os, signal, time
+from omegaconf import OmegaConf
+from lightning_zero.commands import ranks
+
+def job(config):
+    asked = []
+    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # as in a fit, which ends after the step
+    print("begun", flush=True)
+    while not asked:
+        time.sleep(0.01)
+    time.sleep(1)  # the remainder of the step, and the save: much longer than the grace period below
+    print("saved", flush=True)
+    raise SystemExit(config.codes[int(os.environ["RANK"])])
+
+if __name__ == "__main__":
+    ranks.GRACE = 0.1
+    trainer = {"num_nodes": 1, "devices": 2, "accelerator": "cpu", "strategy": {"resilience": "memory"}}
+    ranks.launch(job, OmegaConf.create({"folder": ".", "trainer": trainer, "codes": CODES}))
+    print("the next job of the sweep")
+"""
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("codes", "code"), [([0, 0], 0), ([0, 3], 143)])
+def test_after_sigterm_ranks_may_take_longer_than_the_grace_period_to_save(
+    codes: list[int], code: int, tmp_path: Path
+) -> None:
+    (tmp_path / "ranks.py").write_text(RANKS.replace("CODES", str(codes)))
+    process = subprocess.Popen(
+        [*REAL, "ranks.py"],
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*LEAN, REPOSITORY]))},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+    process.send_signal(signal.SIGTERM)
+    found, output, errors = finish(process)
+    assert found == code and "restarting" not in errors, errors
+    assert output == "saved\n" * 2 or code != 0
 
 
 @pytest.mark.exhaustive

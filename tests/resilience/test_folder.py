@@ -70,6 +70,69 @@ def test_a_rank_takes_its_place_though_another_rank_checks_the_place_at_that_mom
     assert process.wait(10) == 0
 
 
+RANK = """
+import fcntl, json, os, sys, time
+from lightning_zero.io.labels import this_machine
+from lightning_zero.strategies.jobs import JobFolder
+
+def pause():
+    print("paused", flush=True)
+    sys.stdin.readline()
+
+def lock(file, kind, *of_range):
+    lockf(file, kind, *of_range)
+    if kind & fcntl.LOCK_EX:
+        fcntl.lockf = lockf
+        pause()
+
+def wait(seconds):
+    time.sleep = sleep
+    pause()
+
+lockf, sleep = fcntl.lockf, time.sleep
+
+folder, rank, noted, machine = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
+if rank == 0:
+    fcntl.lockf = lock
+    for each in range(2):
+        note = json.dumps([noted or os.getpid(), f"{this_machine()}{machine}-{2**22 + 1}-1"])
+        with open(f"{folder}/job/process-{each}", "w") as file:
+            file.write(note.ljust(256))
+else:
+    time.sleep = wait  # called before this rank looks again
+JobFolder(folder, "job", rank, 2)
+print("done", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("machine", ["", "-restarted"], ids=["same machine", "restarted container"])
+@pytest.mark.parametrize("reused_by", exhaustive_but(["rank 0"], ["another process", "rank 0"]))
+def test_notes_of_a_dead_attempt_are_not_taken_for_those_of_ranks_that_start(reused_by, machine, tmp_path):
+    """Rank 1 looks at the files while rank 0 has locked one that still contains a note of the previous attempt, whose
+    launcher has ended (no process has an id above 2**22), and whose process id is in use again."""
+    (tmp_path / "job").mkdir()
+    other = subprocess.Popen(["sleep", "600"])
+    ranks = []
+    try:
+        for rank in range(2):
+            noted = other.pid if reused_by == "another process" else 0
+            command = [warm_python(), "-c", RANK, str(tmp_path), str(rank), str(noted), machine]
+            pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+            ranks.append(subprocess.Popen(command, env=environment(), **pipes))
+            assert ranks[-1].stdout.readline() == "paused\n"
+        assert other.poll() is None and ranks[0].poll() is None
+        for each in ranks:
+            each.stdin.write("\n")
+            each.stdin.flush()
+            assert each.stdout.readline() == "done\n"
+        assert other.poll() is None
+    finally:
+        for each in [other, *ranks]:
+            each.kill()
+            each.communicate()
+
+
 DEAD = "import os; from lightning_zero.io.labels import label_of; print(label_of(os.getpid()), end='')"
 
 

@@ -12,6 +12,7 @@ import time
 import psutil
 import pytest
 
+from lightning_zero.io import beats
 from tests.resilience.jobs import LAUNCH, environment, fault, run
 
 
@@ -55,6 +56,13 @@ def test_a_slow_step_is_not_a_hang(whole, tmp_path):
     found = run(tmp_path, {"pause": 0.3}, launcher=[*LAUNCH, "--hang-timeout", "2"])
     assert "is hanging" not in found.output and len(found.begun) == 1
     found.same_as(whole)
+
+
+def test_where_heartbeats_cannot_be_written_training_continues_and_a_killed_process_is_noticed(whole, tmp_path):
+    missing = {beats.FOLDER: str(tmp_path / "removed by a launcher that has ended")}
+    found = run(tmp_path, {"faults": [fault(0, 4, [1], "backward")]}, restarts=1, more=missing)
+    found.same_as(whole)
+    assert len(found.begun) == 2
 
 
 def has_ended(process):
