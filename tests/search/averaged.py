@@ -78,7 +78,11 @@ class Net(Own):
 
 def make_net(setup: Setup) -> Net:
     torch.manual_seed(1)
-    return Net(setup).double()
+    return Net(setup).to(dtype_of(setup))
+
+
+def dtype_of(setup: Setup) -> torch.dtype:
+    return torch.bfloat16 if setup.is_low else torch.float64
 
 
 def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimizer]:
@@ -99,9 +103,11 @@ def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimi
     return made
 
 
-def inputs(index: int, forward: int, rank: int) -> Tensor:
+def inputs(index: int, forward: int, rank: int, net: nn.Module) -> Tensor:
+    """A forward's inputs on a rank, which bfloat16 represents exactly, in the dtype of the net's parameters."""
     generator = torch.Generator().manual_seed(10_000 * index + 100 * forward + rank)
-    return torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+    values = torch.randn(2, WIDTH, generator=generator, dtype=torch.float64)
+    return values.bfloat16().to(next(net.parameters()).dtype)
 
 
 class Averaged:
@@ -113,7 +119,7 @@ class Averaged:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.net = setup, make_net(setup)
+        self.setup, self.net = setup, make_net(setup).double()
         self.parameters = list(self.net.parameters())
         self.optimizers = make_optimizers(setup, self.parameters)
         self.gradients: list[list[Tensor] | None] = [None] * len(self.parameters)

@@ -27,7 +27,7 @@ class FabricExecution(Execution):
         setup = self.setup
         form = "sharded" if setup.has_number else "full"
         strategy = ZeroStrategy(**self.engine_options, checkpoint=form, async_save=setup.is_tied)
-        self.fabric = make_fabric(strategy, precision="64-true")
+        self.fabric = make_fabric(strategy, precision="bf16-true" if setup.is_low else "64-true")
         optimizers_first = setup.prefetch == 1
         if optimizers_first:
             self.wrapped_optimizers = [self.fabric.setup_optimizers(each) for each in self.optimizers]

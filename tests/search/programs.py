@@ -34,6 +34,7 @@ class Setup:
         checkpoints: the engine checkpoints the activations of blocks.
         activations: "cpu" or "nvme", where the engine keeps checkpointed inputs; None for the device.
         several: each block has its own engine, and the model's own parameters have one, too.
+        is_low: the model is in bfloat16, with fp32 masters.
     """
 
     ranks: int
@@ -54,6 +55,7 @@ class Setup:
     checkpoints: bool = False
     activations: str | None = None
     several: bool = False
+    is_low: bool = False
 
     @property
     def has_unit_per_block(self) -> bool:
@@ -308,6 +310,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         checkpoints=draw(st.sampled_from((False, False, True))),
         activations=draw(st.sampled_from((None, None, "cpu", "nvme"))),
         several=several,
+        is_low=draw(st.sampled_from((False, False, True))),
     )
 
 

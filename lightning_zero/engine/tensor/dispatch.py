@@ -155,12 +155,16 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
 
     def to_local(value: Any) -> Any:
+        if in_place and value is args[0]:
+            return value.local  # a wider master weight is written at full precision
+        if not isinstance(value, Tensor):
+            return value
         if isinstance(value, ShardedTensor):
-            # an in-place operator writes a wider master weight at full precision
-            return value.local if in_place and value is args[0] else value.local.to(value.dtype)
-        if isinstance(value, Tensor):
-            return _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
-        return value
+            local = value.local.to(value.dtype)
+        else:
+            local = _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
+        # Some operators, such as lerp_, require the same dtype of all arguments.
+        return local.to(sharded[0].local.dtype) if is_wider and local.dtype == sharded[0].dtype else local
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
     device = local_kwargs.pop("device", None)
