@@ -380,7 +380,7 @@ class StoreExchange:
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
-            ended = self._lifelines.ended  # read before the keys, since a rank may write its key and then end
+            ended = set(self._lifelines.ended)  # read before the keys, since a rank may write its key and then end
             missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
             if not missing or ended.intersection(missing):
                 return missing
