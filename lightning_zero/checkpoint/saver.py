@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import replace
 from functools import lru_cache
 from threading import Event
 from typing import Any
@@ -31,6 +30,7 @@ from lightning_zero.checkpoint.saving import (
     is_dense,
     is_view_of_parameter,
     not_saved,
+    reason_of,
     refusal_of,
     save_in_parts,
     save_whole,
@@ -115,16 +115,18 @@ class Saver:
         if store is not None and len(everyone) > 1:
             exchanging = StoreExchange(store, label, self._abandoned)
 
+        def entries() -> list[Entry]:
+            memory = iter(copied())
+            return [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
+
         def save() -> None:
             with reading, exchanging as exchange:
-                memory = iter(copied())
-                entries = [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
 
                 def written(value: Any) -> list[Any]:
                     reading.end()  # this rank's file has been written
                     return exchange(value)
 
-                save_in_parts(replace(content, entries=entries), destination, written_by, rank, written)
+                save_in_parts(content, destination, written_by, rank, written, entries)
 
         self._submit(save)
 
@@ -193,7 +195,7 @@ class Saver:
 
         def save() -> None:
             try:
-                whole = put_together(copied(), ranges, rank, group)
+                whole = put_together(copied, ranges, rank, group)
             except RuntimeError as error:
                 raise CheckpointNotSavedError(
                     f"The checkpoint {path} was not saved: rank 0 did not receive the shards of all ranks: "
@@ -274,21 +276,41 @@ def _log_failures() -> None:
 
 
 def put_together(
-    entries: list[Entry], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
+    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
 ) -> list[Tensor]:
-    """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective."""
-    whole = []
-    for entry, owned in zip(entries, ranges):
+    """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective.
+
+    Args:
+        copied: returns this rank's shards.
+
+    Raises:
+        RuntimeError: on every rank, if a rank cannot copy its shards or is lost, or if rank 0 has too little memory.
+    """
+    entries, whole = [], []
+    error: Exception | None = None
+    try:
+        entries = copied()
+        if rank == 0:
+            whole = [torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu") for entry in entries]
+    except Exception as raised:
+        error = raised
+    # Exchange errors before any values: otherwise, other ranks would wait in vain for this rank.
+    reason = reason_of(error) if error is not None else None
+    reasons = process_group.all_gather_objects(reason, group) if group is not None else [reason]
+    for number, reason in enumerate(reasons):
+        if reason is not None:
+            raise RuntimeError(f"rank {number} failed with {reason}") from error
+    for number, (entry, owned) in enumerate(zip(entries, ranges)):
         if rank:
             if entry.values.numel():
                 process_group.send(entry.values, group, 0)
             continue
-        flat = torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu")
+        flat = whole[number]
         flat[: entry.values.numel()] = entry.values
         for source, (start, stop) in enumerate(owned[1:], 1):
             if stop > start:
                 process_group.receive(flat[start:stop], group, source)
-        whole.append(flat.view(entry.shape))
+        whole[number] = flat.view(entry.shape)
     return whole
 
 
@@ -358,7 +380,7 @@ class StoreExchange:
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
-            ended = self._lifelines.ended  # read before the keys, since a rank may write its key and then end
+            ended = set(self._lifelines.ended)  # read before the keys, since a rank may write its key and then end
             missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
             if not missing or ended.intersection(missing):
                 return missing

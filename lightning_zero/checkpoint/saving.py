@@ -306,6 +306,7 @@ def save_in_parts(
     written_by: dict[str, Any],
     rank: int = 0,
     gather: Gather = lambda value: [value],
+    entries: Callable[[], list[Entry]] | None = None,
 ) -> None:
     """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
@@ -313,15 +314,20 @@ def save_in_parts(
         content: the part of the checkpoint that this rank writes.
         destination: where to write; its path and label must be the same on every rank.
         written_by: versions, stage and world size, for the manifest.
+        rank: this rank's number.
+        gather: all-gathers a value.
+        entries: returns copies of the content's entries, which are written instead.
 
     Raises:
         CheckpointNotSavedError: on every rank, if any rank could not write; this save's files are then removed.
     """
     try:
         try:
+            if entries is not None:
+                content = replace(content, entries=entries())
             written: Any = _write(content, destination, rank)
         except Exception as error:
-            written = _reason(error)
+            written = reason_of(error)
         everyone = gather(written)
         failed = {number: reason for number, reason in enumerate(everyone) if isinstance(reason, str)}
         outcome = None
@@ -329,7 +335,7 @@ def save_in_parts(
             try:
                 _complete(content, destination, written_by, everyone)
             except Exception as error:
-                outcome = _reason(error)
+                outcome = reason_of(error)
         if not failed:
             outcome = gather(outcome)[0]
             failed = {0: outcome} if outcome is not None else {}
@@ -356,7 +362,7 @@ def refusal_of(path: str, label: str) -> str | None:
     try:
         Destination(path, label).check_replaceable()
     except Exception as error:
-        return _reason(error)
+        return reason_of(error)
     return None
 
 
@@ -373,12 +379,13 @@ def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
         if not isinstance(error, (OSError, RuntimeError)):
             raise  # for example, a pickling error caused by one of the user's objects
         raise CheckpointNotSavedError(
-            f"The checkpoint {destination.path} was not saved: {_reason(error)}. Its partial file was removed; any "
+            f"The checkpoint {destination.path} was not saved: {reason_of(error)}. Its partial file was removed; any "
             "earlier checkpoint at this path is unchanged."
         ) from error
 
 
-def _reason(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
+    """Describe why a checkpoint could not be written."""
     # If a write fails, torch.save raises an error about file positions; its ``__context__`` is the real error.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):

@@ -7,6 +7,8 @@ import resource
 import shutil
 import subprocess
 import textwrap
+import threading
+import time
 import warnings
 import zipfile
 from collections.abc import Callable
@@ -23,7 +25,7 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
-from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError, CopyBuffer
 from lightning_zero.io.labels import new_label
 from lightning_zero.strategies import processes
 from tests.checkpoint.faults import names_in
@@ -47,12 +49,35 @@ class NoRoom(Callback):
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
         for job in trainer.strategy._saver._jobs:
             job.exception()  # wait for the background save of the previous step's checkpoint
+        self.limit(trainer.global_step + 1 in self.steps)
+
+    def limit(self, is_limited: bool) -> None:
         if rank() == self.failing:
-            soft = 2048 if trainer.global_step + 1 in self.steps else resource.RLIM_INFINITY
+            soft = 2048 if is_limited else resource.RLIM_INFINITY
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, resource.RLIM_INFINITY))
 
     def teardown(self, *_: Any, **__: Any) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+class NoMemory(NoRoom):
+    """Prevents one rank from copying values in the background during some steps."""
+
+    def limit(self, is_limited: bool) -> None:
+        if rank() == self.failing:
+            CopyBuffer.copied = _copied_unless_in_background if is_limited else _copied  # type: ignore[method-assign]
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        CopyBuffer.copied = _copied  # type: ignore[method-assign]
+
+
+_copied = CopyBuffer.copied
+
+
+def _copied_unless_in_background(*args: Any) -> Any:
+    if threading.current_thread().name.startswith("lightning_zero-checkpoint"):
+        raise MemoryError("too little memory")
+    return _copied(*args)
 
 
 class Forgiving(ModelCheckpoint):
@@ -73,25 +98,46 @@ class Forgiving(ModelCheckpoint):
 
 
 def no_room_at_one_step(folder: Path, form: str, failing: int, is_async: bool) -> None:
+    message = fail_at_one_step(folder, form, NoRoom(failing, {2}), is_async)
+    assert "File too large" in message, message
+
+
+def no_memory_at_one_step(folder: Path, form: str, failing: int) -> None:
+    begin = time.monotonic()
+    message = fail_at_one_step(folder, form, NoMemory(failing, {2}), is_async=True)
+    said = {"full": "failed with", "sharded": "could not write it:"}[form]
+    assert f"rank {failing} {said} MemoryError: too little memory" in message, message
+    assert time.monotonic() - begin < 30
+
+
+def fail_at_one_step(folder: Path, form: str, failure: NoRoom, is_async: bool) -> str:
+    """Return the error's message. The failure prevents the save of the checkpoint at step 2, but no other."""
     saving = Forgiving(folder, filename="{step}", every_n_train_steps=1, save_top_k=1)
     strategy = ZeroStrategy(3, checkpoint=form, async_save=is_async)
-    trainer = make_trainer(strategy, callbacks=[NoRoom(failing, {2}), saving], enable_checkpointing=True, max_epochs=1)
+    trainer = make_trainer(strategy, callbacks=[failure, saving], enable_checkpointing=True, max_epochs=1)
     trainer.fit(Learner(batches=5))
     assert trainer.global_step == 5
     ((step, message),) = saving.caught
     assert step == (3 if is_async else 2)
-    assert f"{folder}/step=2.ckpt was not saved" in message and "File too large" in message, message
+    assert f"{folder}/step=2.ckpt was not saved" in message, message
     dist.barrier()
     # The previous checkpoint is not removed if its successor could not be written.
     assert names_in(folder) == ["step=1.ckpt", "step=5.ckpt"], names_in(folder)
     for name in names_in(folder):
         open_checkpoint(folder / name).verify()
+    return message
 
 
 @IN_BACKGROUND
 @pytest.mark.parametrize(("form", "failing"), [("full", 0), ("sharded", 0), ("sharded", 1)])
 def test_a_failed_save_is_reported_on_every_rank_and_training_may_continue(run_on, tmp_path, form, failing, is_async):
     run_on(2, no_room_at_one_step, folder=tmp_path / "c", form=form, failing=failing, is_async=is_async)
+
+
+@FORMS
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_cannot_copy_its_shards_in_the_background_is_not_waited_for(run_on, tmp_path, form, failing):
+    run_on(2, no_memory_at_one_step, folder=tmp_path / "c", form=form, failing=failing, timeout=60)
 
 
 def no_room_at_the_end(folder: Path, form: str, failing: int) -> None:

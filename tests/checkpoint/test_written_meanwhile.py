@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch import nn
 
 from lightning_zero import full_parameters
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saver import Saver, StoreExchange
 from lightning_zero.checkpoint.saving import CopyBuffer, by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.states import DiskStates
@@ -206,3 +208,31 @@ def everyones(value):
 def test_a_background_save_leaves_no_keys_in_the_process_groups_store(run_on, tmp_path):
     counts, _ = run_on(2, keys_in_the_store, folder=tmp_path)
     assert counts == [counts[0]] * 3
+
+
+class EndsMeanwhile:
+    """A store. While a rank looks for keys, rank 1 writes its key, and its process ends."""
+
+    def __init__(self, store, ended):
+        self.store, self.ended = store, ended
+
+    def check(self, keys):
+        found = self.store.check(keys)
+        self.store.set(keys[0], pickle.dumps("from rank 1"))
+        self.ended.add(1)
+        return found
+
+    def __getattr__(self, name):
+        return getattr(self.store, name)
+
+
+def exchanged_with_a_rank_that_ends():
+    exchange = StoreExchange(dist.HashStore(), "exchange", threading.Event())
+    if rank() == 0:
+        exchange._lifelines = SimpleNamespace(ended=set())
+        exchange._store = EndsMeanwhile(exchange._store, exchange._lifelines.ended)
+        assert exchange("from rank 0") == ["from rank 0", "from rank 1"]
+
+
+def test_a_value_counts_that_a_rank_wrote_just_before_its_process_ended(run_on):
+    run_on(2, exchanged_with_a_rank_that_ends)

@@ -18,6 +18,9 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
+from lightning_zero.engine.comm import failures
+from lightning_zero.engine.comm.process_group import barrier
+from lightning_zero.engine.comm.renewal import have_all_come
 from lightning_zero.engine.plan.mesh import ALL
 from lightning_zero.strategies import trainer_checkpoints
 from tests.support import rank
@@ -238,6 +241,58 @@ def test_a_checkpoint_on_exception_is_written_where_every_rank_saves_it(run_on, 
 def test_a_checkpoint_on_exception_that_cannot_be_written_does_not_hide_the_exception(run_on, tmp_path):
     run_on(2, save_on_exception, folder=str(tmp_path), everyone=False)
     assert not list(Path(tmp_path).glob("*.ckpt"))
+
+
+class FailingSGD(torch.optim.SGD):
+    """Fails at the end of its step, when this rank's parameters have been updated."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        user_error()
+
+
+class FailsInTheOptimizer(FailsOnce):
+    def configure_optimizers(self):
+        return FailingSGD(self.parameters(), lr=0.1)
+
+
+def come_several_times():
+    """Ranks come with different states, then each rank alone, then all ranks with equal states."""
+    assert not have_all_come(f"the state of rank {rank()}", 20)
+    for alone in (0, 1):
+        if rank() == alone:
+            assert not have_all_come("equal", 0.2)
+        barrier()
+    assert have_all_come("equal", 20)
+
+
+def test_whether_all_ranks_come_does_not_depend_on_earlier_attempts(run_on):
+    run_on(2, come_several_times)
+
+
+def fail_twice_and_save(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(failures, "_AT_ONCE", 60.0)  # on a slow machine, too, the ranks' failures are simultaneous
+        return fail_in_two_fits(folder)
+
+
+def fail_in_two_fits(folder):
+    modules = FailsInTheOptimizer(user_error, "nowhere"), FailsOnce(user_error, failing=None)
+    for number, module in enumerate(modules):
+        callback = OnExceptionCheckpoint(folder, f"{number}")
+        begin = time.monotonic()
+        with pytest.raises(UserError):
+            make_trainer("zero3", callbacks=[callback], enable_checkpointing=True).fit(module)
+        assert time.monotonic() - begin < 20
+    return {name: value.clone() for name, value in modules[1].state_dict().items()}
+
+
+def test_a_checkpoint_on_exception_is_written_even_after_an_exception_that_allowed_none(run_on, tmp_path):
+    """An exception amid an update leaves ranks in different states; the next one, on all ranks at once, does not."""
+    first, second = run_on(2, fail_twice_and_save, folder=str(tmp_path), timeout=60)
+    same_tensors(first, second, bound=0)
+    assert [file.name for file in tmp_path.iterdir()] == ["1.ckpt"]
+    same_tensors(torch.load(tmp_path / "1.ckpt", weights_only=True)["state_dict"], first, bound=0)
 
 
 def evaluate_failing(stage):

@@ -14,7 +14,7 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import cma_exchange, failures
+from lightning_zero.engine.comm import cma_exchange, failures, lifelines
 from tests.support import rank
 from tests.support.lost import die, run_ranks
 from tests.support.patience import PATIENCE, little_patience
@@ -109,6 +109,29 @@ def while_ranks_connect():
 
 def test_a_rank_that_is_killed_while_the_transport_is_set_up_is_named(run_on):
     run_on(1, while_ranks_connect, timeout=60)
+
+
+def after_the_first_rank_was_late():
+    """Rank 0 comes to the run after the other rank has waited longer than a connection may take."""
+
+    def act():
+        if rank() == 0:
+            time.sleep(2.5)
+        else:
+            lifelines._TIMEOUT = 1.0
+        failures.lifelines_over()
+        module = nn.Linear(4, 4)
+        Engine(module, stage=3)
+        dist.barrier()
+        if rank() == 1:
+            die()
+        module.weight.norm()
+
+    survivors_name(act, 1)
+
+
+def test_a_killed_rank_is_noticed_even_if_the_first_rank_came_late_to_the_run(run_on):
+    run_on(1, after_the_first_rank_was_late, timeout=60)
 
 
 def while_a_rank_is_stopped():

@@ -19,7 +19,6 @@ import threading
 import time
 import weakref
 from contextlib import suppress
-from datetime import timedelta
 from multiprocessing import util
 from typing import Any
 
@@ -37,7 +36,7 @@ for (received only by the first rank); and a tick, which is not sent: each rank 
 times per ``PATIENCE``."""
 
 _CLOSED = "closed"  # a rank has closed its connection, but its process continues
-_TIMEOUT = 10.0  # seconds that a rank waits for the first rank's address, and then for its answer
+_TIMEOUT = 10.0  # seconds that a rank waits for the first rank's answer, once it knows the first rank's address
 _PROBES = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 6}  # seconds, seconds, number of unanswered probes
 
 _all: weakref.WeakSet[Lifelines] = weakref.WeakSet()
@@ -188,18 +187,18 @@ def _message(kind: str, rank: int, text: str = "") -> bytes:
 
 def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
     """Connect to the first rank. If that fails, return None: this rank will then not notice when other ranks end."""
-    deadline, error = time.monotonic() + _TIMEOUT, None
-    while time.monotonic() < deadline:
-        try:
-            store.wait([key], timedelta(seconds=_TIMEOUT))
+    error = None
+    try:
+        store.wait([key])  # for the store's timeout, since the first rank may come much later
+        deadline = time.monotonic() + _TIMEOUT
+        while time.monotonic() < deadline:
             address, port, token = json.loads(store.get(key))
-        except RuntimeError as raised:
-            error = raised
-            break
-        for host in dict.fromkeys((address, _host_of(store))):
-            with suppress(OSError):
-                return _introduced(host, port, _message(token, rank))
-        time.sleep(0.1)  # the address may be from an earlier group in the same store
+            for host in dict.fromkeys((address, _host_of(store))):
+                with suppress(OSError):
+                    return _introduced(host, port, _message(token, rank))
+            time.sleep(0.1)  # the address may be from an earlier group in the same store
+    except RuntimeError as raised:
+        error = raised
     log.debug("rank %d will not notice when other ranks end: %s", rank, error or "the first rank does not answer")
     return None
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from contextlib import suppress
+import secrets
+import time
 from datetime import timedelta
 from typing import Any
 
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.failures import ended_ranks, forget
+from lightning_zero.engine.comm.process_group import Store
 
 
 def have_all_come(state: Any, patience: float) -> bool:
@@ -21,21 +23,40 @@ def have_all_come(state: Any, patience: float) -> bool:
     if ended_ranks():
         return False
     rank, size = process_group.rank(), process_group.world_size()
-    store = process_group.named_store("lightning_zero/come")
-    said = json.dumps(state)
+    store, said = process_group.named_store("lightning_zero/come"), json.dumps(state)
     try:
-        store.set(str(rank), said)
-        if rank == 0:
-            store.wait([str(other) for other in range(size)], timedelta(seconds=patience))
-            store.set("verdict", "yes" if all(store.get(str(r)).decode() == said for r in range(size)) else "no")
-        store.wait(["0"], timedelta(seconds=patience))
-        store.wait(["verdict"], timedelta(seconds=2 * patience))
-        return store.get("verdict").decode() == "yes"
+        return _decide(store, size, said, patience) if rank == 0 else _join(store, rank, said, patience)
     except RuntimeError:  # a rank is missing, or the store's host is gone
-        if rank == 0:
-            with suppress(RuntimeError):
-                store.set("verdict", "no")
         return False
+
+
+def _decide(store: Store, size: int, said: str, patience: float) -> bool:
+    """On rank 0: begin an attempt, and decide once the other ranks' states have arrived.
+
+    After a "no", the group and its store may stay the same, so each attempt has its own name.
+    """
+    name, equal = secrets.token_hex(8), False
+    store.set("name", name)
+    others = [f"{name}/{other}" for other in range(1, size)]
+    try:
+        store.wait(others, timedelta(seconds=patience))
+        equal = all(store.get(other).decode() == said for other in others)
+    finally:
+        store.set(f"{name}/verdict", "yes" if equal else "no")
+    return equal
+
+
+def _join(store: Store, rank: int, said: str, patience: float) -> bool:
+    """On other ranks: send this rank's state in rank 0's attempt, and wait for the decision."""
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        name = store.get("name").decode() if store.check(["name"]) else None
+        if name is not None and not store.check([f"{name}/verdict"]):  # an attempt with a verdict is an earlier one
+            store.set(f"{name}/{rank}", said)
+            store.wait([f"{name}/verdict"], timedelta(seconds=2 * patience))
+            return store.get(f"{name}/verdict").decode() == "yes"
+        time.sleep(0.01)
+    return False
 
 
 def renew(**options: Any) -> None:
