@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import SGD, Adam
 
-from tests.support.training import CLOSE
+from lightning_zero import ZeroStrategy
+from tests.support.training import CLOSE, same_values
 from tests.support.workers import rank
-from tests.trainer.cases import Net, behaviours, same_as_under_ddp, trained
+from tests.trainer.cases import Net, behaviours, same_as_under_ddp, shared_folder, trained
 
 # ------------------------------------------------------------------------------------------ frozen and added parameters
 
@@ -66,6 +69,91 @@ class Adapted(FrozenBackbone):
 def freeze(strategy: str) -> Any:
     """A frozen backbone; biases only; adapters next to frozen layers, merged at the end"""
     return [trained(strategy, kind()) for kind in (FrozenBackbone, BiasesOnly, Adapted)]
+
+
+class Extractor(nn.Sequential):
+    """Layers to be compiled by TorchScript; each rank constructs other values."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(rank())
+        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.requires_grad_(False)
+        torch.manual_seed(0)
+
+
+def loaded(module: Any) -> Any:
+    """A TorchScript module as `torch.jit.load` returns it: its parameters are not `nn.Parameter`s."""
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    module = torch.jit.load(file)
+    for p in module.parameters():
+        p.requires_grad_(False)
+    return module
+
+
+class Extracts(Net):
+    """Has TorchScript modules beside its layers, among its blocks, and one that shares parameters with a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(Extractor())
+        self.traced = torch.jit.trace(Extractor().eval(), torch.ones(2, 6))
+        self.shared = Extractor()
+        self.compiled = torch.jit.script(self.shared)
+        self.blocks.append(loaded(torch.jit.script(Extractor())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scripted(x) + self.traced(x) + self.shared(x) + self.compiled(x))
+
+    def configure_optimizers(self) -> Any:
+        return Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def extract(strategy: str) -> Any:
+    """Frozen TorchScript modules, scripted, traced or loaded, and checkpoints with them"""
+    saving = ModelCheckpoint(shared_folder(), save_last=True)
+    first = trained(strategy, Extracts(), callbacks=[saving], enable_checkpointing=True)
+    saved = torch.load(shared_folder() / "last.ckpt", weights_only=False)["state_dict"]
+    return first, saved, trained(strategy, Extracts(), ckpt_path=shared_folder() / "last.ckpt", max_epochs=3)
+
+
+def extract_with(unit_numel: int | None, precision: str) -> None:
+    def run(strategy: Any) -> Any:
+        torch.manual_seed(0)
+        return trained(strategy, Extracts(), precision=precision, max_epochs=1)
+
+    found = run(ZeroStrategy(3, unit_numel=unit_numel, activation_checkpointing="units", checkpoint="sharded"))
+    same_values(found, run("ddp"), "stage 3")
+
+
+@pytest.mark.parametrize("unit_numel", [None, 1])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_torchscript_modules_may_stand_among_checkpointed_blocks(run_on, unit_numel, precision):
+    run_on(2, extract_with, unit_numel=unit_numel, precision=precision)
+
+
+class UnfreezesTorchScript(Extracts):
+    def on_train_epoch_start(self) -> None:
+        for p in self.scripted.parameters():
+            p.requires_grad_(self.current_epoch == 1)
+
+
+class TrainsTorchScript(Extracts):
+    def setup(self, stage: str) -> None:
+        for p in self.scripted.parameters():
+            p.requires_grad_(True)
+
+
+def train_torchscript(stage: int, kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"^scripted\.0\.weight, .*: trained parameters of a TorchScript module"):
+        trained(f"zero{stage}", kind())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", [TrainsTorchScript, UnfreezesTorchScript])
+def test_trained_parameters_of_torchscript_modules_are_refused_with_advice(run_on, stage, kind):
+    run_on(2, train_torchscript, stage=stage, kind=kind)
 
 
 class FrozenLater(Net):
@@ -488,6 +576,7 @@ def accumulate_by_hand(strategy: str) -> Any:
     "The module",
     freeze,
     freeze_in_mid_run,
+    extract,
     add_a_group,
     clip_weights,
     copy_modules,
