@@ -88,6 +88,27 @@ def test_a_copy_of_a_module_may_be_converted_to_another_dtype(run_on, world_size
     run_on(world_size, convert_copies, stage=stage)
 
 
+def compile_with_torchscript(stage):
+    module, reference, _, engine = make(stage)
+    expected = reference(INPUTS)
+    copied = copy.deepcopy(module)
+    with lightning_zero.full_parameters(module):
+        traced = torch.jit.trace(module, INPUTS)
+        for each in (module, module[0], copied, copy.deepcopy(module)):
+            with pytest.raises(AttributeError, match=r"torch\.jit\.script after the run"):
+                torch.jit.script(each)
+    same(traced(INPUTS), expected)
+    engine.close()
+    same(torch.jit.script(module)(INPUTS), expected)
+    same(traced(INPUTS), expected)
+
+
+@STAGES
+@WORLDS
+def test_torchscript_can_trace_a_sharded_module_and_script_it_afterwards(run_on, world_size, stage):
+    run_on(world_size, compile_with_torchscript, stage=stage)
+
+
 def train_a_copy_in_full(stage):
     """The copy's gradients are its own and this rank's, as outside of `full_parameters`."""
     module, reference, _, engine = make(stage)

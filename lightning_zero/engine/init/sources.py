@@ -83,7 +83,11 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
     """Raise a ValueError if a parameter is neither an ordinary tensor nor, if ``may_be_divided``, a DTensor."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
-            raise ValueError(f"{name} is sharded already: a module can have only one engine at a time.")
+            raise ValueError(
+                f"{name} is sharded already: a module can have only one engine at a time. If an earlier run left it "
+                "sharded, write after_fit='full' in that run, or load that run's checkpoint into a new module; "
+                "otherwise close the other engine first."
+            )
         if is_dtensor(parameter) and not may_be_divided:
             raise ValueError(
                 f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
