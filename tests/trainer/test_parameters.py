@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -19,7 +20,7 @@ from torch.optim import SGD, Adam
 from lightning_zero import ZeroStrategy
 from tests.support.training import CLOSE, same_values
 from tests.support.workers import rank
-from tests.trainer.cases import Net, behaviours, same_as_under_ddp, shared_folder, trained
+from tests.trainer.cases import Net, behaviours, fit, same_as_under_ddp, shared_folder, trained, weights
 
 # ------------------------------------------------------------------------------------------ frozen and added parameters
 
@@ -154,6 +155,52 @@ def train_torchscript(stage: int, kind: Any) -> None:
 @pytest.mark.parametrize("kind", [TrainsTorchScript, UnfreezesTorchScript])
 def test_trained_parameters_of_torchscript_modules_are_refused_with_advice(run_on, stage, kind):
     run_on(2, train_torchscript, stage=stage, kind=kind)
+
+
+class Probes(Net):
+    """Differentiates outside of `training_step`, as for a Fisher information or a saliency map."""
+
+    def on_train_epoch_start(self) -> None:
+        self.by_backward = [p.grad * 1 for p in self.differentiated("backward")]
+        self.by_grad = self.differentiated("grad")
+
+    on_train_end = on_train_epoch_start
+
+    def differentiated(self, how: str) -> list[Tensor]:
+        self.zero_grad()
+        loss = self.loss((torch.full((2, 6), 1.0 + rank()), torch.tensor([0, 1])))
+        parameters = list(self.parameters())
+        if how == "grad":
+            return [value.detach() * 1 for value in torch.autograd.grad(loss, parameters)]
+        loss.backward()
+        return parameters
+
+
+def probe(strategy: str) -> Any:
+    torch.manual_seed(0)
+    _, module = fit(strategy, Probes(), max_epochs=1)
+    return module.by_backward, module.by_grad, weights(module)
+
+
+def probe_outside_of_training_steps(stage: int) -> None:
+    by_backward, by_grad, trained_weights = probe(f"zero{stage}")
+    own_by_backward, own_by_grad, expected_weights = probe("ddp")
+    same_values(by_grad, own_by_grad, "torch.autograd.grad")
+    same_values(own_by_backward, own_by_grad, "DDP's backward")
+    for value in own_by_backward:
+        dist.all_reduce(value)
+    same_values(by_backward, [value / 2 for value in own_by_backward], "the means")
+    same_values(trained_weights, expected_weights, "weights")
+
+
+@pytest.mark.behaviour(
+    "The module",
+    "`backward()` outside of `training_step`, which DDP does not reduce",
+    notes=dict.fromkeys((1, 2, 3), "the mean over ranks; `torch.autograd.grad` gives a rank's own gradients"),
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_outside_of_a_training_step_averages_gradients_and_autograd_grad_does_not(run_on, stage):
+    run_on(2, probe_outside_of_training_steps, stage=stage)
 
 
 class FrozenLater(Net):
