@@ -25,13 +25,13 @@ from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compre
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
-from lightning_zero.engine.init.sources import Source, agree_on_sources, check_ordinary, common_device
+from lightning_zero.engine.init.sources import Source, agree_on_sources, check_frozen, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers
 from lightning_zero.engine.optimizers import Optimizers
 from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.plan.units import plan_units, share_of
+from lightning_zero.engine.plan.units import of_torchscript, plan_units, share_of
 from lightning_zero.engine.report import Report, report_of
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
@@ -108,6 +108,8 @@ class Engine(Optimizers):
         self._swap: Swap | None = None
         check_optimizers(optimizers, config, ranks=self._world_size(group))
         check_ordinary(module, may_be_divided=mesh is not None)
+        self._scripted = of_torchscript(module)
+        check_frozen(self._scripted)
         plans = plan_units(module, config.units, config.unit_numel)
         device = torch.device(device) if device is not None else common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
@@ -144,11 +146,15 @@ class Engine(Optimizers):
         except BaseException:
             self._clear_disk()
             raise
+        for parameter in self._scripted.values():
+            parameter.data = parameter.data.to(device)
         del sources, uncut  # frees the original values, too; the buckets hold the values now
         self.units = [Unit(plan, of_unit) for plan, of_unit in zip(plans, buckets)]
-        for buffer in module.buffers():
-            if not is_dtensor(buffer):
-                self.communicator.tensor.broadcast(buffer)
+        unsharded = [parameter.detach() for parameter in self._scripted.values()]
+        for tensor in (*module.buffers(), *unsharded):
+            if not is_dtensor(tensor):
+                self.communicator.tensor.broadcast(tensor)
+        self.communicator.copy_from_first(unsharded)
         self.sync_buffers()
         self.schedule = Schedule(self.units, config.prefetch if config.overlap else 0)
         self.schedule.install(module, plans)
@@ -226,7 +232,8 @@ class Engine(Optimizers):
 
     def holds_all_of(self, module: nn.Module) -> bool:
         """Whether the engine holds exactly the parameters that the module has now."""
-        slots = [slot_of(parameter) for parameter in module.parameters()]
+        scripted = set(map(id, self._scripted.values()))
+        slots = [slot_of(parameter) for parameter in module.parameters() if id(parameter) not in scripted]
         own = set(self.buckets)
         held = sum(len(bucket.layout.segments) for bucket in own)
         return len(slots) == held and all(slot is not None and slot.bucket in own for slot in slots)
@@ -238,7 +245,7 @@ class Engine(Optimizers):
         """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
         self._is_forward_a_step = False
         self._recover_if_interrupted(running=0)
-        self.schedule.check_in_place()
+        self._check_parameters()
         windows = self.schedule.windows
         try:
             self._open_window(is_step=True)
@@ -273,9 +280,14 @@ class Engine(Optimizers):
         self._recover_if_interrupted(running=1)
         if self.schedule.windows == 0:
             if torch.is_grad_enabled() and not in_backward():
-                self.schedule.check_in_place(in_forward=True)
+                self._check_parameters(in_forward=True)
             self._is_window_a_forward = True
         self._open_window(is_step=self._is_forward_a_step)
+
+    def _check_parameters(self, *, in_forward: bool = False) -> None:
+        """Raise if user code has replaced or unfrozen parameters that the engine would then not train."""
+        self.schedule.check_in_place(in_forward=in_forward)
+        check_frozen(self._scripted)
 
     def _recover_if_interrupted(self, running: int) -> None:
         """Recover if Ctrl-C or ``sys.exit`` has interrupted a forward outside of ``window``.

@@ -61,6 +61,54 @@ def test_copies_and_pickles_of_a_module_have_its_values_and_nothing_of_the_engin
     run_on(world_size, copied_modules, stage=stage)
 
 
+def convert_copies(stage):
+    module, reference, optimizer, engine = make(stage)
+    whole = copy.deepcopy(reference)
+    converted = copy.deepcopy(module).double()
+    halved = copy.deepcopy(module[0]).requires_grad_(False).to(torch.bfloat16)
+    train(module, optimizer)
+    train(reference, torch.optim.SGD(reference.parameters(), lr=0.1))
+    same(module(INPUTS), reference(INPUTS))
+    same(converted(INPUTS.double()), copy.deepcopy(whole).double()(INPUTS.double()))
+    converted(INPUTS.double()).sum().backward()
+    assert all(p.grad.dtype == torch.float64 for p in converted.parameters())
+    assert {p.dtype for p in module.parameters()} == {torch.float32}
+    engine.close()
+    assert not any(p.requires_grad for p in halved.parameters())
+    for kept, original, dtype in ((converted, whole, torch.float64), (halved, whole[0], torch.bfloat16)):
+        for ours, theirs in zip(kept.parameters(), original.parameters()):
+            assert type(ours) is nn.Parameter
+            same(ours, theirs.to(dtype))
+
+
+@pytest.mark.behaviour("The module", "`copy.deepcopy` and `pickle` of a module in mid-run")
+@STAGES
+@WORLDS
+def test_a_copy_of_a_module_may_be_converted_to_another_dtype(run_on, world_size, stage):
+    run_on(world_size, convert_copies, stage=stage)
+
+
+def compile_with_torchscript(stage):
+    module, reference, _, engine = make(stage)
+    expected = reference(INPUTS)
+    copied = copy.deepcopy(module)
+    with lightning_zero.full_parameters(module):
+        traced = torch.jit.trace(module, INPUTS)
+        for each in (module, module[0], copied, copy.deepcopy(module)):
+            with pytest.raises(AttributeError, match=r"torch\.jit\.script after the run"):
+                torch.jit.script(each)
+    same(traced(INPUTS), expected)
+    engine.close()
+    same(torch.jit.script(module)(INPUTS), expected)
+    same(traced(INPUTS), expected)
+
+
+@STAGES
+@WORLDS
+def test_torchscript_can_trace_a_sharded_module_and_script_it_afterwards(run_on, world_size, stage):
+    run_on(world_size, compile_with_torchscript, stage=stage)
+
+
 def train_a_copy_in_full(stage):
     """The copy's gradients are its own and this rank's, as outside of `full_parameters`."""
     module, reference, _, engine = make(stage)

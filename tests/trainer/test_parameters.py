@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import copy
+import io
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import LayerSync
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import SGD, Adam
 
-from tests.support.training import CLOSE
+from lightning_zero import ZeroStrategy
+from tests.support.training import CLOSE, same_values
 from tests.support.workers import rank
-from tests.trainer.cases import Net, behaviours, same_as_under_ddp, trained
+from tests.trainer.cases import Net, behaviours, fit, same_as_under_ddp, shared_folder, trained, weights
 
 # ------------------------------------------------------------------------------------------ frozen and added parameters
 
@@ -66,6 +70,137 @@ class Adapted(FrozenBackbone):
 def freeze(strategy: str) -> Any:
     """A frozen backbone; biases only; adapters next to frozen layers, merged at the end"""
     return [trained(strategy, kind()) for kind in (FrozenBackbone, BiasesOnly, Adapted)]
+
+
+class Extractor(nn.Sequential):
+    """Layers to be compiled by TorchScript; each rank constructs other values."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(rank())
+        super().__init__(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Tanh())
+        self.requires_grad_(False)
+        torch.manual_seed(0)
+
+
+def loaded(module: Any) -> Any:
+    """A TorchScript module as `torch.jit.load` returns it: its parameters are not `nn.Parameter`s."""
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    file.seek(0)
+    module = torch.jit.load(file)
+    for p in module.parameters():
+        p.requires_grad_(False)
+    return module
+
+
+class Extracts(Net):
+    """Has TorchScript modules beside its layers, among its blocks, and one that shares parameters with a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scripted = torch.jit.script(Extractor())
+        self.traced = torch.jit.trace(Extractor().eval(), torch.ones(2, 6))
+        self.shared = Extractor()
+        self.compiled = torch.jit.script(self.shared)
+        self.blocks.append(loaded(torch.jit.script(Extractor())))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.scripted(x) + self.traced(x) + self.shared(x) + self.compiled(x))
+
+    def configure_optimizers(self) -> Any:
+        return Adam([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def extract(strategy: str) -> Any:
+    """Frozen TorchScript modules, scripted, traced or loaded, and checkpoints with them"""
+    saving = ModelCheckpoint(shared_folder(), save_last=True)
+    first = trained(strategy, Extracts(), callbacks=[saving], enable_checkpointing=True)
+    saved = torch.load(shared_folder() / "last.ckpt", weights_only=False)["state_dict"]
+    return first, saved, trained(strategy, Extracts(), ckpt_path=shared_folder() / "last.ckpt", max_epochs=3)
+
+
+def extract_with(unit_numel: int | None, precision: str) -> None:
+    def run(strategy: Any) -> Any:
+        torch.manual_seed(0)
+        return trained(strategy, Extracts(), precision=precision, max_epochs=1)
+
+    found = run(ZeroStrategy(3, unit_numel=unit_numel, activation_checkpointing="units", checkpoint="sharded"))
+    same_values(found, run("ddp"), "stage 3")
+
+
+@pytest.mark.parametrize("unit_numel", [None, 1])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_torchscript_modules_may_stand_among_checkpointed_blocks(run_on, unit_numel, precision):
+    run_on(2, extract_with, unit_numel=unit_numel, precision=precision)
+
+
+class UnfreezesTorchScript(Extracts):
+    def on_train_epoch_start(self) -> None:
+        for p in self.scripted.parameters():
+            p.requires_grad_(self.current_epoch == 1)
+
+
+class TrainsTorchScript(Extracts):
+    def setup(self, stage: str) -> None:
+        for p in self.scripted.parameters():
+            p.requires_grad_(True)
+
+
+def train_torchscript(stage: int, kind: Any) -> None:
+    with pytest.raises(ValueError, match=r"^scripted\.0\.weight, .*: trained parameters of a TorchScript module"):
+        trained(f"zero{stage}", kind())
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("kind", [TrainsTorchScript, UnfreezesTorchScript])
+def test_trained_parameters_of_torchscript_modules_are_refused_with_advice(run_on, stage, kind):
+    run_on(2, train_torchscript, stage=stage, kind=kind)
+
+
+class Probes(Net):
+    """Differentiates outside of `training_step`, as for a Fisher information or a saliency map."""
+
+    def on_train_epoch_start(self) -> None:
+        self.by_backward = [p.grad * 1 for p in self.differentiated("backward")]
+        self.by_grad = self.differentiated("grad")
+
+    on_train_end = on_train_epoch_start
+
+    def differentiated(self, how: str) -> list[Tensor]:
+        self.zero_grad()
+        loss = self.loss((torch.full((2, 6), 1.0 + rank()), torch.tensor([0, 1])))
+        parameters = list(self.parameters())
+        if how == "grad":
+            return [value.detach() * 1 for value in torch.autograd.grad(loss, parameters)]
+        loss.backward()
+        return parameters
+
+
+def probe(strategy: str) -> Any:
+    torch.manual_seed(0)
+    _, module = fit(strategy, Probes(), max_epochs=1)
+    return module.by_backward, module.by_grad, weights(module)
+
+
+def probe_outside_of_training_steps(stage: int) -> None:
+    by_backward, by_grad, trained_weights = probe(f"zero{stage}")
+    own_by_backward, own_by_grad, expected_weights = probe("ddp")
+    same_values(by_grad, own_by_grad, "torch.autograd.grad")
+    same_values(own_by_backward, own_by_grad, "DDP's backward")
+    for value in own_by_backward:
+        dist.all_reduce(value)
+    same_values(by_backward, [value / 2 for value in own_by_backward], "the means")
+    same_values(trained_weights, expected_weights, "weights")
+
+
+@pytest.mark.behaviour(
+    "The module",
+    "`backward()` outside of `training_step`, which DDP does not reduce",
+    notes=dict.fromkeys((1, 2, 3), "the mean over ranks; `torch.autograd.grad` gives a rank's own gradients"),
+)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_backward_outside_of_a_training_step_averages_gradients_and_autograd_grad_does_not(run_on, stage):
+    run_on(2, probe_outside_of_training_steps, stage=stage)
 
 
 class FrozenLater(Net):
@@ -488,6 +623,7 @@ def accumulate_by_hand(strategy: str) -> Any:
     "The module",
     freeze,
     freeze_in_mid_run,
+    extract,
     add_a_group,
     clip_weights,
     copy_modules,

@@ -47,7 +47,7 @@ def _lacking(
 ) -> Iterator[tuple[str, str]]:
     """Yield (tensor name, module class name) of new tensors that neither their module nor its ancestors initialise."""
     has_initialiser = has_initialiser or bool(_initialisers(module, ancestors))
-    for name in (*module._parameters, *module._buffers):
+    for name in (*module._parameters.keys(), *module._buffers.keys()):  # TorchScript's dicts are not iterable
         source = sources.get(f"{prefix}{name}")  # a tied parameter is listed under its first name
         if source is not None and source.is_new and not has_initialiser:
             yield f"{prefix}{name}", type(module).__name__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
+from collections.abc import Mapping
 from contextlib import suppress
 from mmap import PAGESIZE
 from typing import Any, NamedTuple
@@ -82,7 +83,11 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
     """Raise a ValueError if a parameter is neither an ordinary tensor nor, if ``may_be_divided``, a DTensor."""
     for name, parameter in module.named_parameters():
         if isinstance(parameter, ShardedTensor):
-            raise ValueError(f"{name} is sharded already: a module can have only one engine at a time.")
+            raise ValueError(
+                f"{name} is sharded already: a module can have only one engine at a time. If an earlier run left it "
+                "sharded, write after_fit='full' in that run, or load that run's checkpoint into a new module; "
+                "otherwise close the other engine first."
+            )
         if is_dtensor(parameter) and not may_be_divided:
             raise ValueError(
                 f"{name} is a DTensor, but parameters must be ordinary tensors: remove fully_shard(...) or "
@@ -90,6 +95,17 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
+
+
+def check_frozen(scripted: Mapping[str, Tensor]) -> None:
+    """Raise a ValueError if a parameter of a TorchScript module is trained; see ``of_torchscript``."""
+    trained = [name for name, parameter in scripted.items() if parameter.requires_grad]
+    if trained:
+        raise ValueError(
+            f"{listed(trained)}: trained parameters of a TorchScript module, but only frozen ones are supported, since "
+            "they cannot be sharded. Freeze them, with parameter.requires_grad_(False) for each; or train the original "
+            "module, and call torch.jit.script or torch.jit.trace after the run; or use strategy='ddp'."
+        )
 
 
 def common_device(plans: list[UnitPlan]) -> torch.device:

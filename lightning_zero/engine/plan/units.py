@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from os.path import commonprefix
 
-from torch import nn
+from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from lightning_zero.engine.config import Modules
 
@@ -46,7 +47,7 @@ class UnitPlan:
         blocks: modules whose forward gathers the unit. The root unit is gathered when a step begins; it has blocks only
             if the whole module is one unit.
         parameters, owners: the unit's parameters and their owners, by qualified name; each parameter occurs once, in
-            the order of ``root.named_parameters()``.
+            the order of ``root.named_parameters()``. Parameters of TorchScript modules are left out.
     """
 
     name: str
@@ -102,12 +103,29 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(parameter, []).append(Owner(module, attribute))
+    scripted = set(map(id, of_torchscript(root).values()))
     for name, parameter in root.named_parameters():
+        if id(parameter) in scripted:
+            continue
         covering = {plan_of_module[id(owner.module)].name for owner in owners[parameter]}
         plan = plan_of_module[id(owners[parameter][0].module)] if len(covering) == 1 else plans[0]
         plan.parameters[name] = parameter
         plan.owners[name] = owners[parameter]
     return [plan for plan in plans if plan.parameters]
+
+
+def of_torchscript(root: nn.Module) -> dict[str, Tensor]:
+    """The parameters of TorchScript modules, by qualified name.
+
+    They stay whole on every rank: the compiled code uses its own references, which views cannot replace.
+    """
+    return {
+        f"{prefix}.{name}" if prefix else name: parameter
+        for prefix, module in root.named_modules()
+        if isinstance(module, ScriptModule)
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
 
 
 def share_of(root: nn.Module) -> int:
@@ -225,7 +243,8 @@ def _is_composite(module: nn.Module) -> bool:
 
 
 def _has_parameters(module: nn.Module) -> bool:
-    return any(True for _ in module.parameters())
+    """Whether a module may be a block; a TorchScript module may not, since it accepts no hooks."""
+    return not isinstance(module, ScriptModule) and any(True for _ in module.parameters())
 
 
 def _numel(module: nn.Module, recurse: bool = True) -> int:

@@ -24,7 +24,19 @@ def untraced(function: Callable[[Any], Any]) -> Any:
     return never_traced(run)
 
 
-class OwnHook:
+class _Unscriptable:
+    """A hook that ``torch.jit.script`` cannot compile: it compiles a module's hooks, too, and reads their names."""
+
+    @property
+    def __name__(self) -> str:
+        raise AttributeError(
+            "torch.jit.script cannot compile a module that a strategy has set up, nor a copy of it, because of its "
+            "hooks. Call torch.jit.trace within 'with lightning_zero.full_parameters(module):', or torch.jit.script "
+            "after the run."
+        )
+
+
+class OwnHook(_Unscriptable):
     """An engine hook on a module. Copies and pickles of the module have a no-op hook instead.
 
     Args:
@@ -48,7 +60,7 @@ class OwnHook:
 never_traced(OwnHook.__call__)
 
 
-class _NoHook:
+class _NoHook(_Unscriptable):
     """Replaces an ``OwnHook`` in copies of the module."""
 
     def __call__(self, *_: Any, **__: Any) -> None:

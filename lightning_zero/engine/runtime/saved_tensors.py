@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.jit import ScriptModule
 
 from lightning_zero.engine.compat import (
     FLAT_WEIGHTS,
@@ -117,11 +118,14 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
 
 
 class Attributes:
-    """Attributes of a module and its submodules that a forward may set to tensors."""
+    """Attributes of a module and its submodules that a forward may set to tensors.
+
+    TorchScript modules are left out: their attributes are in C++, and no view reaches their parameters.
+    """
 
     def __init__(self, module: nn.Module) -> None:
         names: list[str] = []
-        self._found = [(weakref.ref(inner), 0, names) for inner in module.modules()]
+        self._found = [(weakref.ref(m), 0, names) for m in module.modules() if not isinstance(m, ScriptModule)]
 
     def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Yield holder and name of each buffer, and of each attribute that is now a tensor, list, tuple or dict."""

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.chunks import Box, boxes_of
+from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
@@ -166,9 +167,16 @@ class ShardedTensor(WrapperTensor):
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
     def data(self, value: Tensor) -> None:
         if value.dtype != self.dtype:
+            is_copy = not self.is_parameter and self.keep is None and self.is_leaf
+            if is_copy and isinstance(value, ShardedTensor) and value.slot is self.slot:
+                # ``copied.half()``: the engine does not use the copy, so the copy may have any dtype
+                is_parameter = isinstance(self, torch.nn.Parameter)
+                become(self, torch.nn.Parameter(value, self.requires_grad) if is_parameter else value)
+                return
             raise TypeError(
                 f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; .data cannot be set to "
-                f"{value.dtype}. Convert the module before the strategy sets it up, or choose Trainer(precision=...)."
+                f"{value.dtype}. Convert the module before the strategy sets it up, or choose Trainer(precision=...); "
+                "or convert a copy of the module, as in copy.deepcopy(module).half()."
             )
         if value.shape != self.shape:
             raise ValueError(
