@@ -161,7 +161,7 @@ WRITES = {
     "an element": lambda p: p.view(-1).__setitem__(2, 7.0),
     "a mask": lambda p: p.__setitem__(p > 0, 0.5),
     "data": lambda p: p.data.mul_(2),
-    "all of data": lambda p: setattr(p, "data", torch.full(p.shape, 2.0)),
+    "all of data": lambda p: setattr(p, "data", torch.full(p.shape, 2.0, dtype=p.dtype)),
     "a transpose": lambda p: p.t().add_(1) if p.dim() == 2 else p.add_(1),
     "chunks": lambda p: p.chunk(2)[0].mul_(3),
     "initialise": lambda p: nn.init.constant_(p, 0.3),
@@ -172,7 +172,7 @@ WRITES = {
     "noise": lambda p: (torch.manual_seed(3), p.add_(torch.randn_like(p))),
     "rows by number": lambda p: p.index_fill_(0, torch.tensor([1]), 2.0),
     "bounded rows": lambda p: p.renorm_(2, 0, 0.1) if p.dim() == 2 else p,
-    "a vector": lambda p: torch.nn.utils.vector_to_parameters(torch.arange(float(p.numel())), [p]),
+    "a vector": lambda p: torch.nn.utils.vector_to_parameters(torch.arange(float(p.numel())).to(p.dtype), [p]),
     "foreach average": lambda p: torch._foreach_lerp_([p], [torch.zeros_like(p)], 0.5),
     "foreach copy": lambda p: torch._foreach_copy_([p], [torch.ones(p.shape)]),
 }
@@ -202,6 +202,25 @@ def write_everywhere(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_a_parameter_is_seen_by_forward_and_by_the_optimizer(run_on, world_size, stage):
     run_on(world_size, write_everywhere, stage=stage)
+
+
+def write_everywhere_in_bf16(stage):
+    for name, write in WRITES.items():
+        module, reference, _, engine = make(stage, torch.bfloat16)
+        with torch.no_grad():
+            for ours, theirs in pairs(module, reference):
+                write(ours)
+                write(theirs)
+                # masters have more digits, so a result may be rounded differently
+                torch.testing.assert_close(
+                    plain(ours), plain(theirs), rtol=2**-7, atol=2**-7, msg=lambda m: f"{name}: {m}"
+                )
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_parameter_with_a_wider_master_can_be_written_in_each_way(run_on, stage):
+    run_on(2, write_everywhere_in_bf16, stage=stage)
 
 
 def write_to_gradients(stage):

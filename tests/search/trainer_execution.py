@@ -75,5 +75,7 @@ def execute_in_trainer(program: Program) -> str | None:
     module = ProgramModule(program)
     loader = DataLoader(torch.zeros(STEPS * program.setup.ranks, 1), batch_size=1)
     strategy = ZeroStrategy(**module.execution.engine_options)
-    make_trainer(strategy, max_epochs=1, precision="bf16-true" if program.setup.is_low else "64-true").fit(module, loader)
+    make_trainer(strategy, max_epochs=1, precision="bf16-true" if program.setup.is_low else "64-true").fit(
+        module, loader
+    )
     return module.difference or module.execution.compare_ordinary()

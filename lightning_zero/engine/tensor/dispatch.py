@@ -163,8 +163,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
             local = value.local.to(value.dtype)
         else:
             local = _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
-        # Some operators, such as lerp_, require the same dtype of all arguments.
-        return local.to(sharded[0].local.dtype) if is_wider and local.dtype == sharded[0].dtype else local
+        return _as_wide(local, sharded[0]) if in_place else local
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
     device = local_kwargs.pop("device", None)
@@ -176,6 +175,14 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         sharded[0].written(local_args[0])
         return args[0]
     return ShardedTensor(slot, out) if isinstance(out, Tensor) else NotImplemented
+
+
+def _as_wide(value: Tensor, written: ShardedTensor) -> Tensor:
+    """Convert an argument to the dtype of the master weight that an in-place operator writes, if that is wider.
+
+    Some operators, such as ``lerp_``, require the same dtype of all arguments.
+    """
+    return value.to(written.local.dtype) if value.dtype == written.dtype else value
 
 
 def _beside(value: Tensor, local: Tensor) -> Tensor:
@@ -216,7 +223,13 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     local = first[0].local
     # in-place operators write wider master weights and gradients at full precision
     local_ranges = [tensor.local for tensor in first] if in_place else _local_arguments(first, local)
-    found = func(local_ranges, *(_local_arguments(arg, local) for arg in args[1:]), **kwargs)
+    others = [_local_arguments(arg, local) for arg in args[1:]]
+    if in_place:
+        others = [
+            list(map(_as_wide, arg, first)) if isinstance(arg, list) and isinstance(arg[0], Tensor) else arg
+            for arg in others
+        ]
+    found = func(local_ranges, *others, **kwargs)
     if not in_place:
         return [ShardedTensor(tensor.slot, local) for tensor, local in zip(first, found)]
     for tensor, local in zip(first, local_ranges):
