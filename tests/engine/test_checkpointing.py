@@ -45,6 +45,23 @@ class Net(nn.Module):
         return self.last(x).square().mean()
 
 
+class Other(Block):
+    pass
+
+
+class InLists(Net):
+    """The blocks are in lists without a forward."""
+
+    def __init__(self):
+        nn.Module.__init__(self)
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
+        self.layers = nn.ModuleList(nn.ModuleList([Block(), Other()]) for _ in range(3))
+
+    @property
+    def blocks(self):
+        return [block for layer in self.layers for block in layer]
+
+
 class Doubly(Net):
     """All blocks but the first are checkpointed by the user as well."""
 
@@ -107,6 +124,11 @@ def compare(kind, choice, blocks=None):
 @pytest.mark.parametrize("choice", CHOICES)
 def test_chosen_modules_are_recomputed_in_backward_and_training_equals_ddp(run_on, world_size, choice):
     run_on(world_size, compare, kind=Net, choice=choice)
+
+
+@pytest.mark.behaviour("The module", "`activation_checkpointing=`: units, classes or a predicate, with dropout")
+def test_units_in_lists_without_a_forward_are_recomputed(run_on):
+    run_on(2, compare, kind=InLists, choice="units", blocks=6)
 
 
 @pytest.mark.behaviour("The module", "`activation_checkpointing=`: units, classes or a predicate, with dropout")

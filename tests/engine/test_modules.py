@@ -39,6 +39,8 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks between two layers; variants override a method."""
 
+    options = {}  # of the engine
+
     def __init__(self):
         super().__init__()
         self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 3)
@@ -101,6 +103,37 @@ class Experts(Net):
 
     def run(self, block, x, number, step):
         return block[str((rank() + step) % 3)](x)
+
+
+class LayersInLists(Net):
+    """The layers of each block are in a list without a forward, as in vit-pytorch and x-transformers."""
+
+    options = {"unit_numel": 0}  # otherwise a tiny model's units stay gathered for the step
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList([nn.Sequential(Block()), Block()]) for _ in range(3))
+
+    def run(self, block, x, number, step):
+        one, two = block
+        return two(x + one(x))
+
+
+class ExpertsInContainers(Net):
+    """A mixture of experts without a class of its own; each rank's tokens go to a different expert."""
+
+    options = {"unit_numel": 0}
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"gate": nn.Linear(WIDTH, 3), "experts": nn.ModuleList(Block() for _ in range(3))})
+            for _ in range(2)
+        )
+
+    def run(self, block, x, number, step):
+        chosen = (rank() + step + number) % 3
+        return x + block["gate"](x).softmax(-1)[:, chosen, None] * block["experts"][chosen](x)
 
 
 class ReadOutside(Net):
@@ -333,13 +366,14 @@ class Pair(NamedTuple):
 
 
 CASES = {
-    "Blocks, biases, LayerNorm, GELU, custom losses": [Net, InPlace],
+    "Blocks, biases, LayerNorm, GELU, custom losses": [Net, InPlace, LayersInLists],
     "Tied weights, within a block and across blocks": [Tied],
     "A block called twice in one forward": [Reused],
     "A branch unused in some steps, the same on all ranks or different by rank; experts chosen by rank": [
         Branches,
         BranchInside,
         Experts,
+        ExpertsInContainers,
     ],
     "A parameter read outside its module": [ReadOutside],
     "A penalty over `self.parameters()` inside the loss": [Penalty, PenaltyByRank],
@@ -406,7 +440,7 @@ def compare_with_ddp(kind):
     bound = {"rtol": 2e-6, "atol": 1e-7} if kind in OTHER_ORDER else {"rtol": 0, "atol": 0}
     for stage, module in modules.items():
         optimizer = make_optimizer(module)
-        engine = Engine(module, [optimizer], stage=stage)
+        engine = Engine(module, [optimizer], stage=stage, **kind.options)
         losses = train(module, module, optimizer)
         torch.testing.assert_close(losses, expected, **bound, msg=lambda m: f"stage {stage}: losses: {m}")
         weights = engine.full_state_dict()
@@ -420,6 +454,24 @@ def compare_with_ddp(kind):
 @KINDS
 def test_losses_and_weights_equal_ddps_at_every_stage(run_on, kind):
     run_on(2, compare_with_ddp, kind=kind)
+
+
+def count_calls(units):
+    torch.manual_seed(0)
+    module = LayersInLists()
+    engine = Engine(module, [optimizer := adam(module)], stage=3, units=units, unit_numel=0)
+    train(module, module, optimizer, steps=2)
+    engine.reset_counters()
+    train(module, module, optimizer, steps=8)
+    calls = engine.report().calls
+    engine.close()
+    return calls
+
+
+def test_layers_in_lists_are_gathered_like_units_that_are_named(run_on):
+    calls, _ = run_on(2, count_calls, units="auto")
+    assert calls == run_on(2, count_calls, units=(nn.Sequential, Block))[0]
+    assert calls["reduce_scatter"] == 8 * 7 and calls["control"] < 100, "six units and the root unit; a few messages"
 
 
 def compare_two_backwards():

@@ -669,6 +669,45 @@ def test_replacing_the_memory_of_a_sharded_tensor_is_refused_with_advice(run_on)
     run_on(2, replace_memory)
 
 
+NEED_MEMORY = {
+    "share_memory_": lambda t: t.share_memory_(),
+    "storage": lambda t: t.storage(),
+    "share_memory_ of the storage": lambda t: t.untyped_storage().share_memory_(),
+    "data_ptr of the storage": lambda t: t.untyped_storage().data_ptr(),
+    "copy_": lambda t: t.untyped_storage().copy_(torch.ones(5, 7).untyped_storage()),
+    "clone of the storage": lambda t: t.untyped_storage().clone(),
+    "byteswap": lambda t: t.untyped_storage().byteswap(t.dtype),
+    "fill_": lambda t: t.untyped_storage().fill_(0),
+    "resize_": lambda t: t.untyped_storage().resize_(0),
+    "pickle of the storage": lambda t: pickle.dumps(t.untyped_storage()),
+    "file of the storage": lambda t: torch.save(t.untyped_storage(), io.BytesIO()),
+}
+
+
+def need_memory(stage):
+    module, reference, _, engine = make(stage)
+    weight = module[0].weight
+    tensors = [weight, weight.detach(), module.state_dict()["0.weight"], weight.t(), weight.grad, copy.deepcopy(weight)]
+    for tensor in tensors:
+        for name, need in NEED_MEMORY.items():
+            with pytest.raises(RuntimeError, match=r"no memory of its own.*full_parameters\(module\)"):
+                pytest.fail(f"{name}: {need(tensor)}")
+        assert not tensor.is_shared() and tensor.untyped_storage().nbytes() == tensor.nbytes
+    for net in (module, copy.deepcopy(module)):
+        with pytest.raises(RuntimeError, match=r"shape \(5, 7\) .* shared between processes.*full_parameters"):
+            net.share_memory()
+    with lightning_zero.full_parameters(module):
+        assert all(parameter.is_shared() for parameter in module.share_memory().parameters())
+    for parameter, other in pairs(module, reference):
+        torch.testing.assert_close(plain(parameter), other.detach(), rtol=0, atol=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_access_to_the_memory_of_a_sharded_tensor_is_refused_with_advice(run_on, stage):
+    run_on(2, need_memory, stage=stage)
+
+
 def step_hooks(with_closure):
     module, _, optimizer, engine = make(2)
     seen = []

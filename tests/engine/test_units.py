@@ -1,6 +1,7 @@
 """Which modules form units, tested without processes."""
 
 import pytest
+import torch
 from torch import nn
 
 from lightning_zero.engine.plan import units as units_module
@@ -13,6 +14,9 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.mlp = nn.Sequential(nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
 
+    def forward(self, x):
+        return x + self.mlp(self.norm(x))
+
 
 class Mixture(nn.Module):
     """A block whose experts are chosen by data."""
@@ -21,6 +25,9 @@ class Mixture(nn.Module):
         super().__init__()
         self.router = nn.Linear(4, 3)
         self.experts = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x):
+        return self.experts[int(self.router(x).mean(0).argmax())](x)
 
 
 class Decoder(nn.Module):
@@ -65,6 +72,12 @@ class Stage(nn.Module):
         blocks = [Block(width) for _ in range(depth)]
         self.blocks = nn.Sequential(*blocks) if sequence is nn.Sequential else nn.ModuleList(blocks)
 
+    def forward(self, x):
+        x = self.widen(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
 
 @pytest.mark.parametrize("sequence", [nn.ModuleList, nn.Sequential])
 @pytest.mark.parametrize("stages", [nn.ModuleList, lambda stages: nn.Sequential(*stages)], ids=["list", "sequence"])
@@ -96,6 +109,88 @@ def test_a_list_of_heads_stays_in_the_unit_of_its_parent():
             self.heads = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     assert names(Heads()) == [""]
+
+
+class Attention(Block):
+    pass
+
+
+def in_lists(*containers):
+    """A model whose forward runs the layers in a list of containers, as in vit-pytorch and x-transformers."""
+    return nn.ModuleDict({"layers": nn.ModuleList(containers), "head": nn.Linear(4, 4)})
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, lambda pair: nn.ModuleDict(zip("01", pair))], ids=["lists", "dicts"])
+def test_layers_in_a_list_of_containers_form_units(kind):
+    model = in_lists(*(kind([Attention(), Block()]) for _ in range(2)))
+    assert names(model) == ["", "layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+    assert list(plan_units(model)[0].parameters) == ["head.weight", "head.bias"]
+
+
+def test_layers_of_one_class_and_different_shapes_in_a_list_of_lists_form_units():
+    model = in_lists(*(nn.ModuleList([Block(4), Block(8)]) for _ in range(2)))
+    assert names(model) == ["", "layers.0.0", "layers.0.1", "layers.1.0", "layers.1.1"]
+
+
+def test_layers_of_modules_without_a_forward_form_units():
+    class Encoder(nn.Module):  # its owner calls its method ``encode``
+        def __init__(self):
+            super().__init__()
+            self.scale, self.one, self.two = nn.Parameter(torch.ones(4)), Block(), Block()
+
+    plans = plan_units(in_lists(Encoder(), Encoder()))
+    assert [plan.name for plan in plans[1:]] == ["layers.0.one", "layers.0.two", "layers.1.one", "layers.1.two"]
+    assert "layers.0.scale" in plans[0].parameters
+
+
+def test_layers_in_containers_at_several_depths_form_units_but_not_their_norms():
+    def inner():
+        return nn.ModuleList(nn.ModuleList([Attention(), Block()]) for _ in range(2))
+
+    plans = plan_units(in_lists(*(nn.ModuleList([nn.LayerNorm(4), Block(), inner()]) for _ in range(2))))
+    depths = ["1", "2.0.0", "2.0.1", "2.1.0", "2.1.1"]
+    assert [plan.name for plan in plans[1:]] == [f"layers.{layer}.{inner}" for layer in "01" for inner in depths]
+    assert "layers.1.0.weight" in plans[0].parameters
+
+
+@pytest.mark.parametrize("kind", [nn.ModuleList, lambda blocks: nn.ModuleDict(zip("abc", blocks))])
+def test_experts_in_a_list_of_containers_stay_in_the_unit_around_it(kind):
+    def experts():
+        return kind([Block() for _ in range(3)])
+
+    assert names(in_lists(experts(), experts())) == [""]
+    assert names(in_lists(*(nn.ModuleDict({"gate": nn.Linear(4, 3), "experts": experts()}) for _ in range(2)))) == [""]
+
+
+def test_blocks_in_stages_that_are_containers_form_units():
+    model = in_lists(*(nn.ModuleList(Block(width) for _ in range(2)) for width in (4, 8, 16)))
+    assert names(model) == ["", *(f"layers.{stage}.{block}" for stage in range(3) for block in range(2))]
+
+
+def test_a_module_without_a_forward_is_no_unit(monkeypatch):
+    monkeypatch.setattr(units_module, "LARGE_LAYER", 40)
+    tables = nn.ParameterList(torch.ones(50) for _ in range(2))
+    assert names(nn.ModuleDict({"tables": tables, "head": nn.Linear(8, 8)})) == ["", "head"]
+    with pytest.raises(
+        ValueError, match=r"units: ParameterList matches 'tables' \(ParameterList\), which has no forward.*Leave it out"
+    ):
+        plan_units(nn.ModuleDict({"tables": tables}), nn.ParameterList)
+
+
+@pytest.mark.parametrize("units", [nn.ModuleList, [nn.Linear, nn.ModuleList], lambda name, _: name == "layers"])
+def test_containers_named_as_units_are_refused_with_the_classes_in_them(units):
+    model = in_lists(nn.ModuleList([Attention(), Block()]))
+    with pytest.raises(
+        ValueError, match=r"matches 'layers' \(ModuleList\), which has no forward.*units=\[Attention, Block\]"
+    ):
+        plan_units(model, units)
+
+
+def test_a_forward_that_is_set_on_the_module_itself_counts():
+    model = in_lists(*(nn.ModuleList([Attention(), Block()]) for _ in range(2)))
+    for layer in model["layers"]:
+        layer.forward = lambda x, own=layer: own[1](own[0](x))
+    assert names(model) == names(model, lambda name, _: name.startswith("layers.")) == ["", "layers.0", "layers.1"]
 
 
 def test_large_layers_outside_blocks_form_their_own_units(monkeypatch):

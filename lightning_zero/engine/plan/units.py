@@ -67,8 +67,9 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
     Automatic blocks are modules that every rank runs regardless of its data: the children of an ``nn.Sequential``,
     composite modules repeated in an outermost ``nn.ModuleList``, and large layers outside such containers. The stages
     of a hierarchical vision model, each wider than the previous stage, are divided into their blocks. A list of modules
-    selected at run time (experts, heads) stays in its block. Each block becomes a unit, or several small blocks
-    become one unit. Parameters tied across units belong to the root unit.
+    selected at run time (experts, heads) stays in its block. A block that is a container without a forward, such as a
+    list of two layers, is divided into these layers. Each block becomes a unit, or several small blocks become one
+    unit. Parameters tied across units belong to the root unit.
 
     Args:
         root: the whole module.
@@ -164,11 +165,14 @@ def _follow_one_another(root: nn.Module, name: str, other: str) -> bool:
 
 
 def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tuple[str, nn.Module]]:
-    """Return the outermost modules that an option selects, with qualified names. Raises a ValueError if there are none.
+    """Return the outermost modules that an option selects, with qualified names.
 
     Args:
         wanted: one or more module classes, or a predicate of (qualified name, module).
         option: the option's name, for error messages.
+
+    Raises:
+        ValueError: if there are none, or if one of them has no forward.
     """
     if callable(wanted) and not isinstance(wanted, type):
         matches = list(_outermost("", root, wanted))
@@ -181,6 +185,14 @@ def select_modules(root: nn.Module, wanted: Modules, *, option: str) -> list[tup
     if not matches:
         present = ", ".join(sorted({type(module).__name__ for module in root.modules()}))
         raise ValueError(f"{option}: no submodule with parameters matches {what}. The model contains: {present}.")
+    for name, module in matches:
+        if not _has_forward(module):
+            inside = sorted({type(inner).__name__ for _, inner in _outermost("", module, lambda _, m: _has_forward(m))})
+            instead = f"Name the modules in it: {option}=[{', '.join(inside)}]." if inside else "Leave it out."
+            raise ValueError(
+                f"{option}: {what} matches {name!r} ({type(module).__name__}), which has no forward, so it is never "
+                f"called as a module. {instead}"
+            )
     return matches
 
 
@@ -203,16 +215,33 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
         path = f"{prefix}.{name}" if prefix else name
         if not _has_parameters(child):
             continue
-        if in_stages and any(_is_composite(block) for _, block in _automatic(path, child, large)):
+        if (repeated or in_sequence) and not _has_forward(child):
+            yield from _layers_in_container(path, child, may_be_experts=not in_stages)
+        elif in_stages and any(_is_composite(block) for _, block in _automatic(path, child, large)):
             yield from _automatic(path, child, large)
         elif repeated or (in_sequence and not _holds_units(child)):
             yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
             continue  # heads or experts, selected at run time: they stay in the enclosing unit
-        elif not _is_composite(child) and _numel(child, recurse=False) >= large:
+        elif not _is_composite(child) and _has_forward(child) and _numel(child, recurse=False) >= large:
             yield path, child
         else:
             yield from _automatic(path, child, large)
+
+
+def _layers_in_container(prefix: str, container: nn.Module, may_be_experts: bool) -> Iterator[tuple[str, nn.Module]]:
+    """The layers of one block that is a container without a forward: the forward of an outer module runs them.
+
+    Layers of fewer than ``TINY`` elements (norms, gates) stay in the enclosing unit, which saves messages.
+    """
+    if may_be_experts and _are_experts(container):
+        return
+    for name, child in container.named_children():
+        path = f"{prefix}.{name}"
+        if not _has_forward(child):
+            yield from _layers_in_container(path, child, may_be_experts)
+        elif _has_parameters(child) and (_is_composite(child) or _numel(child) >= TINY):
+            yield path, child
 
 
 def _is_repeated_blocks(module: nn.Module) -> bool:
@@ -233,6 +262,14 @@ def _are_stages(module: nn.Module) -> bool:
     return len(children) >= 3 and len({type(child) for child in children}) == 1 and len(shapes) == len(children)
 
 
+def _are_experts(container: nn.Module) -> bool:
+    """Whether the modules of a list or dict have one class and the same shapes, as if selected at run time."""
+    children = [child for child in container.children() if _has_parameters(child)]
+    kinds = {(type(child), tuple(parameter.shape for parameter in child.parameters())) for child in children}
+    is_list = isinstance(container, (nn.ModuleList, nn.ModuleDict))
+    return is_list and len(children) > 1 and len(kinds) == 1 and all(map(_has_forward, children))
+
+
 def _holds_units(module: nn.Module) -> bool:
     """Whether a child of a Sequential contains units of its own, as a stage of a ResNet does."""
     return isinstance(module, nn.Sequential) or any(_is_repeated_blocks(inner) for inner in module.modules())
@@ -240,6 +277,11 @@ def _holds_units(module: nn.Module) -> bool:
 
 def _is_composite(module: nn.Module) -> bool:
     return any(True for _ in module.children())
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called. Containers such as ``nn.ModuleList`` cannot, so their hooks never run."""
+    return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
 
 
 def _has_parameters(module: nn.Module) -> bool:

@@ -78,13 +78,13 @@ class WrapperTensor(torch.Tensor):
             "with parameter.data.copy_(values)."
         )
 
-    def storage(self) -> Any:
-        # called by safetensors, and by save_pretrained() of transformers and PEFT
-        raise RuntimeError(
-            f"A sharded tensor of shape {tuple(self.shape)} has no memory of its own that could be read or saved: "
-            "read or save it after the run, or enter 'with lightning_zero.full_parameters(module):' on every rank and "
-            "read or save the parameters there."
-        )
+    def storage(self) -> Any:  # called by safetensors, and by save_pretrained() of transformers and PEFT
+        return self.untyped_storage().refuse()
+
+    def untyped_storage(self) -> Any:
+        storage: Any = super().untyped_storage()
+        storage.__class__, storage.shape = NoMemory, tuple(self.shape)
+        return storage
 
     def tolist(self) -> Any:
         return self.whole().tolist()
@@ -97,6 +97,31 @@ class WrapperTensor(torch.Tensor):
         if isinstance(self, torch.nn.Parameter):
             value = torch.nn.Parameter(value, self.requires_grad)
         return value.__reduce_ex__(protocol)
+
+
+class NoMemory(torch.UntypedStorage):
+    """The storage of a wrapper tensor. It identifies the tensor; methods that need memory raise an error.
+
+    Without these errors, some of the methods would read from a null pointer, which ends the process.
+
+    Attributes:
+        shape: the tensor's shape, for the error message.
+    """
+
+    shape: tuple[int, ...]
+
+    def refuse(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError(
+            f"A sharded tensor of shape {self.shape} has no memory of its own that could be read, saved or shared "
+            "between processes: do this after the run, or enter 'with lightning_zero.full_parameters(module):' on "
+            "every rank and read, save or share the parameters there."
+        )
+
+    def share_memory_(self) -> Any:
+        return super().share_memory_() if self.is_cuda else self.refuse()  # a GPU's memory is shared already
+
+    data_ptr = clone = copy_ = fill_ = resize_ = byteswap = refuse
+    _share_fd_cpu_ = _share_filename_cpu_ = __reduce_ex__ = refuse
 
 
 class RecordedView(WrapperTensor):
