@@ -205,6 +205,23 @@ def test_copies_and_averages_of_parameters_are_ordinary_after_the_engine_is_clos
     run_on(world_size, kept_after_the_end, stage=stage)
 
 
+def kept_in_bf16(stage):
+    module, reference, _, engine = make(stage, nn.Linear(7, 5).bfloat16())
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        average = module.weight.detach().clone().mul_(0.5)
+    engine.close()
+    for ours, theirs in zip((*copied.parameters(), average), (*reference.parameters(), reference.weight * 0.5)):
+        assert ours.dtype == torch.bfloat16
+        same(ours, theirs)
+
+
+@STAGES
+@WORLDS
+def test_copies_of_parameters_with_wider_masters_keep_their_dtype_after_the_engine_is_closed(run_on, world_size, stage):
+    run_on(world_size, kept_in_bf16, stage=stage)
+
+
 def weakly_referred(stage):
     """References to parameters as torch_ema's averages and ``nn.LSTM`` hold them."""
     recurrent = nn.LSTM(7, 5)

@@ -29,7 +29,7 @@ def restore_parameters(
         derived = _derived(buckets, communicator, not alone)
         parameters = {slot: slot.parameter for slot in derived}
         values = {
-            id(tensor): slot.collect(tensor.local).to(device, copy=True)
+            id(tensor): slot.collect(tensor.local).to(device, tensor.dtype, copy=True)
             for slot, tensors in derived.items()
             for tensor in tensors
             if not tensor.is_parameter
