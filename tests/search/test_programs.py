@@ -37,7 +37,7 @@ def test_random_programs_give_averaged_gradients(run_on, where, request):
         deadline=None,
         database=None,
         suppress_health_check=list(HealthCheck),
-        phases=(Phase.generate,),
+        phases=(Phase.generate, Phase.shrink),
     )
     @given(programs(ranks))
     def holds(program: Program) -> None:
