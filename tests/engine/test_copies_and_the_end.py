@@ -109,6 +109,28 @@ def test_torchscript_can_trace_a_sharded_module_and_script_it_afterwards(run_on,
     run_on(world_size, compile_with_torchscript, stage=stage)
 
 
+def export(stage):
+    module, reference, optimizer, engine = make(stage)
+    expected = reference(INPUTS)
+    exported = torch.export.export(module, (INPUTS,)).module()
+    with lightning_zero.full_parameters(module):
+        whole = torch.export.export(module, (INPUTS,))
+    same(exported(INPUTS), expected)
+    assert all(type(value) is nn.Parameter for value in whole.state_dict.values())
+    for model, optimizes in ((module, optimizer), (reference, torch.optim.SGD(reference.parameters(), lr=0.1))):
+        train(model, optimizes)
+    same(module(INPUTS), reference(INPUTS))
+    same(whole.module()(INPUTS), expected)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_a_sharded_module_can_be_exported_in_mid_run(run_on, world_size, stage):
+    """``torch.export`` runs the module with fake parameters in place of its own."""
+    run_on(world_size, export, stage=stage)
+
+
 def train_a_copy_in_full(stage):
     """The copy's gradients are its own and this rank's, as outside of `full_parameters`."""
     module, reference, _, engine = make(stage)

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.phases import label
 from lightning_zero.engine.compat import (
+    FakeTensor,
     accumulation_hooks,
     current_autograd_node,
     current_graph_task,
@@ -255,7 +256,7 @@ class Schedule:
 
         Args:
             in_forward: whether to allow parameters that stand in for others during a forward: frozen ones, and those of
-                ``full_parameters`` and ``torch.func.functional_call``.
+                ``full_parameters``, ``torch.func.functional_call`` and ``torch.export``.
         """
         for scope in self._scopes:
             for holder, attribute, parameter, _ in scope.entries:
@@ -267,6 +268,7 @@ class Schedule:
                     not found.requires_grad
                     or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # of ``full_parameters``
                     or is_in_functional_call()
+                    or isinstance(found, FakeTensor)  # of ``torch.export``
                 ):
                     continue
                 raise RuntimeError(
