@@ -198,7 +198,7 @@ class Saver:
                 whole = put_together(copied, ranges, rank, group)
             except RuntimeError as error:
                 raise CheckpointNotSavedError(
-                    f"The checkpoint {path} was not saved: rank 0 did not receive the shards of all ranks: "
+                    f"The checkpoint {path} was not saved: its shards could not be assembled on rank 0: "
                     f"{failure() or error}. Any earlier checkpoint at this path is unchanged."
                 ) from error
             if rank == 0:

@@ -72,18 +72,19 @@ def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
     # ranks, so no other program can take the port.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    is_asked_to_end = False
+    ranks, is_asked_to_end, is_cleaning_up = None, False, False
 
     def forward(*_: object) -> None:
         nonlocal is_asked_to_end
-        if is_asked_to_end:
-            raise SystemExit(_TERMINATED)
+        if not is_cleaning_up:
+            if is_asked_to_end or ranks is None:
+                raise SystemExit(_TERMINATED)
+            for process in ranks.processes:
+                process.terminate()
         is_asked_to_end = True
-        for process in ranks.processes:
-            process.terminate()
 
-    ranks = start_processes(_run_rank, (job, config, world_size, store.port, attempt, restarts), world_size, join=False)
     before = signal.signal(signal.SIGTERM, forward)
+    ranks = start_processes(_run_rank, (job, config, world_size, store.port, attempt, restarts), world_size, join=False)
     try:
         while not ranks.join(grace_period=GRACE):
             pass
@@ -95,7 +96,7 @@ def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
         how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
         raise JobFailed(f"rank {error.error_index} of {world_size} {how}") from None
     finally:
-        is_asked_to_end = True  # a SIGTERM that arrives from here on prevents a restart
+        is_cleaning_up, was_asked_to_end = True, is_asked_to_end
         for process in ranks.processes:
             process.terminate()
         deadline = time.monotonic() + GRACE
@@ -103,6 +104,8 @@ def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
         signal.signal(signal.SIGTERM, before)
+        if is_asked_to_end and not was_asked_to_end:
+            raise SystemExit(_TERMINATED)  # asked during the clean-up: there is no restart
 
 
 def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int, attempt: int, restarts: int) -> None:

@@ -31,7 +31,7 @@ from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers
 from lightning_zero.engine.optimizers import Optimizers
 from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.plan.units import of_torchscript, plan_units, share_of
+from lightning_zero.engine.plan.units import plan_units, share_of, torchscript_parameters
 from lightning_zero.engine.report import Report, report_of
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
@@ -108,7 +108,7 @@ class Engine(Optimizers):
         self._swap: Swap | None = None
         check_optimizers(optimizers, config, ranks=self._world_size(group))
         check_ordinary(module, may_be_divided=mesh is not None)
-        self._scripted = of_torchscript(module)
+        self._scripted = torchscript_parameters(module)
         check_frozen(self._scripted)
         plans = plan_units(module, config.units, config.unit_numel)
         device = torch.device(device) if device is not None else common_device(plans)

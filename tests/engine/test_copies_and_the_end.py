@@ -73,6 +73,14 @@ def convert_copies(stage):
     converted(INPUTS.double()).sum().backward()
     assert all(p.grad.dtype == torch.float64 for p in converted.parameters())
     assert {p.dtype for p in module.parameters()} == {torch.float32}
+    trained = copy.deepcopy(module).requires_grad_(True)
+    trained(INPUTS).sum().backward()
+    gradients = [p.grad.double() for p in trained.parameters()]
+    for parameter, gradient in zip(trained.double().parameters(), gradients):
+        same(parameter.grad, gradient)
+    average, given = module[0].weight.detach().clone(), module[0].weight.detach().half()
+    average.data = given
+    assert average.dtype == given.dtype == torch.float16
     engine.close()
     assert not any(p.requires_grad for p in halved.parameters())
     for kept, original, dtype in ((converted, whole, torch.float64), (halved, whole[0], torch.bfloat16)):

@@ -680,6 +680,10 @@ NEED_MEMORY = {
     "fill_": lambda t: t.untyped_storage().fill_(0),
     "resize_": lambda t: t.untyped_storage().resize_(0),
     "pickle of the storage": lambda t: pickle.dumps(t.untyped_storage()),
+    "an element of the storage": lambda t: t.untyped_storage()[0],
+    "an element written to the storage": lambda t: t.untyped_storage().__setitem__(0, 1),
+    "list of the storage": lambda t: t.untyped_storage().tolist(),
+    "double of the storage": lambda t: t.untyped_storage().double(),
     "file of the storage": lambda t: torch.save(t.untyped_storage(), io.BytesIO()),
 }
 

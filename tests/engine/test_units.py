@@ -153,18 +153,65 @@ def test_layers_in_containers_at_several_depths_form_units_but_not_their_norms()
     assert "layers.1.0.weight" in plans[0].parameters
 
 
-@pytest.mark.parametrize("kind", [nn.ModuleList, lambda blocks: nn.ModuleDict(zip("abc", blocks))])
-def test_experts_in_a_list_of_containers_stay_in_the_unit_around_it(kind):
-    def experts():
-        return kind([Block() for _ in range(3)])
+@pytest.mark.parametrize(
+    "kind", [nn.ModuleList, lambda blocks: nn.ModuleDict(zip("abc", blocks))], ids=["list", "dict"]
+)
+@pytest.mark.parametrize("expert", [Block, lambda: nn.ModuleDict({"up": Block(), "down": Block()})], ids=["", "dict"])
+def test_experts_beside_a_router_in_a_list_of_containers_stay_in_the_unit_around_it(kind, expert):
+    def layer():
+        return nn.ModuleDict({"gate": nn.Linear(4, 3), "experts": kind([expert() for _ in range(3)])})
 
-    assert names(in_lists(experts(), experts())) == [""]
-    assert names(in_lists(*(nn.ModuleDict({"gate": nn.Linear(4, 3), "experts": experts()}) for _ in range(2)))) == [""]
+    assert names(in_lists(layer(), layer())) == [""]
 
 
-def test_blocks_in_stages_that_are_containers_form_units():
-    model = in_lists(*(nn.ModuleList(Block(width) for _ in range(2)) for width in (4, 8, 16)))
-    assert names(model) == ["", *(f"layers.{stage}.{block}" for stage in range(3) for block in range(2))]
+@pytest.mark.parametrize("widths", [(4, 4), (4, 8), (4, 4, 4), (4, 8, 16)])
+def test_blocks_in_a_list_of_lists_form_units(widths):
+    model = in_lists(*(nn.ModuleList(Block(width) for _ in range(2)) for width in widths))
+    assert names(model) == ["", *(f"layers.{stage}.{block}" for stage in range(len(widths)) for block in range(2))]
+
+
+def test_blocks_in_stages_that_are_parts_of_containers_form_units():
+    """As in CrossFormer, whose stages are lists of an embedding and a transformer."""
+    model = in_lists(*(nn.ModuleList([nn.Linear(width // 2, width), Stage(width, 2)]) for width in (4, 8, 16)))
+    blocks = [f"layers.{stage}.1.blocks.{block}" for stage in range(3) for block in range(2)]
+    assert names(model) == ["", *blocks]
+
+
+def test_blocks_of_a_model_whose_parts_are_in_a_dict_form_units():
+    """As in nanoGPT and LitGPT."""
+
+    class GPT(nn.Module):
+        def __init__(self):
+            super().__init__()
+            parts = {"wte": nn.Embedding(10, 4), "h": nn.ModuleList(Block() for _ in range(3)), "ln_f": nn.LayerNorm(4)}
+            self.transformer, self.lm_head = nn.ModuleDict(parts), nn.Linear(4, 10)
+
+    assert names(GPT()) == ["", "transformer.h.0", "transformer.h.1", "transformer.h.2"]
+
+
+def test_blocks_of_an_encoder_and_a_decoder_in_a_dict_form_units():
+    class Encoder(Decoder):
+        pass
+
+    blocks = [f"{part}.blocks.{block}" for part in ("encoder", "decoder") for block in range(3)]
+    assert names(nn.ModuleDict({"encoder": Encoder(), "decoder": Decoder()})) == ["", *blocks]
+
+
+def test_decoders_of_one_class_in_a_dict_stay_in_the_unit_around_it_since_ranks_may_choose_one():
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.heads = nn.ModuleDict({"a": Decoder(), "b": Decoder()})
+
+    assert names(Heads()) == [""]
+
+
+def test_entries_of_a_list_may_be_none():
+    assert names(in_lists(nn.ModuleList([None, Attention()]), nn.ModuleList([None, Block()]))) == [
+        "",
+        "layers.0.1",
+        "layers.1.1",
+    ]
 
 
 def test_a_module_without_a_forward_is_no_unit(monkeypatch):

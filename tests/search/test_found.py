@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
+import lightning_zero
+from lightning_zero.engine import Engine
 from tests.search.execution import execute
 from tests.search.programs import Backward, Check, Gradient, NewEngine, Program, Setup, Step, ZeroGrad
 
@@ -135,6 +138,34 @@ def test_several_engines_end_a_backward_in_the_same_order_on_every_rank(run_on, 
     uses = ((("b", "b"), ("b", "b")), (("ab", "b"), ("b", "ab")))
     found = run_on(2, execute, program=Program(setup, (Backward(uses), Step(0), Check())))
     assert found == [None, None], "\n".join(filter(None, found))
+
+
+def fail_at_the_end_of_one_engine(stage):
+    def fail(parameter):
+        raise KeyError("of a hook")
+
+    torch.manual_seed(0)
+    modules = [torch.nn.Linear(3, 3) for _ in range(2)]
+    engines = [Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage) for module in modules]
+    inputs = torch.ones(2, 3)
+    loss = sum(module(inputs).sum() for module in modules)
+    handle = modules[0].weight.register_post_accumulate_grad_hook(fail)
+    with pytest.raises(KeyError) as kept:
+        loss.backward(retain_graph=True)
+    handle.remove()
+    for module in modules:
+        module.zero_grad()
+    loss.backward()
+    assert kept.value.__traceback__ is not None
+    for module, engine in zip(modules, engines):
+        gradient = lightning_zero.full_grad(module.weight)
+        torch.testing.assert_close(gradient, torch.full((3, 3), 2.0))
+        engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_an_error_that_is_kept_from_the_end_of_one_engines_backward_does_not_end_anothers_next_one(run_on, stage):
+    run_on(2, fail_at_the_end_of_one_engine, stage=stage)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -189,9 +189,9 @@ def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
     """Connect to the first rank. If that fails, return None: this rank will then not notice when other ranks end."""
     error = None
     try:
-        store.wait([key])  # for the store's timeout, since the first rank may come much later
+        has_come = _comes(key, store)
         deadline = time.monotonic() + _TIMEOUT
-        while time.monotonic() < deadline:
+        while has_come and time.monotonic() < deadline:
             address, port, token = json.loads(store.get(key))
             for host in dict.fromkeys((address, _host_of(store))):
                 with suppress(OSError):
@@ -201,6 +201,20 @@ def _connect(store: Any, key: str, rank: int) -> socket.socket | None:
         error = raised
     log.debug("rank %d will not notice when other ranks end: %s", rank, error or "the first rank does not answer")
     return None
+
+
+def _comes(key: str, store: Any) -> bool:
+    """Wait for a key for the store's timeout, since the first rank may come much later.
+
+    Ctrl-C ends this wait, unlike ``store.wait``.
+    """
+    deadline, pause = time.monotonic() + store.timeout.total_seconds(), 1e-3
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 0.1)
+    return True
 
 
 def _introduced(host: str, port: int, introduction: bytes) -> socket.socket:

@@ -98,7 +98,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
 
 
 def check_frozen(scripted: Mapping[str, Tensor]) -> None:
-    """Raise a ValueError if a parameter of a TorchScript module is trained; see ``of_torchscript``."""
+    """Raise a ValueError if a parameter of a TorchScript module is trained; see ``torchscript_parameters``."""
     trained = [name for name, parameter in scripted.items() if parameter.requires_grad]
     if trained:
         raise ValueError(

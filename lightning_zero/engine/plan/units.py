@@ -66,10 +66,10 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
 
     Automatic blocks are modules that every rank runs regardless of its data: the children of an ``nn.Sequential``,
     composite modules repeated in an outermost ``nn.ModuleList``, and large layers outside such containers. The stages
-    of a hierarchical vision model, each wider than the previous stage, are divided into their blocks. A list of modules
-    selected at run time (experts, heads) stays in its block. A block that is a container without a forward, such as a
-    list of two layers, is divided into these layers. Each block becomes a unit, or several small blocks become one
-    unit. Parameters tied across units belong to the root unit.
+    of a hierarchical vision model, each wider than the previous stage, are divided into their blocks. Modules selected
+    at run time (experts, heads) stay in their block. A block that is a container without a forward, such as a list of
+    two layers, is divided into these layers. Each block becomes a unit, or several small blocks become one unit.
+    Parameters tied across units belong to the root unit.
 
     Args:
         root: the whole module.
@@ -104,7 +104,7 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
                 owners.setdefault(parameter, []).append(Owner(module, attribute))
-    scripted = set(map(id, of_torchscript(root).values()))
+    scripted = set(map(id, torchscript_parameters(root).values()))
     for name, parameter in root.named_parameters():
         if id(parameter) in scripted:
             continue
@@ -115,7 +115,7 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
     return [plan for plan in plans if plan.parameters]
 
 
-def of_torchscript(root: nn.Module) -> dict[str, Tensor]:
+def torchscript_parameters(root: nn.Module) -> dict[str, Tensor]:
     """The parameters of TorchScript modules, by qualified name.
 
     They stay whole on every rank: the compiled code uses its own references, which views cannot replace.
@@ -202,7 +202,7 @@ def _outermost(
     for name, child in module.named_children():
         path = f"{prefix}.{name}" if prefix else name
         if matches(path, child):
-            if _has_parameters(child):
+            if _may_be_block(child):
                 yield path, child
         else:
             yield from _outermost(path, child, matches)
@@ -211,17 +211,14 @@ def _outermost(
 def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str, nn.Module]]:
     repeated, in_sequence = _is_repeated_blocks(module), isinstance(module, nn.Sequential)
     in_stages = (repeated or in_sequence) and _are_stages(module)
-    for name, child in module.named_children():
-        path = f"{prefix}.{name}" if prefix else name
-        if not _has_parameters(child):
-            continue
+    for path, child in _children(prefix, module):
         if (repeated or in_sequence) and not _has_forward(child):
-            yield from _layers_in_container(path, child, may_be_experts=not in_stages)
-        elif in_stages and any(_is_composite(block) for _, block in _automatic(path, child, large)):
-            yield from _automatic(path, child, large)
+            yield from _layers_in_container(path, child, large, in_stages)
+        elif in_stages and (blocks := _composites(path, child, large)):
+            yield from blocks
         elif repeated or (in_sequence and not _holds_units(child)):
             yield path, child
-        elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_repeated_blocks(child):
+        elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_run_as_a_whole(child):
             continue  # heads or experts, selected at run time: they stay in the enclosing unit
         elif not _is_composite(child) and _has_forward(child) and _numel(child, recurse=False) >= large:
             yield path, child
@@ -229,27 +226,54 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
             yield from _automatic(path, child, large)
 
 
-def _layers_in_container(prefix: str, container: nn.Module, may_be_experts: bool) -> Iterator[tuple[str, nn.Module]]:
+def _layers_in_container(
+    prefix: str, container: nn.Module, large: int, in_stages: bool
+) -> Iterator[tuple[str, nn.Module]]:
     """The layers of one block that is a container without a forward: the forward of an outer module runs them.
 
     Layers of fewer than ``TINY`` elements (norms, gates) stay in the enclosing unit, which saves messages.
     """
-    if may_be_experts and _are_experts(container):
-        return
-    for name, child in container.named_children():
-        path = f"{prefix}.{name}"
+    for path, child in _children(prefix, container):
         if not _has_forward(child):
-            yield from _layers_in_container(path, child, may_be_experts)
-        elif _has_parameters(child) and (_is_composite(child) or _numel(child) >= TINY):
+            if in_stages or not _are_experts(child, container):
+                yield from _layers_in_container(path, child, large, in_stages)
+        elif in_stages and (blocks := _composites(path, child, large)):
+            yield from blocks
+        elif _is_composite(child) or _numel(child) >= TINY:
             yield path, child
+
+
+def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The children that may be or contain blocks, with qualified names."""
+    named = ((f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children())
+    return [(path, child) for path, child in named if _may_be_block(child)]
+
+
+def _composites(prefix: str, stage: nn.Module, large: int) -> list[tuple[str, nn.Module]]:
+    """The blocks of a stage, if composite modules are among them."""
+    blocks = list(_automatic(prefix, stage, large))
+    return blocks if any(_is_composite(block) for _, block in blocks) else []
 
 
 def _is_repeated_blocks(module: nn.Module) -> bool:
     """Whether a module is a ModuleList of composite modules, of which at least two have the same class."""
     if not isinstance(module, nn.ModuleList):
         return False
-    children = [child for child in module if _has_parameters(child)]
+    children = [child for _, child in _children("", module)]
     return all(map(_is_composite, children)) and len({type(child) for child in children}) < len(children)
+
+
+def _is_run_as_a_whole(container: nn.Module) -> bool:
+    """Whether every rank runs all modules of a list or dict: of repeated blocks, or of a model's different parts.
+
+    Such a dict may have an embedding, a list of blocks and a norm, as in nanoGPT, or an encoder and a decoder.
+    """
+    children = [child for _, child in _children("", container)]
+    are_different = len({type(child) for child in children}) == len(children)
+    return _is_repeated_blocks(container) or any(
+        _is_repeated_blocks(child) or (are_different and any(map(_is_repeated_blocks, child.modules())))
+        for child in children
+    )
 
 
 def _are_stages(module: nn.Module) -> bool:
@@ -257,17 +281,19 @@ def _are_stages(module: nn.Module) -> bool:
 
     Transformer layers, with or without experts, have one or two sets of shapes, so they are not mistaken for stages.
     """
-    children = [child for child in module.children() if _has_parameters(child)]
+    children = [child for _, child in _children("", module)]
     shapes = {tuple(parameter.shape for parameter in child.parameters()) for child in children}
     return len(children) >= 3 and len({type(child) for child in children}) == 1 and len(shapes) == len(children)
 
 
-def _are_experts(container: nn.Module) -> bool:
-    """Whether the modules of a list or dict have one class and the same shapes, as if selected at run time."""
-    children = [child for child in container.children() if _has_parameters(child)]
-    kinds = {(type(child), tuple(parameter.shape for parameter in child.parameters())) for child in children}
-    is_list = isinstance(container, (nn.ModuleList, nn.ModuleDict))
-    return is_list and len(children) > 1 and len(kinds) == 1 and all(map(_has_forward, children))
+def _are_experts(modules: nn.Module, container: nn.Module) -> bool:
+    """Whether modules are selected at run time: of one class and shape, beside a router with an output for each."""
+    experts = [expert for _, expert in _children("", modules)]
+    kinds = {(type(expert), tuple(parameter.shape for parameter in expert.parameters())) for expert in experts}
+    beside = (
+        parameter for _, other in _children("", container) if other is not modules for parameter in other.parameters()
+    )
+    return len(kinds) == 1 and any(parameter.shape[:1] == (len(experts),) for parameter in beside)
 
 
 def _holds_units(module: nn.Module) -> bool:
@@ -284,8 +310,8 @@ def _has_forward(module: nn.Module) -> bool:
     return "forward" in vars(module) or getattr(type(module), "forward", None) is not nn.Module.forward
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    """Whether a module may be a block; a TorchScript module may not, since it accepts no hooks."""
+def _may_be_block(module: nn.Module) -> bool:
+    """Whether a module has parameters, and accepts hooks, unlike a TorchScript module."""
     return not isinstance(module, ScriptModule) and any(True for _ in module.parameters())
 
 

@@ -35,8 +35,8 @@ _reducers = count()  # numbers them in the order in which they are made, which i
 class _End:
     """A reducer's call at the end of a backward. Autograd holds it until then, or until the backward fails.
 
-    The first one that autograd calls makes the calls of all reducers, in the order in which they were made, since each
-    waits for other ranks, whose first gradient may belong to another engine.
+    Each call is collective, but autograd makes them in the order of the engines' first gradients, which may differ
+    between ranks. So the first one makes all of them, in the order in which the reducers were made.
     """
 
     alive: ClassVar[weakref.WeakSet[_End]] = weakref.WeakSet()
@@ -46,11 +46,15 @@ class _End:
         self.alive.add(self)
 
     def __call__(self) -> None:
-        if self in self.alive:
-            ends = [end for end in self.alive if end._backward == self._backward]
-            for end in sorted(ends, key=lambda end: end._number):
-                self.alive.discard(end)
-                end._call()
+        if self not in self.alive:
+            return
+        ends = sorted((end for end in self.alive if end._backward == self._backward), key=lambda end: end._number)
+        self.alive.difference_update(ends)
+        calls = [end._call for end in ends]
+        # A traceback through this frame must not keep ends alive: to their reducers, the backward would still run.
+        del self, ends
+        for call in calls:
+            call()
 
 
 @dataclass

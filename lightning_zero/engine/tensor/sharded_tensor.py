@@ -170,8 +170,17 @@ class ShardedTensor(WrapperTensor):
             is_copy = not self.is_parameter and self.keep is None and self.is_leaf
             if is_copy and isinstance(value, ShardedTensor) and value.slot is self.slot:
                 # ``copied.half()``: the engine does not use the copy, so the copy may have any dtype
-                is_parameter = isinstance(self, torch.nn.Parameter)
-                become(self, torch.nn.Parameter(value, self.requires_grad) if is_parameter else value)
+                is_parameter, requires_grad, gradient = (
+                    isinstance(self, torch.nn.Parameter),
+                    self.requires_grad,
+                    self.grad,
+                )
+                other = value.detach()
+                other = (
+                    torch.nn.Parameter(other, requires_grad) if is_parameter else other.requires_grad_(requires_grad)
+                )
+                other.grad = gradient.to(value.dtype) if gradient is not None else None
+                become(self, other)
                 return
             raise TypeError(
                 f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; .data cannot be set to "

@@ -120,8 +120,8 @@ class NoMemory(torch.UntypedStorage):
     def share_memory_(self) -> Any:
         return super().share_memory_() if self.is_cuda else self.refuse()  # a GPU's memory is shared already
 
-    data_ptr = clone = copy_ = fill_ = resize_ = byteswap = refuse
-    _share_fd_cpu_ = _share_filename_cpu_ = __reduce_ex__ = refuse
+    data_ptr = clone = copy_ = fill_ = resize_ = byteswap = tolist = cpu = pin_memory = refuse
+    __getitem__ = __setitem__ = __reduce_ex__ = _to = _share_fd_cpu_ = _share_filename_cpu_ = _write_file = refuse
 
 
 class RecordedView(WrapperTensor):
