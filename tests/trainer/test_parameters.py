@@ -112,7 +112,7 @@ class Extracts(Net):
 
 
 def extract(strategy: str) -> Any:
-    """Frozen TorchScript modules, scripted, traced or loaded, and checkpoints with them"""
+    """Frozen TorchScript modules, scripted, traced or loaded, which stay whole on every rank"""
     saving = ModelCheckpoint(shared_folder(), save_last=True)
     first = trained(strategy, Extracts(), callbacks=[saving], enable_checkpointing=True)
     saved = torch.load(shared_folder() / "last.ckpt", weights_only=False)["state_dict"]
