@@ -189,6 +189,25 @@ def test_blocks_of_a_model_whose_parts_are_in_a_dict_form_units():
     assert names(GPT()) == ["", "transformer.h.0", "transformer.h.1", "transformer.h.2"]
 
 
+MODELS = (
+    "bert deberta-v2 gpt2 gpt_neox opt llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 phi mamba clip vit dinov2 swin "
+    "convnext segformer whisper wav2vec2"
+).split()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_well_known_models_are_divided_by_their_layers(name):
+    transformers = pytest.importorskip("transformers")
+    with torch.device("meta"):
+        model = transformers.AutoModel.from_config(transformers.CONFIG_MAPPING[name]())
+    plans = plan_units_of(model)
+    sizes = {plan.name: sum(parameter.numel() for parameter in plan.parameters.values()) for plan in plans}
+    total = sum(sizes.values())
+    assert sizes.pop("", 0) < total / 6, "the root unit is gathered for the whole step"
+    layers = [size for unit, size in sizes.items() if "embed" not in unit and not unit.endswith("wte")]
+    assert len(layers) >= 4 and max(layers) < total / 3
+
+
 def test_blocks_of_an_encoder_and_a_decoder_in_a_dict_form_units():
     class Encoder(Decoder):
         pass
