@@ -190,8 +190,8 @@ def test_blocks_of_a_model_whose_parts_are_in_a_dict_form_units():
 
 
 MODELS = (
-    "bert deberta-v2 gpt2 gpt_neox opt llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 phi mamba clip vit dinov2 swin "
-    "convnext segformer whisper wav2vec2"
+    "bert deberta-v2 gpt2 gpt_neox opt llama mistral mixtral qwen2 qwen3 qwen3_moe gemma2 phi mamba clip vit dinov2 "
+    "swin convnext segformer whisper wav2vec2"
 ).split()
 
 
