@@ -224,11 +224,17 @@ class Update(NamedTuple):
 
     @classmethod
     def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
-        """Make an update that runs on the CPU; for a module on another device, a fused kernel is the default."""
+        """Make an update that runs on the CPU.
+
+        For a module on another device, a fused kernel is the default, and ``capturable`` is left out, which the CPU
+        refuses.
+        """
         kind: Any = type(optimizer)
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         if device.type != "cpu" and options.get("fused", False) is None and not options.get("foreach"):
-            options["fused"] = kind.__name__ in _FUSED
+            options["fused"] = kind.__name__ in _FUSED and not any(p.is_complex() for p in group["params"])
+        if device.type != "cpu" and options.get("capturable"):
+            options["capturable"] = False
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
         own = tree_map_only(Tensor, Tensor.clone, of_no_parameter(optimizer.state))
         return cls(kind, _without_hooks(kind), {**optimizer.__dict__, "state": own}, options, dtype)

@@ -207,6 +207,7 @@ class Masters:
         if (
             bucket.updates is None
             or self._signature is None
+            or (not self._begun and self._signature[0] != self._state_of_groups())
             or any(slot not in held or slot.hooks_after_reduction for slot in slots_of(bucket))
         ):
             return
@@ -277,12 +278,7 @@ class Masters:
 
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
         """Choose each group's masters, which cover its parameters with gradients; reuse the last choice if possible."""
-        arranged = [[(id(p), p.grad is None) for p in group["params"]] for group in groups]
-        # Which options are in effect determines the states for which ``make_room`` reserves space.
-        options = [
-            [name for name, value in group.items() if isinstance(value, (int, float)) and value] for group in groups
-        ]
-        signature = arranged, options, self.states.version
+        signature = self._state_of_groups(), [[p.grad is None for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
         self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
@@ -299,7 +295,18 @@ class Masters:
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.states.optimizer)
-        self._signature = arranged, options, self.states.version
+        self._signature = self._state_of_groups(), signature[1]  # the version may have changed
+
+    def _state_of_groups(self) -> Any:
+        """A value that changes if parameters move between groups, are added or removed, or options come into effect.
+
+        Which options are in effect determines the states for which ``make_room`` reserves space.
+        """
+        groups = self.states.optimizer.param_groups
+        options = [
+            [name for name, value in group.items() if isinstance(value, (int, float)) and value] for group in groups
+        ]
+        return [[id(p) for p in group["params"]] for group in groups], options, self.states.version
 
     def _gradient(self, master: Master) -> Tensor | None:
         gradients = [gradient for slot in master.slots if (gradient := slot.parameter.grad) is not None]
