@@ -23,6 +23,7 @@ from lightning_zero.engine.optim.kinds import (
     comparable,
     copied,
     described,
+    in_dtype,
     in_plain_tensors,
     is_by_element,
     placed,
@@ -420,8 +421,13 @@ class MasterStates:
         ]
         self.adopt({parameter_of.get(key, key): state for key, state in alone.state.items()})
 
-    def adopt(self, states: States) -> None:
-        """Replace all state by ``states``, converted from state by parameter to state by master."""
+    def adopt(self, states: States, loaded: bool = False) -> None:
+        """Replace all state by ``states``, converted from state by parameter to state by master.
+
+        Args:
+            loaded: whether a state dict is loaded, and ``before_load`` has kept torch from casting its tensors. They
+                are then cast to the master's dtype, as torch would cast them to the parameter's.
+        """
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
@@ -452,23 +458,33 @@ class MasterStates:
             for run in runs_of(slots):
                 if (master := self._add(run)).is_here:
                     group = optimizer.param_groups[number]
-                    cut = self._cut(master, group, [by_slot[slot] for slot in run])
+                    cut = self._cut(master, group, [by_slot[slot] for slot in run], loaded)
                     optimizer.state[master.tensor] = cut
         self.measure()
 
-    def _cut(self, master: Master, group: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
+    def _cut(self, master: Master, group: dict[str, Any], states: list[dict[str, Any]], loaded: bool) -> dict[str, Any]:
         """The state of one master, from the states of its parameters, whose small entries are equal."""
+        casts = loaded and master.tensor.is_floating_point()
+
+        def other(key: str, value: Any) -> Any:
+            value = _held_here(in_plain_tensors(value))
+            if casts and key != "step":
+                value = in_dtype(value, master.tensor.dtype)
+            return as_made_of_tensors(placed(key, value, group, master.device))
+
         return {
-            key: self._cut_entry(key, master, group, [state[key] for state in states])
+            key: self._cut_entry(key, master, group, [state[key] for state in states], casts)
             if is_by_element(key, first, master.slots[0].shape)
-            else as_made_of_tensors(placed(key, _held_here(in_plain_tensors(first)), group, master.device))
+            else other(key, first)
             for key, first in states[0].items()
         }
 
-    def _cut_entry(self, key: str, master: Master, group: dict[str, Any], values: list[Tensor]) -> Tensor:
+    def _cut_entry(self, key: str, master: Master, group: dict[str, Any], values: list[Tensor], casts: bool) -> Tensor:
         """A master's entry by element: this rank's parts of ``values``, the entries of the master's parameters."""
         own, first, on_disk = master.tensor, values[0], master.bucket.states
-        dtype = torch.promote_types(first.dtype, own.dtype) if first.is_floating_point() else first.dtype
+        dtype = first.dtype
+        if first.is_floating_point():
+            dtype = own.dtype if casts else torch.promote_types(first.dtype, own.dtype)
         if on_disk is not None:
             on_disk.add_fields({key: dtype})
         entry = torch.empty(own.shape, dtype=dtype, device=own.device) if on_disk is None else master.stored(key)
