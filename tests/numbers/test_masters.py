@@ -292,6 +292,44 @@ def test_state_saved_in_float64_is_loaded_in_the_dtype_of_fp32_masters_as_by_tor
     run_on(2, load_a_wider_state, optimizer=optimizer, stage=stage)
 
 
+class Counting(SGD):
+    """Saves and loads an attribute of its own, and keeps a list of its parameters."""
+
+    total = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total = state_dict["total"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "total"})
+        self.trained = [p for group in self.param_groups for p in group["params"]]
+
+
+def load_attributes() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = Counting(module.parameters(), lr=1.0, momentum=0.5)
+    engine = Engine(module, [optimizer], stage=2)
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.total = 7
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.total = 0
+    optimizer.load_state_dict(saved)
+    assert optimizer.total == 7
+    for trained, own, parameter in zip(optimizer.trained, optimizer.param_groups[0]["params"], module.parameters()):
+        assert trained is own is parameter
+    optimizer.step()
+    for state in optimizer.state_dict()["state"].values():
+        assert torch.equal(state["momentum_buffer"], torch.full_like(state["momentum_buffer"], 1.5))
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_attributes_that_an_optimizers_own_load_state_dict_sets_are_kept(run_on, size):
+    run_on(size, load_attributes)
+
+
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])
 @pytest.mark.parametrize("key", ["step", "mu_product"])
 def test_counts_are_loaded_with_the_device_and_dtype_that_torch_gives_them(key, options):

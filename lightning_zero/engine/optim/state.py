@@ -413,8 +413,14 @@ class MasterStates:
                 groups[-1]["params"].append(stand_in)
                 parameter_of[stand_in] = parameter
         alone: Any = object.__new__(type(optimizer))
-        alone.__dict__ = {**vars(optimizer), **hooks, "param_groups": groups, "state": defaultdict(dict)}
+        given = {**vars(optimizer), **hooks, "param_groups": groups, "state": defaultdict(dict)}
+        alone.__dict__ = dict(given)
         type(optimizer).load_state_dict(alone, state_dict)
+        # what the method has set, with the parameters instead of their stand-ins
+        attributes = {name: value for name, value in vars(alone).items() if value is not given.get(name, given)}
+        for name in (*hooks, "param_groups", "state"):
+            attributes.pop(name, None)
+        vars(optimizer).update(walk(attributes, lambda t: parameter_of.get(t, t)))
         before = optimizer.param_groups
         optimizer.param_groups = [
             {**loaded, "params": group["params"]} for group, loaded in zip(before, alone.param_groups, strict=True)
