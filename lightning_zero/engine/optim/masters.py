@@ -236,7 +236,7 @@ class Masters:
         if self._replaced is not None:
             self.recover()
             self._call_hooks()
-            self.states.measure()
+            self.states.updated(self._active)
             for owner in self.states.owners:
                 owner.updated(self._buckets)
 

@@ -86,6 +86,19 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *others: Any, **by_name: Any) -> None:
+        for key, value in dict(*others, **by_name).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
     def values(self) -> Any:
         self._states.synchronize()  # callers may write to states that background work is using
         return super().values()
@@ -96,7 +109,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
 
     def clear(self) -> None:
         self._states.synchronize()  # an update that is still running would bring its state back
-        self._states.forget_views()
+        self._states.cleared()
         super().clear()
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -141,6 +154,7 @@ class MasterStates:
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
         self._views: dict[Any, tuple[Any, int, Any]] = {}
+        self._cleared: set[BucketSlot] = set()  # of parameters that have not been updated since
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -225,6 +239,17 @@ class MasterStates:
         self.forget_views()
         self._enter(Counter())
 
+    def cleared(self) -> None:
+        """Note that the state of all parameters has been cleared."""
+        self.forget_views()
+        self._cleared = {slot for slot in self._master_of if not is_alone(slot.bucket)}
+
+    def updated(self, masters: Sequence[Master]) -> None:
+        """Note that these masters have been updated and may have state again."""
+        if self._cleared:
+            self._cleared.difference_update(slot for master in masters for slot in master.slots)
+        self.measure()
+
     def forget_views(self) -> None:
         """Drop the sharded tensors that refer to the masters' entries."""
         self._views.clear()
@@ -239,7 +264,9 @@ class MasterStates:
     def has_state(self, slot: BucketSlot) -> bool:
         """Whether a parameter has state: it has been updated, or its state has been loaded."""
         master = self._master_of.get(slot)
-        return master is not None and (not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor))
+        if master is None or slot in self._cleared:
+            return False
+        return not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor)
 
     def key_of(self, slot: BucketSlot) -> Tensor:
         """The key of one parameter's state in the optimizer's own mapping. The parameter gets a separate master."""
@@ -438,6 +465,7 @@ class MasterStates:
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
         self._master_of.clear()
+        self._cleared.clear()
         self.forget_views()
         self._measured = -1
         optimizer.state, self._own = StateMapping(self), None
