@@ -480,9 +480,10 @@ def test_a_read_on_some_ranks_only_fails_in_seconds_and_names_the_parameter_and_
 
 
 LOOKS = {
-    "full_parameters": (lambda m: lightning_zero.full_parameters(m).__enter__(), "'0.weight'"),
-    "full_grad": (lambda m: lightning_zero.full_grad(m[2].weight), "'2.weight'"),
-    "full_optimizer_state": (lambda m: lightning_zero.full_optimizer_state(m[0].bias), "the state of Adam"),
+    "full_parameters": (lambda m, _: lightning_zero.full_parameters(m).__enter__(), "'0.weight'"),
+    "full_grad": (lambda m, _: lightning_zero.full_grad(m[2].weight), "'2.weight'"),
+    "full_optimizer_state": (lambda m, _: lightning_zero.full_optimizer_state(m[0].bias), "the state of Adam"),
+    "copy.deepcopy": (lambda _, optimizer: copy.deepcopy(optimizer), "the state of Adam"),
 }
 
 
@@ -494,11 +495,11 @@ def look_on_rank_0_while_others_train_on(what):
     if rank() == 0:
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=rf"{name}.*rank 1 waits for .*unit '0'.*every rank"):
-            look(module)
+            look(module, optimizer)
         assert time.monotonic() - begin < 15
     module(torch.ones(2, 7)).sum().backward()  # where the other rank waits meanwhile; the error loses nothing
     optimizer.step()
-    look(module)
+    look(module, optimizer)
     engine.close()
 
 

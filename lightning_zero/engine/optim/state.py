@@ -134,7 +134,8 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         return self._states.key_of(slot)
 
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
+        # Copies need the state by parameter, as they hold copies of the parameters, and no masters. Collective.
+        return defaultdict, (dict,), None, None, iter(self._states.by_parameter(in_parts).items())
 
 
 class MasterStates:
