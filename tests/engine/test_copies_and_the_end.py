@@ -61,6 +61,32 @@ def test_copies_and_pickles_of_a_module_have_its_values_and_nothing_of_the_engin
     run_on(world_size, copied_modules, stage=stage)
 
 
+def copied_optimizers(stage):
+    """A copy has the state of that moment, by its own parameters, and does not change when training continues."""
+    module, reference, _, engine = make(stage)
+    engine.close()
+    optimizer, other = torch.optim.Adam(module.parameters()), torch.optim.Adam(reference.parameters())
+    engine = Engine(module, [optimizer], stage=stage)
+    train(module, optimizer)
+    train(reference, other)
+    copies = [copy.deepcopy((module, optimizer)), pickle.loads(pickle.dumps((module, optimizer)))]
+    train(module, optimizer)
+    for of_module, of_optimizer in copies:
+        states = of_optimizer.state_dict()["state"]
+        for ours, theirs, saved in zip(of_module.parameters(), reference.parameters(), states.values(), strict=True):
+            assert of_optimizer.state[ours].keys() == saved.keys() == other.state[theirs].keys()
+            for key, value in other.state[theirs].items():
+                same(of_optimizer.state[ours][key], value)
+                same(saved[key], value)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_copies_and_pickles_of_an_optimizer_have_its_state_by_their_own_parameters(run_on, world_size, stage):
+    run_on(world_size, copied_optimizers, stage=stage)
+
+
 def convert_copies(stage):
     module, reference, optimizer, engine = make(stage)
     whole = copy.deepcopy(reference)

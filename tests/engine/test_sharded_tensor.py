@@ -480,9 +480,10 @@ def test_a_read_on_some_ranks_only_fails_in_seconds_and_names_the_parameter_and_
 
 
 LOOKS = {
-    "full_parameters": (lambda m: lightning_zero.full_parameters(m).__enter__(), "'0.weight'"),
-    "full_grad": (lambda m: lightning_zero.full_grad(m[2].weight), "'2.weight'"),
-    "full_optimizer_state": (lambda m: lightning_zero.full_optimizer_state(m[0].bias), "the state of Adam"),
+    "full_parameters": (lambda m, _: lightning_zero.full_parameters(m).__enter__(), "'0.weight'"),
+    "full_grad": (lambda m, _: lightning_zero.full_grad(m[2].weight), "'2.weight'"),
+    "full_optimizer_state": (lambda m, _: lightning_zero.full_optimizer_state(m[0].bias), "the state of Adam"),
+    "copy.deepcopy": (lambda _, optimizer: copy.deepcopy(optimizer), "the state of Adam"),
 }
 
 
@@ -494,11 +495,11 @@ def look_on_rank_0_while_others_train_on(what):
     if rank() == 0:
         begin = time.monotonic()
         with pytest.raises(RuntimeError, match=rf"{name}.*rank 1 waits for .*unit '0'.*every rank"):
-            look(module)
+            look(module, optimizer)
         assert time.monotonic() - begin < 15
     module(torch.ones(2, 7)).sum().backward()  # where the other rank waits meanwhile; the error loses nothing
     optimizer.step()
-    look(module)
+    look(module, optimizer)
     engine.close()
 
 
@@ -846,3 +847,42 @@ def edit_optimizer_state(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_writes_to_optimizer_state_tensors_take_effect_and_sharded_states_stay_sharded(run_on, world_size, stage):
     run_on(world_size, edit_optimizer_state, stage=stage)
+
+
+def use_optimizer_state_as_a_dict(stage):
+    """Every method of `optimizer.state` finds the state of a parameter, or says that it cannot be replaced alone."""
+    module, reference, optimizer, engine = make(stage)
+    other = torch.optim.Adam(reference.parameters())
+    optimizer.step()
+    other.step()
+    for ours, theirs in pairs(module, reference):
+        default = {}
+        found = optimizer.state.setdefault(ours, default)
+        assert found is not default and found.keys() == other.state[theirs].keys()
+        if world_size() == 1:  # nothing is sharded
+            optimizer.state.update({ours: default})
+            assert optimizer.state[ours] is default
+            optimizer.state |= {ours: found}
+            assert optimizer.state[ours] is found and optimizer.state.setdefault(ours, default) is found
+            continue
+        for replace in (lambda p: optimizer.state.update({p: {}}), lambda p: optimizer.state.__ior__({p: {}})):
+            with pytest.raises(TypeError, match="cannot be replaced or removed alone"):
+                replace(ours)
+        torch.testing.assert_close(plain(optimizer.state[ours]["exp_avg"]), other.state[theirs]["exp_avg"])
+    optimizer.state.update({"mine": {"count": 1}})
+    assert optimizer.state["mine"] == {"count": 1}
+    optimizer.state.clear()
+    assert "mine" not in optimizer.state
+    for p in module.parameters():
+        assert p not in optimizer.state and optimizer.state.get(p) is None
+    optimizer.step()
+    for p in module.parameters():
+        assert p in optimizer.state and optimizer.state[p]["step"] == 1
+    engine.close()
+
+
+@pytest.mark.behaviour("The module", "`optimizer.state[p]` read, and its tensors written to")
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_all_methods_of_optimizer_state_find_the_state_of_a_parameter(run_on, world_size, stage):
+    run_on(world_size, use_optimizer_state_as_a_dict, stage=stage)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import weakref
@@ -11,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Adam, Optimizer
+from torch.optim import SGD, Adafactor, Adagrad, Adam, Optimizer
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.optim.kinds import placed
@@ -254,6 +255,79 @@ def replace_all_state(filled: bool, offload: str | None) -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_all_state_of_an_optimizer_may_be_replaced_as_in_plain_torch(run_on, size, filled, offload):
     run_on(size, replace_all_state, filled=filled, offload=offload)
+
+
+def load_a_wider_state(optimizer: Any, stage: int) -> None:
+    """Continue in fp32 from an optimizer's state of a float64 run, in plain torch and with the engine."""
+
+    def make(dtype: torch.dtype) -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        module = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).to(dtype)
+        return module, optimizer(module.parameters(), lr=0.1)
+
+    def train(module: nn.Module, made: Optimizer) -> None:
+        for number in range(2):
+            made.zero_grad()
+            module(torch.full((1, 3), 1.0 + number, dtype=module[0].weight.dtype)).square().sum().backward()  # type: ignore[index,operator,union-attr]
+            made.step()
+
+    _, wide = made = make(torch.float64)
+    train(*made)
+    saved, found = wide.state_dict(), []
+    for is_ours in (False, True):
+        module, narrow = make(torch.float32)
+        engine = Engine(module, [narrow], stage=stage) if is_ours else None
+        narrow.load_state_dict(copy.deepcopy(saved))
+        states = [copy.deepcopy(narrow.state_dict()["state"])]
+        train(module, narrow)
+        states.append(copy.deepcopy(narrow.state_dict()["state"]))
+        if engine is not None:
+            engine.close()
+        found.append((states, {name: value.detach() for name, value in module.state_dict().items()}))
+    torch.testing.assert_close(found[1], found[0])  # dtypes, too
+
+
+@pytest.mark.parametrize(("optimizer", "stage"), [(Adam, 1), (Adam, 3), (Adafactor, 1), (Adafactor, 3)])
+def test_state_saved_in_float64_is_loaded_in_the_dtype_of_fp32_masters_as_by_torch(run_on, optimizer, stage):
+    run_on(2, load_a_wider_state, optimizer=optimizer, stage=stage)
+
+
+class Counting(SGD):
+    """Saves and loads an attribute of its own, and keeps a list of its parameters."""
+
+    total = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "total": self.total}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.total = state_dict["total"]
+        super().load_state_dict({key: value for key, value in state_dict.items() if key != "total"})
+        self.trained = [p for group in self.param_groups for p in group["params"]]
+
+
+def load_attributes() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = Counting(module.parameters(), lr=1.0, momentum=0.5)
+    engine = Engine(module, [optimizer], stage=2)
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.total = 7
+    saved = copy.deepcopy(optimizer.state_dict())
+    optimizer.total = 0
+    optimizer.load_state_dict(saved)
+    assert optimizer.total == 7
+    for trained, own, parameter in zip(optimizer.trained, optimizer.param_groups[0]["params"], module.parameters()):
+        assert trained is own is parameter
+    optimizer.step()
+    for state in optimizer.state_dict()["state"].values():
+        assert torch.equal(state["momentum_buffer"], torch.full_like(state["momentum_buffer"], 1.5))
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_attributes_that_an_optimizers_own_load_state_dict_sets_are_kept(run_on, size):
+    run_on(size, load_attributes)
 
 
 @pytest.mark.parametrize("options", [{}, {"fused": True}, {"capturable": True}])

@@ -159,6 +159,21 @@ def comparable(value: Any) -> Any:
     return float(value) if value.numel() == 1 else id(value)
 
 
+def in_dtype(value: Any, dtype: torch.dtype) -> Any:
+    """Cast the floating-point tensors of an entry from ``in_plain_tensors``.
+
+    The inner tensors of 8-bit tensors and the like are not cast: their dtypes do not follow the parameter's.
+    """
+
+    def cast(part: Any) -> Any:
+        return part.to(dtype) if isinstance(part, Tensor) and part.is_floating_point() else part
+
+    def is_tensor(part: Any) -> bool:
+        return isinstance(part, Tensor) or (isinstance(part, dict) and part.get(_CLASS, _PERMUTED) != _PERMUTED)
+
+    return walk(value, cast, is_tensor)
+
+
 def placed(key: str, value: Any, group: dict[str, Any], device: torch.device) -> Any:
     """A copy of a small entry where torch's ``load_state_dict`` would put it: usually on the parameter's device."""
     if key != "step":  # the value may be a list of tensors (LBFGS)

@@ -75,7 +75,7 @@ class Masters:
             optimizer.register_state_dict_pre_hook(self.states.before_state_dict),
             optimizer.register_state_dict_post_hook(self.states.put_back),
             optimizer.register_load_state_dict_pre_hook(self.states.before_load),
-            optimizer.register_load_state_dict_post_hook(lambda loaded: self._adopt(dict(dict.items(loaded.state)))),
+            optimizer.register_load_state_dict_post_hook(self._after_load),
         ]
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
@@ -108,6 +108,10 @@ class Masters:
                 for name, all_ in hooks.items()
             },
         )
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        self._signature = None
+        self.states.adopt(dict(dict.items(optimizer.state)), loaded=True)
 
     def _adopt(self, states: States) -> None:
         self._signature = None
@@ -233,7 +237,7 @@ class Masters:
         if self._replaced is not None:
             self.recover()
             self._call_hooks()
-            self.states.measure()
+            self.states.updated(self._active)
             for owner in self.states.owners:
                 owner.updated(self._buckets)
 

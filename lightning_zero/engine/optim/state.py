@@ -23,6 +23,7 @@ from lightning_zero.engine.optim.kinds import (
     comparable,
     copied,
     described,
+    in_dtype,
     in_plain_tensors,
     is_by_element,
     placed,
@@ -85,6 +86,19 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
     def get(self, key: Any, default: Any = None) -> Any:
         return self[key] if key in self else default
 
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *others: Any, **by_name: Any) -> None:
+        for key, value in dict(*others, **by_name).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
     def values(self) -> Any:
         self._states.synchronize()  # callers may write to states that background work is using
         return super().values()
@@ -95,7 +109,7 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
 
     def clear(self) -> None:
         self._states.synchronize()  # an update that is still running would bring its state back
-        self._states.forget_views()
+        self._states.cleared()
         super().clear()
 
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -120,7 +134,8 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
         return self._states.key_of(slot)
 
     def __reduce__(self) -> Any:
-        return defaultdict, (dict,), None, None, iter(self.items())
+        # Copies need the state by parameter, as they hold copies of the parameters, and no masters. Collective.
+        return defaultdict, (dict,), None, None, iter(self._states.by_parameter(in_parts).items())
 
 
 class MasterStates:
@@ -140,6 +155,7 @@ class MasterStates:
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
         self._views: dict[Any, tuple[Any, int, Any]] = {}
+        self._cleared: set[BucketSlot] = set()  # of parameters that have not been updated since
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -224,6 +240,17 @@ class MasterStates:
         self.forget_views()
         self._enter(Counter())
 
+    def cleared(self) -> None:
+        """Note that the state of all parameters has been cleared."""
+        self.forget_views()
+        self._cleared = {slot for slot in self._master_of if not is_alone(slot.bucket)}
+
+    def updated(self, masters: Sequence[Master]) -> None:
+        """Note that these masters have been updated and may have state again."""
+        if self._cleared:
+            self._cleared.difference_update(slot for master in masters for slot in master.slots)
+        self.measure()
+
     def forget_views(self) -> None:
         """Drop the sharded tensors that refer to the masters' entries."""
         self._views.clear()
@@ -238,7 +265,9 @@ class MasterStates:
     def has_state(self, slot: BucketSlot) -> bool:
         """Whether a parameter has state: it has been updated, or its state has been loaded."""
         master = self._master_of.get(slot)
-        return master is not None and (not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor))
+        if master is None or slot in self._cleared:
+            return False
+        return not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor)
 
     def key_of(self, slot: BucketSlot) -> Tensor:
         """The key of one parameter's state in the optimizer's own mapping. The parameter gets a separate master."""
@@ -412,20 +441,32 @@ class MasterStates:
                 groups[-1]["params"].append(stand_in)
                 parameter_of[stand_in] = parameter
         alone: Any = object.__new__(type(optimizer))
-        alone.__dict__ = {**vars(optimizer), **hooks, "param_groups": groups, "state": defaultdict(dict)}
+        given = {**vars(optimizer), **hooks, "param_groups": groups, "state": defaultdict(dict)}
+        alone.__dict__ = dict(given)
         type(optimizer).load_state_dict(alone, state_dict)
+        # what the method has set, with the parameters instead of their stand-ins
+        attributes = {name: value for name, value in vars(alone).items() if value is not given.get(name, given)}
+        for name in (*hooks, "param_groups", "state"):
+            attributes.pop(name, None)
+        vars(optimizer).update(walk(attributes, lambda t: parameter_of.get(t, t)))
         before = optimizer.param_groups
         optimizer.param_groups = [
             {**loaded, "params": group["params"]} for group, loaded in zip(before, alone.param_groups, strict=True)
         ]
         self.adopt({parameter_of.get(key, key): state for key, state in alone.state.items()})
 
-    def adopt(self, states: States) -> None:
-        """Replace all state by ``states``, converted from state by parameter to state by master."""
+    def adopt(self, states: States, loaded: bool = False) -> None:
+        """Replace all state by ``states``, converted from state by parameter to state by master.
+
+        Args:
+            loaded: whether a state dict is loaded, and ``before_load`` has kept torch from casting its tensors. They
+                are then cast to the master's dtype, as torch would cast them to the parameter's.
+        """
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
         self._master_of.clear()
+        self._cleared.clear()
         self.forget_views()
         self._measured = -1
         optimizer.state, self._own = StateMapping(self), None
@@ -452,23 +493,33 @@ class MasterStates:
             for run in runs_of(slots):
                 if (master := self._add(run)).is_here:
                     group = optimizer.param_groups[number]
-                    cut = self._cut(master, group, [by_slot[slot] for slot in run])
+                    cut = self._cut(master, group, [by_slot[slot] for slot in run], loaded)
                     optimizer.state[master.tensor] = cut
         self.measure()
 
-    def _cut(self, master: Master, group: dict[str, Any], states: list[dict[str, Any]]) -> dict[str, Any]:
+    def _cut(self, master: Master, group: dict[str, Any], states: list[dict[str, Any]], loaded: bool) -> dict[str, Any]:
         """The state of one master, from the states of its parameters, whose small entries are equal."""
+        casts = loaded and master.tensor.is_floating_point()
+
+        def other(key: str, value: Any) -> Any:
+            value = _held_here(in_plain_tensors(value))
+            if casts and key != "step":
+                value = in_dtype(value, master.tensor.dtype)
+            return as_made_of_tensors(placed(key, value, group, master.device))
+
         return {
-            key: self._cut_entry(key, master, group, [state[key] for state in states])
+            key: self._cut_entry(key, master, group, [state[key] for state in states], casts)
             if is_by_element(key, first, master.slots[0].shape)
-            else as_made_of_tensors(placed(key, _held_here(in_plain_tensors(first)), group, master.device))
+            else other(key, first)
             for key, first in states[0].items()
         }
 
-    def _cut_entry(self, key: str, master: Master, group: dict[str, Any], values: list[Tensor]) -> Tensor:
+    def _cut_entry(self, key: str, master: Master, group: dict[str, Any], values: list[Tensor], casts: bool) -> Tensor:
         """A master's entry by element: this rank's parts of ``values``, the entries of the master's parameters."""
         own, first, on_disk = master.tensor, values[0], master.bucket.states
-        dtype = torch.promote_types(first.dtype, own.dtype) if first.is_floating_point() else first.dtype
+        dtype = first.dtype
+        if first.is_floating_point():
+            dtype = own.dtype if casts else torch.promote_types(first.dtype, own.dtype)
         if on_disk is not None:
             on_disk.add_fields({key: dtype})
         entry = torch.empty(own.shape, dtype=dtype, device=own.device) if on_disk is None else master.stored(key)
