@@ -26,7 +26,8 @@ from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update, fields_by_parameter
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
-from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States
+from lightning_zero.engine.optim.state import MasterStates, Owner
+from lightning_zero.engine.optim.state_mapping import StateMapping, States
 from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
