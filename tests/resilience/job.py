@@ -346,6 +346,7 @@ if __name__ == "__main__":
         print(f"rank {trainer.global_rank} begins fit {fit}", flush=True)
         more = {"weights_only": False} if options["has_class"] else {}
         trainer.fit(net, *new_loaders(), ckpt_path=options["ckpt_path"], **more)
+    logged = dict(trainer.callback_metrics)  # a test forgets them
     if options["tests"]:
         try:
             trainer.test(net, new_loaders()[1], verbose=False)
@@ -353,6 +354,6 @@ if __name__ == "__main__":
             print(error, flush=True)
             sys.exit(1)
     if trainer.global_rank == 0:
-        torch.save(net.state_dict() | trainer.callback_metrics, options["out"])
+        torch.save(net.state_dict() | logged, options["out"])
     print("ended after step", trainer.global_step, flush=True)
     print("threads at the end:", *sorted(thread.name for thread in threading.enumerate()), flush=True)
