@@ -138,11 +138,12 @@ class Averaged:
                 parameter.grad = None
             local(rank)
             found.append([p.grad for p in self.parameters])
+        averaged = self._in_one_engine_with({i for grads in found for i, grad in enumerate(grads) if grad is not None})
         for index in range(len(self.parameters)):
             own = [gradients[index] for gradients in found]
-            # Local gradients of ``no_sync`` are averaged by the next synchronised backward, even if unused in it. DDP
-            # would leave unused ones as they are, so that ranks diverge.
-            if all(gradient is None for gradient in own) and not (sync and self.is_local[index]):
+            # Local gradients of ``no_sync`` are averaged by their engine's next synchronised backward, even if unused
+            # in it. DDP would leave unused ones as they are, so that ranks diverge.
+            if all(gradient is None for gradient in own) and not (sync and self.is_local[index] and index in averaged):
                 continue
             if not sync:
                 self._add_local(index, own)
@@ -156,6 +157,12 @@ class Averaged:
                 for tensor in before:
                     tensor.copy_(mean)
             self.is_local[index] = False
+
+    def _in_one_engine_with(self, used: set[int]) -> set[int]:
+        """The indices of all parameters of the engines that have any of some parameters."""
+        number_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        engines = [{number_of[id(parameter)] for parameter in part.parameters()} for part in self.net.parts()]
+        return {index for engine in engines if engine & used for index in engine}
 
     def _add_local(self, index: int, own: list[Tensor | None]) -> None:
         before = self.gradients[index]
