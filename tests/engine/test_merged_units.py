@@ -100,10 +100,10 @@ def test_merging_units_changes_no_bit_in_bf16(run_on, stage, grouping):
     run_on(2, compare_with_single_units, recipe=recipe, stage=stage, unit_numel=UNIT_NUMELS[grouping])
 
 
-def count_messages(stage: int, unit_numel: int) -> tuple[int, int]:
+def count_messages(stage: int, unit_numel: int, model: type[Square] = Square, layers: int = 12) -> tuple[int, int]:
     from lightning_zero.engine import Engine
 
-    module, optimizer = prepare(Recipe(model=partial(Square, layers=12)))
+    module, optimizer = prepare(Recipe(model=partial(model, layers=layers)))
     engine = Engine(module, [optimizer], stage=stage, unit_numel=unit_numel)
     for step in range(3):
         module(*batch(step)).backward()
@@ -124,6 +124,27 @@ def test_a_step_gathers_and_reduces_once_per_unit(run_on, stage, layers, gathers
     """Stage 3 gathers each unit twice, except the last, with which the backward pass begins."""
     found = run_on(2, count_messages, stage=stage, unit_numel=layers * 32 * 32)
     assert found == [(gathers, reductions)] * 2
+
+
+class Shared(Square):
+    """The first block computes a bias that the other blocks return, as T5's blocks do with their position bias."""
+
+    class Layer(Square.Layer):
+        def forward(self, x: Tensor, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+            if bias is None:
+                bias = torch.sin(self.linear(x))
+            return super().forward(x + bias), bias
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x, bias = torch.linspace(-1, 1, self.width).requires_grad_() * tokens.unsqueeze(-1), None
+        for layer in self.layers:
+            x, bias = layer(x, bias=bias)
+        return (x.mean(-1) - targets).square().mean()
+
+
+def test_a_tensor_that_blocks_return_unchanged_begins_no_backward_of_theirs(run_on):
+    found = run_on(2, count_messages, stage=3, unit_numel=0, model=Shared, layers=5)
+    assert found == [(9, 5)] * 2
 
 
 class Twice(nn.Module):

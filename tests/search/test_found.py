@@ -11,6 +11,7 @@ import lightning_zero
 from lightning_zero.engine import Engine
 from tests.search.execution import execute
 from tests.search.programs import Backward, Check, Gradient, NewEngine, Program, Setup, Step, ZeroGrad
+from tests.support.workers import rank
 
 A, B = ((("a",), ("a",)),), ((("b",), ("b",)),)
 """One forward pass, with layer ``a`` or ``b`` of the only block, on both ranks."""
@@ -166,6 +167,66 @@ def fail_at_the_end_of_one_engine(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_an_error_that_is_kept_from_the_end_of_one_engines_backward_does_not_end_anothers_next_one(run_on, stage):
     run_on(2, fail_at_the_end_of_one_engine, stage=stage)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_layer_that_a_rank_uses_for_the_first_time_makes_no_rank_wait_for_ever(run_on, overlap):
+    """In the second backward a gradient comes after its bucket's reduction, since the first one had none there."""
+    setup = replace(
+        SETUP, stage=3, blocks=3, units="single", overlap=overlap, owner_of=(0,) * 13, bucket_numel=40, prefetch=1
+    )
+    first, second = (("", "b", "a"),) * 2, (("a", "a", "a"), ("a", "ab", "a"))
+    backwards = [Backward((uses,), window=True) for uses in (first, second) * 2]
+    found = run_on(2, execute, program=Program(setup, (*backwards, Check())))
+    assert found == [None, None], "\n".join(filter(None, found))
+
+
+class Block(torch.nn.Sequential):
+    def __init__(self):
+        super().__init__(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
+
+
+class TwoHeads(torch.nn.Module):
+    """The heads belong to the root unit; each of their layers has a bucket of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(Block() for _ in range(6))
+        layers = {name: [torch.nn.Linear(16, 16) for _ in range(3)] for name in "ab"}
+        self.heads = torch.nn.ModuleDict({name: torch.nn.Sequential(*each) for name, each in layers.items()})
+
+    def forward(self, step, rank, head):
+        x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.heads[head](x).square().mean()
+
+
+HEADS = [("a", "a"), ("a", "b"), ("b", "a"), ("b", "b"), ("a", "b"), ("a", "a"), ("b", "a")]
+
+
+def train_with_a_head_by_rank(overlap, reduction_buffers):
+    torch.manual_seed(0)
+    module, reference = TwoHeads().double(), TwoHeads().double()
+    reference.load_state_dict(module.state_dict())
+    optimizer, expected = (torch.optim.Adam(each.parameters(), lr=0.01) for each in (module, reference))
+    options = {"overlap": overlap, "reduction_buffers": reduction_buffers, "bucket_numel": 300, "unit_numel": 1000}
+    engine = Engine(module, [optimizer], stage=3, **options)
+    for step, heads in enumerate(HEADS):
+        module(step, rank(), heads[rank()]).backward()
+        sum(reference(step, r, head) / 2 for r, head in enumerate(heads)).backward()
+        for each in (optimizer, expected):
+            each.step()
+            each.zero_grad()
+    for name, value in engine.full_state_dict().items():
+        torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-9, atol=1e-9)
+    engine.close()
+
+
+@pytest.mark.parametrize(("overlap", "reduction_buffers"), [(True, 1), (True, 2), (False, 2)])
+def test_ranks_that_use_different_heads_do_not_wait_for_each_other(run_on, overlap, reduction_buffers):
+    """A rank that has all gradients of a head's buckets waits until the other one starts their reductions."""
+    run_on(2, train_with_a_head_by_rank, overlap=overlap, reduction_buffers=reduction_buffers)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

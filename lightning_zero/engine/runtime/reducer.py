@@ -64,7 +64,7 @@ class _Expectation:
     counts: list[list[int]]  # by bucket, how many gradients each parameter gets on this rank before its reduction
     order: list[int]  # buckets with gradients on any rank, in the order of reduction; same on every rank
     observed: bool = False
-    late: set[int] = field(default_factory=set)  # buckets that got a gradient after reduction; same on every rank
+    late: set[int] = field(default_factory=set)  # buckets reduced at the end of backward; same on every rank
 
 
 @dataclass
@@ -75,7 +75,7 @@ class _Backward:
     counts: list[list[int]]
     missing: list[int]  # by bucket, the number of parameters whose gradients are incomplete
     position: int = 0  # index of the next bucket in the order of reduction
-    left: set[int] = field(default_factory=set)  # buckets reduced early because backward left their unit
+    left: set[int] = field(default_factory=set)  # buckets reduced although gradients were missing
     sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) whose reduction has begun
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)
@@ -132,7 +132,7 @@ class GradientReducer:
         self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
         self.on_reduced: Callable[[Bucket, dict[int, GradientShard], list[Bucket]], None] | None = None
         self._hooks: list[Any] = []
-        schedule.on_left_in_backward = weakly(self.leave_unit)
+        schedule.on_turn_in_backward = weakly(self.turn_to)
         for number, bucket in enumerate(self._buckets):
             for slot in slots_of(bucket):
                 if slot.view.is_floating_point() or slot.view.is_complex():
@@ -188,21 +188,34 @@ class GradientReducer:
                 if self._synchronises:
                     self._launch_in_order(backward)
 
-    def leave_unit(self, unit: Unit) -> None:
-        """Reduce a unit's buckets when backward leaves the unit for the last time, with zeros for missing gradients.
+    def turn_to(self, unit: Unit, left: Unit | None) -> None:
+        """Start all reductions that another rank may have started, with zeros for missing gradients.
 
-        Otherwise ranks may deadlock: a rank with all gradients would wait for this rank in the reduction, while this
-        rank waits for the other one in the next unit's gather. Gradients that are computed later are reduced at the
-        end of backward.
+        Otherwise ranks may deadlock when they used different parameters: a rank with all gradients of a bucket would
+        wait for this rank in the reduction, while this rank waits for the other one in the gather of `unit`. Gradients
+        that are computed later are reduced at the end of backward.
+
+        Args:
+            unit: the unit whose backward begins; it is not gathered yet.
+            left: the previous unit, if backward has left it for the last time.
         """
         backward = self._backward
-        if backward is None or unit.depth or not self._synchronises:
+        if backward is None or not self._synchronises:
             return
-        for number in self._numbers_of[unit]:
-            if number not in backward.expectation.late and backward.missing[number] > 0:
-                backward.missing[number] = 0
-                backward.left.add(number)
+        for number in self._numbers_of[left] if left is not None and not left.depth else []:
+            self._leave(backward, number)
+        for number in backward.expectation.order[backward.position :] if backward.expectation.observed else []:
+            following = self._units[number]
+            is_ahead = following.outstanding and not (following.is_root or following.stays or following.held)
+            if following is unit or is_ahead:
+                break
+            self._leave(backward, number)
         self._launch_in_order(backward)
+
+    def _leave(self, backward: _Backward, number: int) -> None:
+        if number not in backward.expectation.late and backward.missing[number] > 0:
+            backward.missing[number] = 0
+            backward.left.add(number)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
         """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
@@ -243,9 +256,13 @@ class GradientReducer:
         return any(p is not but and isinstance(p.grad, WrapperTensor) for p in parameters)
 
     def _launch_in_order(self, backward: _Backward) -> None:
-        order = backward.expectation.order
-        while backward.position < len(order) and backward.missing[order[backward.position]] <= 0:
-            self._launch(backward, order[backward.position])
+        order, late = backward.expectation.order, backward.expectation.late
+        while backward.position < len(order):
+            number = order[backward.position]
+            if number not in late:
+                if backward.missing[number] > 0:
+                    return
+                self._launch(backward, number)
             backward.position += 1
 
     def _launch(self, backward: _Backward, number: int) -> None:
@@ -327,28 +344,32 @@ class GradientReducer:
 
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
         """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
-        expectation, in_order = backward.expectation, set(backward.expectation.order)
+        expectation = backward.expectation
+        in_order = set(expectation.order) - expectation.late
         # Launch these reductions before the control message: another rank, out of free buffers, may wait for one.
         for number in expectation.order[backward.position :]:
-            self._launch(backward, number)
+            if number in in_order:
+                self._launch(backward, number)
         used = [
             [count > 0 or (number, i) in backward.sent or gradients.has(i) for i, count in enumerate(counts)]
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
         late = [number in in_order and gradients.has_any for number, gradients in enumerate(self._gradients)]
+        was_left = [is_late and number in backward.left for number, is_late in enumerate(late)]
         with self._phases("wait for the other ranks", _END):
-            agreed = iter(self._communicator.control.any_rank([*chain.from_iterable(used), *late], _END))
+            agreed = iter(self._communicator.control.any_rank([*chain.from_iterable(used), *late, *was_left], _END))
         used = [[next(agreed) for _ in flags] for flags in used]
         late = [next(agreed) for _ in late]
+        was_left = [next(agreed) for _ in was_left]
 
         for number, flags in enumerate(used):
             if number not in in_order and any(flags):
                 self._launch(backward, number)
         self._collect(backward, used)
         for number in (number for number, is_late in enumerate(late) if is_late):
-            expectation.late.add(number)
             self._launch(backward, number)
         self._collect(backward, used)
+        expectation.late.update(number for number, is_left in enumerate(was_left) if is_left)
         self._learn(backward, used)
         return [
             slot

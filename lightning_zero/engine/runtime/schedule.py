@@ -108,6 +108,16 @@ class Unit:
             bucket.release()
 
 
+def _made(output: Any, inputs: Any) -> list[Tensor]:
+    """The tensors in a module's output, without inputs that it returns next to others, as T5's blocks do."""
+    tensors = list(tensors_in(output))
+    if len(tensors) < 2:
+        return tensors
+    returned = set(map(id, tensors_in(inputs)))
+    # A module may return its inputs alone on some ranks, where it skips itself; they all begin its backward.
+    return [tensor for tensor in tensors if id(tensor) not in returned] or tensors
+
+
 class Schedule:
     """Gathers each unit before its forward and its backward, and releases it when another unit begins.
 
@@ -129,7 +139,8 @@ class Schedule:
         self._expect([unit for unit in units if not unit.is_root])
         self._current: Unit | None = None  # the unit that began last, in forward or in backward
         self._is_backward = False
-        self.on_left_in_backward: Callable[[Unit], None] = lambda unit: None
+        # Called when a unit's backward begins, with the unit, and with the previous one if that has ended.
+        self.on_turn_in_backward: Callable[[Unit, Unit | None], None] = lambda unit, left: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
         self.is_joining = False  # if True, ranks may run different numbers of forwards: the order is not recorded
         self._watched = False  # whether saved-tensor hooks are active for the whole window
@@ -209,7 +220,7 @@ class Schedule:
             else:
                 calls.append(Call.ORDINARY)
 
-        def after(from_compiled: bool, module: nn.Module, args: Any, output: Any) -> Any:
+        def after(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not calls:
                 return None  # no entries, or the forward failed before the engine's pre-hook ran
             call = calls.pop()
@@ -225,7 +236,7 @@ class Schedule:
                 self._saved.outlive_attributes(scope.attributes)
             if torch.is_grad_enabled() and not unit.stays and not unit.held:
                 begin_backward = partial(self.begin_backward, unit, unit.turn)
-                for tensor in tensors_in(output):
+                for tensor in _made(output, (args, kwargs)):
                     if tensor.grad_fn is not None:  # a leaf would keep the hook forever
                         tensor.register_hook(begin_backward)
                         if unit.turn is not None:
@@ -236,7 +247,7 @@ class Schedule:
         scope.handles = [
             module.register_forward_pre_hook(OwnHook(before), prepend=True, with_kwargs=True),
             # Called even after exceptions: activation checkpointing raises one to stop a recomputation early.
-            module.register_forward_hook(OwnHook(after), always_call=True),
+            module.register_forward_hook(OwnHook(after), always_call=True, with_kwargs=True),
         ]
 
     def _take_over(self, module: nn.Module, region: Scope) -> None:
@@ -391,12 +402,14 @@ class Schedule:
             unit.turns.discard(turn)
         if self._is_backward and unit is self._current:
             return
+        left: Unit | None = None
         if not self._is_backward:
             queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
         elif self._current is not None and not any(turn.is_in_backward for turn in self._current.turns):
-            self.on_left_in_backward(self._current)
+            left = self._current
+        self._turn_to(unit, is_backward=True)
+        self.on_turn_in_backward(unit, left)
         with label("backward", unit.name) if is_profiling() else nullcontext():
-            self._turn_to(unit, is_backward=True)
             unit.gather()
             if (position := self._position.get(unit)) is not None:
                 before = self._order[max(0, position - 2 * self.prefetch) : position]
