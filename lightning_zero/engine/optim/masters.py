@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import LOAD_HOOKS, call_first, running_steps
 from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import Update, fields_by_parameter
+from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, Owner
@@ -63,6 +63,7 @@ class Masters:
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
         self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
+        self._own_entries: dict[Any, Any] = {}  # of ``optimizer.state`` before the step, those of no parameter
         self._offloaded = OffloadedStep()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._sparse_rows = {
@@ -186,7 +187,7 @@ class Masters:
         """Update a master in chunks if that is faster; otherwise set its gradient and return it for ``step``."""
         optimizer, states = self.states.optimizer, self.states.by_master
         if gradient is not None and gains_by_chunks(type(optimizer), group, master):
-            update = Update.of(optimizer, group, master.device)
+            update = Update.of(optimizer, group, master.device, self._own_entries)
             with bucket.phases("update", bucket.unit_name):
                 states[master] = updated(update, master.detach(), gradient, dict.get(states, master, {}))
             return []
@@ -199,8 +200,9 @@ class Masters:
             for owner in self.states.owners:
                 owner.begin_update()
             self.states.synchronize()
+            self._own_entries = of_no_parameter(self.states.by_master)
 
-    def begin(self, bucket: Bucket, shards: Mapping[int, GradientShard], order: Sequence[Bucket]) -> None:
+    def begin(self, bucket: Bucket, shards: Mapping[int, GradientShard], order: Iterable[Bucket]) -> None:
         """Update the offloaded masters of a bucket before ``optimizer.step`` is called.
 
         Args:
@@ -231,7 +233,8 @@ class Masters:
 
     def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
         awaits_step = bucket in self._begun
-        begin = partial(self._offloaded.update, self.states.optimizer, bucket, self._arranged_in[bucket], gradients)
+        masters = self._arranged_in[bucket]
+        begin = partial(self._offloaded.update, self.states.optimizer, bucket, masters, gradients, self._own_entries)
         bucket.update_in_background(begin, is_early=awaits_step or self.awaits_step, awaits_step=awaits_step)
 
     def _after_step(self) -> None:

@@ -92,6 +92,7 @@ class OffloadedStep:
         bucket: Bucket,
         masters: Sequence[tuple[int, Master]],
         gradients: Mapping[Master, Any],
+        own: Mapping[Any, Any],
         shown: Tensor | None,
     ) -> BackgroundWork:
         """Start to update the masters of a bucket in a thread, with the current options of their groups.
@@ -99,11 +100,12 @@ class OffloadedStep:
         Args:
             masters: the bucket's masters, each preceded by the number of its group.
             gradients: each master's gradient, or a function that returns it.
+            own: the entries of the optimizer's state that belong to no parameter, from before the step.
             shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
         """
         device = bucket.full.device
         groups, numbers = optimizer.param_groups, {number for number, _ in masters}
-        update_of = {number: Update.of(optimizer, groups[number], device) for number in numbers}
+        update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
         wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
         update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
         if bucket.states is None:

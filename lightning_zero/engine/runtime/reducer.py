@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -130,7 +130,7 @@ class GradientReducer:
         self._end: Callable[[], Any] = lambda: None
         self._number = next(_reducers)
         self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
-        self.on_reduced: Callable[[Bucket, dict[int, GradientShard], list[Bucket]], None] | None = None
+        self.on_reduced: Callable[[Bucket, dict[int, GradientShard], Iterable[Bucket]], None] | None = None
         self._hooks: list[Any] = []
         schedule.on_turn_in_backward = weakly(self.turn_to)
         for number, bucket in enumerate(self._buckets):
@@ -306,7 +306,7 @@ class GradientReducer:
         # If a unit ran twice, one run's backward may still need the unit's values when all gradients have arrived.
         is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
         if self.on_reduced is not None and backward.expectation.observed and is_done:
-            order = [self._buckets[number] for number in backward.expectation.order]
+            order = (self._buckets[number] for number in backward.expectation.order)
             self.on_reduced(bucket, shards, order)
 
     # -- at the end of backward -------------------------------------------------------------------------------------
