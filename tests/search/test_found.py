@@ -199,7 +199,7 @@ class TwoHeads(torch.nn.Module):
         x = torch.randn(4, 16, generator=torch.Generator().manual_seed(100 * step + rank), dtype=torch.float64)
         for block in self.blocks:
             x = x + block(x)
-        return self.heads[head](x).square().mean()
+        return (self.heads[head](x) if head else x).square().mean()
 
 
 HEADS = [("a", "a"), ("a", "b"), ("b", "a"), ("b", "b"), ("a", "b"), ("a", "a"), ("b", "a")]
@@ -227,6 +227,37 @@ def train_with_a_head_by_rank(overlap, reduction_buffers):
 def test_ranks_that_use_different_heads_do_not_wait_for_each_other(run_on, overlap, reduction_buffers):
     """A rank that has all gradients of a head's buckets waits until the other one starts their reductions."""
     run_on(2, train_with_a_head_by_rank, overlap=overlap, reduction_buffers=reduction_buffers)
+
+
+def repeat_a_backward_that_failed(head):
+    def fail(gradient):
+        raise KeyError("of a hook")
+
+    torch.manual_seed(0)
+    module, reference = TwoHeads().double(), TwoHeads().double()
+    reference.load_state_dict(module.state_dict())
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], stage=3, bucket_numel=300, unit_numel=1000)
+    for step in range(3):
+        loss = module(step, rank(), head)
+        handle = module.blocks[2][0].weight.register_hook(fail)
+        with pytest.raises(KeyError):
+            loss.backward(retain_graph=True)
+        handle.remove()
+        for each in (module, reference):
+            each.zero_grad()
+        loss.backward()
+        sum(reference(step, r, head) / 2 for r in range(2)).backward()
+        for parameter, expected in zip(module.parameters(), reference.parameters()):
+            if expected.grad is not None:
+                torch.testing.assert_close(lightning_zero.full_grad(parameter), expected.grad, rtol=1e-9, atol=1e-9)
+    engine.close()
+
+
+@pytest.mark.parametrize("head", ["a", None])
+def test_a_backward_that_failed_can_be_repeated_over_the_same_graph(run_on, head):
+    """Without a head, the first unit's backward begins before the first gradient."""
+    run_on(2, repeat_a_backward_that_failed, head=head)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -200,7 +200,7 @@ class GradientReducer:
             left: the previous unit, if backward has left it for the last time.
         """
         backward = self._backward
-        if backward is None or not self._synchronises:
+        if backward is None or not self._synchronises or self._end() is None:  # None: an exception ended that backward
             return
         for number in self._numbers_of[left] if left is not None and not left.depth else []:
             self._leave(backward, number)
