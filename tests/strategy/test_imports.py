@@ -52,7 +52,7 @@ def in_a_new_interpreter(code: str, *arguments: str) -> str:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     # not the Python that starts at once: Lightning is imported there already
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120, env=environment
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=280, env=environment
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
