@@ -228,7 +228,7 @@ class Update(NamedTuple):
         optimizer: Optimizer,
         group: dict[str, Any],
         device: torch.device,
-        own: Mapping[Any, Any] | None = None,
+        own: dict[Any, Any] | None = None,
     ) -> Update:
         """Make an update that runs on the CPU.
 
@@ -246,7 +246,7 @@ class Update(NamedTuple):
         if device.type != "cpu" and options.get("capturable"):
             options["capturable"] = False
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        own = tree_map_only(Tensor, Tensor.clone, of_no_parameter(optimizer.state) if own is None else dict(own))
+        own = tree_map_only(Tensor, Tensor.clone, of_no_parameter(optimizer.state) if own is None else own)
         return cls(kind, _without_hooks(kind), {**optimizer.__dict__, "state": own}, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:

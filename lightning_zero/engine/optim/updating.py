@@ -92,7 +92,7 @@ class OffloadedStep:
         bucket: Bucket,
         masters: Sequence[tuple[int, Master]],
         gradients: Mapping[Master, Any],
-        own: Mapping[Any, Any],
+        own: dict[Any, Any],
         shown: Tensor | None,
     ) -> BackgroundWork:
         """Start to update the masters of a bucket in a thread, with the current options of their groups.

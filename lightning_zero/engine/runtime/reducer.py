@@ -204,6 +204,7 @@ class GradientReducer:
             return
         for number in self._numbers_of[left] if left is not None and not left.depth else []:
             self._leave(backward, number)
+        # Backward never leaves the root and units that stay gathered. In the first backward the order is only a guess.
         for number in backward.expectation.order[backward.position :] if backward.expectation.observed else []:
             following = self._units[number]
             is_ahead = following.outstanding and not (following.is_root or following.stays or following.held)
