@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.engine import Engine
+from lightning_zero.engine.comm import backend_transport
 
 
 class Unit(nn.Module):
@@ -57,7 +58,7 @@ def time_of_others() -> Iterator[Callable[[], float]]:
     """
     spent = 0.0
     adam = import_module(torch.optim.Adam.__module__)
-    places = [(dist, "all_gather_single"), (dist, "reduce_scatter_single"), (adam, "adam")]
+    places = [(backend_transport, "all_gather_single"), (backend_transport, "reduce_scatter_single"), (adam, "adam")]
     originals = [(place, name, getattr(place, name)) for place, name in places]
 
     def timed(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -26,7 +26,7 @@ def groups_in_use() -> None:
 
     used: dict[str, set[object]] = {"gather": set(), "reduce": set()}
     with twins(2):
-        gather, reduce = backend_transport.dist.all_gather_single, backend_transport.dist.reduce_scatter_single
+        gather, reduce = backend_transport.all_gather_single, backend_transport.reduce_scatter_single
 
         def note(kind, act):
             def run(*tensors, group, **options):
@@ -36,8 +36,8 @@ def groups_in_use() -> None:
             return run
 
         with (
-            patch.object(backend_transport.dist, "all_gather_single", note("gather", gather)),
-            patch.object(backend_transport.dist, "reduce_scatter_single", note("reduce", reduce)),
+            patch.object(backend_transport, "all_gather_single", note("gather", gather)),
+            patch.object(backend_transport, "reduce_scatter_single", note("reduce", reduce)),
         ):
             module = Layers(8, 3)
             engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=3)
@@ -65,7 +65,7 @@ def reduce_complex(stage: int) -> None:
     from lightning_zero.engine.comm import backend_transport
 
     with twins(2):
-        reduce, dtypes = backend_transport.dist.reduce_scatter_single, []
+        reduce, dtypes = backend_transport.reduce_scatter_single, []
 
         def note(shard, flat, **options):
             dtypes.extend([shard.dtype, flat.dtype])
@@ -73,7 +73,7 @@ def reduce_complex(stage: int) -> None:
 
         module = Complex()
         expected = torch.autograd.grad(module(torch.arange(64.0)), module.weight)[0]
-        with patch.object(backend_transport.dist, "reduce_scatter_single", note):
+        with patch.object(backend_transport, "reduce_scatter_single", note):
             engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=stage)
             module(torch.arange(64.0)).backward()
         assert dtypes == [torch.float32, torch.float32]  # NCCL has no complex dtypes

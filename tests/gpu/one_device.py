@@ -93,8 +93,8 @@ def twins(ranks: int, cycles: int = 0) -> Iterator[list[int]]:
     dist.init_process_group(backends, store=dist.HashStore(), rank=0, world_size=ranks)
     try:
         with (
-            patch.object(backend_transport.dist, "all_gather_single", all_gather),
-            patch.object(backend_transport.dist, "reduce_scatter_single", reduce_scatter),
+            patch.object(backend_transport, "all_gather_single", all_gather),
+            patch.object(backend_transport, "reduce_scatter_single", reduce_scatter),
         ):
             yield moved
     finally:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.comm.process_group import ProcessGroup, rank
+from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_single, rank, reduce_scatter_single
 from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
 from lightning_zero.engine.plan.layout import ShardRanges
 
@@ -30,7 +30,7 @@ class BackendTransport(Transport):
         start, stop = ranges[self._rank]
         own = full[start:stop]
         if _are_equal(ranges):
-            work = dist.all_gather_single(full, own, group=self._gathers, async_op=True)
+            work = all_gather_single(full, own, group=self._gathers, async_op=True)
         else:
             work = dist.all_gather(slices_of(full, ranges), own, group=self._gathers, async_op=True)
         return Started([work.wait], [full])
@@ -40,7 +40,7 @@ class BackendTransport(Transport):
         shard = sent.new_empty(codec.size(stop - start))
         mine, all_of_it = _as_real(shard), _as_real(sent)
         if _are_equal(ranges):
-            work = dist.reduce_scatter_single(mine, all_of_it, group=self._reductions, async_op=True)
+            work = reduce_scatter_single(mine, all_of_it, group=self._reductions, async_op=True)
         else:
             encoded = [(codec.size(begin), codec.size(end)) for begin, end in ranges]
             work = dist.reduce_scatter(mine, slices_of(all_of_it, encoded), group=self._reductions, async_op=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -17,6 +18,11 @@ Store = dist.Store
 TCPStore = dist.TCPStore
 ReduceOp = dist.ReduceOp
 DistError = dist.DistError
+
+_CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
+# Before torch 2.13 they were called ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which it deprecates.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def is_initialized() -> bool:
@@ -89,8 +95,19 @@ def all_groups() -> list[ProcessGroup]:
 
 
 def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> ProcessGroup:
-    """Make a group of the given ranks of the default group, in the given order. Collective over the default group."""
-    return dist.new_group(ranks, timeout=timeout, backend=backend, sort_ranks=False)
+    """Make a group of the given ranks of the default group, in the given order. Collective over the default group.
+
+    Raises:
+        ValueError: if the order is not ascending and torch is older than 2.13, which always sorts.
+    """
+    if _CAN_KEEP_ORDER:
+        return dist.new_group(ranks, timeout=timeout, backend=backend, sort_ranks=False)
+    if ranks != sorted(ranks):
+        raise ValueError(
+            f"torch {torch.__version__} cannot make a process group of the ranks {ranks} in this order. Number the "
+            "ranks machine by machine, as torchrun does, or use torch 2.13 or newer."
+        )
+    return dist.new_group(ranks, timeout=timeout, backend=backend)
 
 
 def start(backend: str, store: Store, rank: int, world_size: int, **options: Any) -> None:

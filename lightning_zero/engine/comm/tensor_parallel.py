@@ -21,7 +21,7 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.failures import Watch, explained
-from lightning_zero.engine.comm.process_group import ProcessGroup
+from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_single
 from lightning_zero.engine.comm.small_messages import bytes_of
 from lightning_zero.engine.compat import assert_on_device, keystr, tree_leaves_with_path
 from lightning_zero.engine.plan.share import Share
@@ -251,7 +251,7 @@ class ActivationParts:
         own, marks = flat.chunk(self.size)[self.rank].clone(), mark.new_empty(self.size)
         with explained(_GATHER):
             works = [
-                dist.all_gather_single(into, part, group=self._group, async_op=True)
+                all_gather_single(into, part, group=self._group, async_op=True)
                 for into, part in ((marks, mark.view(1)), (flat, own))
             ]
 

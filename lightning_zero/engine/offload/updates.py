@@ -7,6 +7,7 @@ waits for the whole update. Here each bucket's update starts, and is awaited, se
 from __future__ import annotations
 
 import atexit
+import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -282,11 +283,41 @@ class Update(NamedTuple):
             each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
-    def fields(self, dtype: torch.dtype, shape: tuple[int, ...] = (1,)) -> dict[str, torch.dtype]:
-        """Update a small tensor, and return by name the dtypes of optimizer states that have one value per element."""
+    def try_on(
+        self, values: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer, group: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Update tensors that do not belong to the optimizer, as in its first step; return the states.
+
+        Some optimizers make states not in ``step`` but when they are constructed, as torch's Adagrad did before 2.12.
+        Then the tensors' states are like the one that ``optimizer`` has for the first parameter of ``group``.
+        """
+        try:
+            return self.act_on(values, gradients, [{} for _ in values])
+        except KeyError:
+            first = group["params"][0]
+            if not (example := optimizer.state.get(first)):
+                raise
+            return self.act_on(values, gradients, [_state_like(example, first, value) for value in values])
+
+    def fields(
+        self, dtype: torch.dtype, shape: tuple[int, ...], optimizer: Optimizer, group: dict[str, Any]
+    ) -> dict[str, torch.dtype]:
+        """Try the update on a small tensor; return by name the dtypes of states that have one value per element."""
         tried = torch.zeros(shape, dtype=dtype, device="cpu")
-        state = self.act(tried, torch.zeros_like(tried), {})
+        (state,) = self.try_on([tried], [torch.zeros_like(tried)], optimizer, group)
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+
+
+def _state_like(example: Mapping[str, Any], parameter: Tensor, value: Tensor) -> dict[str, Any]:
+    """A copy of a parameter's state for another tensor, with ones where it has one value per element."""
+
+    def like(entry: Any) -> Any:
+        if not isinstance(entry, Tensor) or entry.shape != parameter.shape:
+            return copy.deepcopy(entry)
+        dtype = torch.promote_types(entry.dtype, value.dtype) if entry.is_floating_point() else entry.dtype
+        return torch.ones_like(value, dtype=dtype)
+
+    return {key: like(entry) for key, entry in example.items()}
 
 
 def fields_by_parameter(
@@ -309,7 +340,7 @@ def fields_by_parameter(
                 update = Update.of(optimizer, group, torch.device("cpu"))
                 # for whole parameters an estimate suffices, and the optimizer may reject a matrix of zeros
                 with suppress(Exception) if whole else nullcontext():
-                    known[key] = update.fields(dtype, (2, 2) if whole else (1,))
+                    known[key] = update.fields(dtype, (2, 2) if whole else (1,), optimizer, group)
             fields.update(known.get(key, {}))
         return fields
 

@@ -74,7 +74,7 @@ def _updated(
     mine = {key: value for key, value in update.attributes.items() if key != "param_groups"}
     update = update._replace(attributes=copy.deepcopy(mine), group=copy.deepcopy({**update.group, "params": []}))
     values = [value.clone() for value in values]
-    states: list[dict[str, Any]] = [{} for _ in values]
-    for step in gradients:
+    states = update.try_on(values, gradients[0], optimizer, group)
+    for step in gradients[1:]:
         states = update.act_on(values, step, states)
     return values
