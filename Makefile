@@ -50,10 +50,14 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/tiny.py
 
+# Another version of torch than that of constraints.txt, in its own environment: make test TORCH=2.8.0 VENV=.venv-2.8
+TORCH ?=
+
 # The stamp file is newer than the two files that determine what is installed, so a second call does not install again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(RUN) -m pip install -c constraints.txt -e ".[dev]"
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
+	$(RUN) -m pip install -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
 clean:
