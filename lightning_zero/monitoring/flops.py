@@ -13,7 +13,8 @@ from lightning_zero.engine.compat import FakeTensor, TorchDispatchMode
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations in an operator call; 0 unless it is a matrix product, convolution or attention."""
-    count = flop_registry.get(func._overloadpacket)
+    operator = func._overloadpacket
+    count = _ATTENTION.get(operator) or flop_registry.get(operator)
     return count(*args, **kwargs, out_val=result) if count is not None else 0
 
 
@@ -38,16 +39,22 @@ class FlopCounter(TorchDispatchMode):
         return result
 
 
-def _attention_flops(query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, _repeated(key, query), _repeated(value, query))
 
 
-def _attention_backward_flops(
-    grad_out: Any, query: Any, key: Any, value: Any, *args: Any, out_shape: Any = None, **kwargs: Any
-) -> int:
-    return sdpa_backward_flop_count(grad_out.shape, query.shape, key.shape, value.shape)
+def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad_out.shape, query.shape, _repeated(key, query), _repeated(value, query))
 
 
-_aten = torch.ops.aten
-flop_registry.setdefault(_aten._scaled_dot_product_flash_attention_for_cpu, _attention_flops)
-flop_registry.setdefault(_aten._scaled_dot_product_flash_attention_for_cpu_backward, _attention_backward_flops)
+def _repeated(tensor: Any, query: Any) -> torch.Size:
+    """The shape of keys or values with as many heads as the queries: several query heads may share one."""
+    return torch.Size((*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:]))
+
+
+# Instead of torch's formulas, which lack the CPU, and before torch 2.12 refuse heads that are shared.
+_ATTENTION = {
+    getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): count
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for suffix, count in (("", _attention_flops), ("_backward", _attention_backward_flops))
+}

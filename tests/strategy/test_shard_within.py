@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import WeightAveraging
+from torch import Tensor
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.fabric import ZeroStrategy as FabricStrategy
@@ -77,6 +78,10 @@ def test_zero3_node_is_the_name_of_stage_3_with_shard_within(run_on):
     run_on(2, train_by_name)
 
 
+def average(averaged: Tensor, value: Tensor, count: Any) -> Tensor:
+    return averaged + (value - averaged) / (count + 1)
+
+
 def write_parameters(callback: Any, compression: str | None, precision: str) -> None:
     def run(strategy: Any, *callbacks: Callback) -> Any:
         module = partial(Learner, whole.Layered, models.adam, batches=3)
@@ -90,7 +95,12 @@ def write_parameters(callback: Any, compression: str | None, precision: str) -> 
     ("compression", "precision"),
     [("exact", "bf16-true"), pytest.param(None, "32-true", marks=pytest.mark.exhaustive)],
 )
-@pytest.mark.parametrize("callback", [partial(MagnitudePruning, 0.5), WeightAveraging], ids=["pruning", "averaging"])
+@pytest.mark.parametrize(
+    "callback",
+    # before 2.12, torch averages parameters of two dtypes only by a function of the project's own
+    [partial(MagnitudePruning, 0.5), partial(WeightAveraging, avg_fn=average)],
+    ids=["pruning", "averaging"],
+)
 def test_parameters_that_callbacks_write_reach_all_machines(run_on, callback, compression, precision):
     run_on(4, write_parameters, callback=callback, compression=compression, precision=precision)
 
