@@ -50,13 +50,15 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/tiny.py
 
-# Another version of torch than that of constraints.txt, in its own environment: make test TORCH=2.8.0 VENV=.venv-2.8
-TORCH ?=
+# Other versions than those of constraints.txt, in an environment of their own:
+# make test VENV=.venv-2.8 PINS="torch==2.8.0 torchao==0.14.1"
+PINS ?=
 
 # The stamp file is newer than the two files that determine what is installed, so a second call does not install again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/)' constraints.txt >$(VENV)/constraints.txt
+	grep -v -e '^$$' $(foreach pin,$(PINS),-e '^$(firstword $(subst ==, ,$(pin)))==') constraints.txt >$(VENV)/constraints.txt
+	printf '%s\n' $(PINS) >>$(VENV)/constraints.txt
 	$(RUN) -m pip install -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 
