@@ -87,6 +87,20 @@ def test_complex_gradients_travel_as_pairs_of_real_numbers(run_on, stage):
     run_on(1, reduce_complex, stage=stage)
 
 
+def transport_of_a_gpus_tensors() -> str:
+    from lightning_zero.engine.comm.collectives import Communicator
+    from lightning_zero.engine.plan.mesh import ALL
+
+    communicator = Communicator(None, torch.device("cuda"))  # starts nothing on a device
+    transport = communicator.along(ALL)._transport
+    communicator.close()
+    return type(transport).__name__
+
+
+def test_on_gpus_gloo_is_used_through_its_collectives_since_it_sends_only_cpu_tensors(run_on):
+    assert run_on(2, transport_of_a_gpus_tensors) == ["BackendTransport"] * 2
+
+
 def timeouts_of_own_groups() -> None:
     from lightning_zero.engine import Engine
 

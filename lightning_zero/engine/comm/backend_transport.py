@@ -1,4 +1,4 @@
-"""Transport over the backend's own collectives, used for NCCL and any other backend except Gloo."""
+"""Transport over the backend's own collectives: for NCCL and all other backends, and for Gloo except on CPUs."""
 
 from __future__ import annotations
 

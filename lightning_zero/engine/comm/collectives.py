@@ -235,7 +235,7 @@ class Communicator:
         self, backend: str, groups: Sequence[Sequence[int]] | None, gather_tag: int, reduce_tag: int
     ) -> GlooTransport | BackendTransport:
         """Make a transport within this rank's group among ``groups``; None means one group of all ranks. Collective."""
-        if backend == "gloo":
+        if backend == "gloo" and self.device.type == "cpu":  # Gloo sends and receives only tensors in CPU memory
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
         # Make new groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
