@@ -23,8 +23,6 @@ from lightning.pytorch import LightningModule
 from safetensors.torch import load, load_file, load_model, safe_open
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch._utils import _rebuild_nested_tensor
-from torch.nested._internal.nested_tensor import NestedTensor, _rebuild_njt
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -40,6 +38,7 @@ from tests.checkpoint.test_saving import save as save_on_ranks
 from tests.examples.running import REPOSITORY
 from tests.numbers.test_host_memory import anonymous
 from tests.support import rank
+from tests.support.allowed import nested_allowed
 from tests.support.trainer import fit, make_trainer
 from tests.support.training import same_tensors
 
@@ -229,14 +228,7 @@ NOT_DENSE = {
 }
 
 
-@pytest.fixture
-def nested_allowed():
-    """From 2.14 on, torch loads nested tensors only if they are allowed."""
-    with torch.serialization.safe_globals([_rebuild_nested_tensor, _rebuild_njt, NestedTensor]):
-        yield
-
-
-@pytest.mark.usefixtures("nested_allowed")
+@nested_allowed()
 @pytest.mark.parametrize("kind", NOT_DENSE)
 def test_sparse_and_nested_tensors_are_inspected_and_converted_but_not_exported(tmp_path, kind, capsys):
     tensor, what = NOT_DENSE[kind], "full/data/0"

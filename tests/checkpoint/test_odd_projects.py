@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
+from tests.support.allowed import nested_allowed
 from tests.support.training import same_values
 from tests.support.workers import world_size
 from tests.trainer.cases import Net, fit, observed
@@ -208,6 +209,7 @@ class WithUnusualBuffers(Net):
         self.nested = state["nested"]
 
 
+@nested_allowed()
 def with_unusual_buffers(form: str, is_async: bool, folder: Path) -> None:
     path = saved_by(form, WithUnusualBuffers, folder, is_async=is_async)
     other = WithUnusualBuffers()
