@@ -51,7 +51,7 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/tiny.py
 
 # Other versions than those of constraints.txt, in an environment of their own:
-# make test VENV=.venv-2.8 PINS="torch==2.8.0 torchao==0.14.1"
+# make test VENV=.venv-2.10 PINS="torch==2.10.0 numpy==2.2.0"
 PINS ?=
 
 # The stamp file is newer than the two files that determine what is installed, so a second call does not install again.

@@ -478,7 +478,7 @@ def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) 
             "parameters must do so on every rank, not inside 'if rank == 0:'"
         )
     found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in paths}
-    return Metadata(found, paths, storage, StorageMeta(save_id=SAVE_ID), *_DCP_VERSION)
+    return Metadata(found, paths, storage, StorageMeta(save_id=SAVE_ID), _DCP_VERSION)
 
 
 def _is_whole(tensor: TensorStorageMetadata | None) -> bool:

@@ -2,7 +2,7 @@
 
 No other file uses ``torch._...``, a private name of a torch module or a private attribute of torch's objects, so only
 this file has to be checked against a new version of torch. ``tests/engine/test_compat.py`` has a test for each name.
-Checked with torch 2.8, 2.11, 2.13 and 2.15. Exceptions: private names of ``torch.distributed`` are in
+Checked with torch 2.10, 2.11, 2.13 and 2.15. Exceptions: private names of ``torch.distributed`` are in
 ``comm/process_group.py``, since only ``comm`` may import that package; private attributes of data loaders are in
 ``strategies/resuming.py``; and all files may read ``tensor._version``, ``module._parameters`` and
 ``operator._schema``, since torch has had them for years, and wrapper functions would cost time in each step.
@@ -180,16 +180,12 @@ def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
     return unpickler.load()
 
 
-def dcp_internals() -> tuple[Any, Any, tuple[str, ...]]:
-    """Internals of ``torch.distributed.checkpoint``: (function that flattens dicts, storage info class, version).
-
-    The version is the last argument of ``Metadata``; it is empty before torch 2.9, which has no such argument.
-    """
-    from torch.distributed.checkpoint import filesystem
+def dcp_internals() -> tuple[Any, Any, str]:
+    """Internals of ``torch.distributed.checkpoint``: (function that flattens dicts, storage info class, version)."""
     from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-    version = getattr(filesystem, "CURRENT_DCP_VERSION", None)
-    return flatten_state_dict, filesystem._StorageInfo, () if version is None else (version,)
+    return flatten_state_dict, _StorageInfo, CURRENT_DCP_VERSION
 
 
 # -- hooks and modules -------------------------------------------------------------------------------------------------
