@@ -205,7 +205,7 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
         if not tensor.numel():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         # not ``untyped_storage().nbytes()``, which is too large with torch 2.10
-        last = tensor.storage_offset() + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
+        last = int(tensor.storage_offset()) + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
         part = files.part("", offset_in_file(tensor), (last + 1) * tensor.itemsize)
         flat = torch.frombuffer(part, dtype=tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
