@@ -231,6 +231,30 @@ def test_an_unknown_elementwise_optimizer_trains_as_under_ddp_when_the_user_allo
     run_on(2, train_both, stage=stage, **option)
 
 
+class Unasked(Optimizer):
+    """Like many projects' own: its step has the argument ``closure``, as torch's base class asks, and ignores it."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["velocity"] = p.grad + 0.5 * state.get("velocity", 0)
+            p.sub_(state["velocity"], alpha=self.param_groups[0]["lr"])
+
+
+def unasked(model: nn.Module) -> Optimizer:
+    return make(Unasked, model)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("offload", [None, "cpu"])
+def test_an_optimizer_that_ignores_its_closure_trains_as_under_ddp(run_on, stage, offload):
+    run_on(2, train_both, stage=stage, optimizer=unasked, whole_parameters=False, offload=offload)
+
+
 class LearnerWithLBFGS(Learner):
     def configure_optimizers(self) -> Optimizer:
         return LBFGS(self.parameters())

@@ -8,11 +8,12 @@ more adjacent segments in a bucket. The update thus takes few kernels, and each 
 
 from __future__ import annotations
 
+import dis
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -132,7 +133,9 @@ class Masters:
             self.recover()  # an earlier step has raised
         self._put_back()  # in a nested call: a subclass's ``step`` has called its base class's ``step``
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
-        if closure is None and "closure" not in inspect.signature(optimizer.step).parameters:
+        has_none = closure is None and "closure" not in inspect.signature(optimizer.step).parameters
+        kind: Any = type(optimizer)
+        if has_none or _ignores_closure(kind):
             self._swap_in()
             return None
 
@@ -426,6 +429,17 @@ def masters_that_hold(parameter: Tensor) -> Masters | None:
         if any(held is parameter for group in optimizer.param_groups for held in group["params"]):
             return masters
     return None
+
+
+@cache
+def _ignores_closure(kind: Any) -> bool:
+    """Whether an optimizer's ``step`` has an argument ``closure`` that its code never reads."""
+    code = getattr(inspect.unwrap(kind.step), "__code__", None)
+    if code is None or "closure" not in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]:
+        return False
+    # one instruction may read two variables (Python 3.13)
+    names = (each.argval if isinstance(each.argval, tuple) else (each.argval,) for each in dis.get_instructions(code))
+    return not any("closure" in read for read in names)
 
 
 def make_room(optimizer: Optimizer) -> None:
