@@ -50,15 +50,20 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/tiny.py
 
-# Other versions than those of constraints.txt, in an environment of their own:
+# Versions other than those in constraints.txt, in a separate environment:
 # make test VENV=.venv-2.10 PINS="torch==2.10.0 numpy==2.2.0"
 PINS ?=
+ifneq ($(PINS),)
+ifeq ($(VENV),.venv)
+$(error PINS needs a separate environment: make ... VENV=.venv-NAME PINS="$(PINS)")
+endif
+endif
 
 # The stamp file is newer than the two files that determine what is installed, so a second call does not install again.
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	grep -v -e '^$$' $(foreach pin,$(PINS),-e '^$(firstword $(subst ==, ,$(pin)))==') constraints.txt >$(VENV)/constraints.txt
-	printf '%s\n' $(PINS) >>$(VENV)/constraints.txt
+	printf '%s\n' $(foreach pin,$(PINS),'$(pin)') >>$(VENV)/constraints.txt
 	$(RUN) -m pip install -c $(VENV)/constraints.txt -e ".[dev]"
 	touch $@
 

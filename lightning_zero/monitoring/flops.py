@@ -1,4 +1,4 @@
-"""Count floating-point operations with torch's formulas, and add formulas for attention on CPUs."""
+"""Count floating-point operations with torch's formulas, and with formulas of its own for fused attention."""
 
 from __future__ import annotations
 
@@ -52,7 +52,8 @@ def _repeated(tensor: Any, query: Any) -> torch.Size:
     return torch.Size((*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:]))
 
 
-# Instead of torch's formulas, which lack the CPU, and before torch 2.12 refuse heads that are shared.
+# Used instead of torch's formulas, which have none for the CPU's kernel, and before torch 2.12 raise an error if query
+# heads share keys.
 _ATTENTION = {
     getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}{suffix}"): count
     for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")

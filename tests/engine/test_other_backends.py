@@ -101,6 +101,36 @@ def test_on_gpus_gloo_is_used_through_its_collectives_since_it_sends_only_cpu_te
     assert run_on(2, transport_of_a_gpus_tensors) == ["BackendTransport"] * 2
 
 
+def gather_over_gloo(ranges: list[tuple[int, int]]) -> None:
+    from lightning_zero.engine.comm.backend_transport import BackendTransport
+
+    transport = BackendTransport(dist.new_group(), dist.new_group())
+    full, (start, stop) = torch.full((8,), -1.0), ranges[rank()]
+    full[start:stop] = torch.arange(8.0)[start:stop]
+    for wait in transport.all_gather(full, ranges, 0).waits:
+        wait()
+    assert torch.equal(full, torch.arange(8.0))
+
+
+@pytest.mark.parametrize("ranges", [[(0, 4), (4, 8)], [(0, 3), (3, 8)], [(0, 0), (0, 8)]], ids=str)
+def test_collectives_of_gloo_gather_slices_of_any_lengths(run_on, ranges):
+    run_on(2, gather_over_gloo, ranges=ranges)
+
+
+def group_in_another_order() -> str:
+    from lightning_zero.engine.comm import process_group
+
+    with patch.object(process_group, "_CAN_KEEP_ORDER", False), pytest.raises(ValueError) as refused:
+        process_group.new_group([1, 0], "gloo", None)
+    assert dist.get_process_group_ranks(process_group.new_group([0, 1], "gloo", None)) == [0, 1]
+    return str(refused.value)
+
+
+def test_torch_before_2_13_makes_no_process_group_in_another_order(run_on):
+    for said in run_on(2, group_in_another_order):
+        assert "cannot make a process group of the ranks [1, 0] in this order" in said
+
+
 def timeouts_of_own_groups() -> None:
     from lightning_zero.engine import Engine
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 from tests.numbers.test_offload import OFFLOADS, Wide, train
+from tests.support import whole
 from tests.support.training import CLOSE, Recipe, same_runs, same_values, train_ddp, train_zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -34,6 +35,12 @@ def test_a_run_equals_ddps(run_on, device, stage):
 def test_a_run_that_clips_and_accumulates_equals_ddps(run_on, device, stage):
     recipe = Recipe(Wide, steps=4, micro_batches=3, clip=clip, device=device)
     run_on(2, is_ddps, timeout=170, recipe=recipe, stage=stage, units=[nn.Linear])
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_owners_of_whole_parameters_train_as_under_ddp(run_on, device, stage):
+    recipe = Recipe(whole.Layered, whole.muon_and_adamw, steps=4, device=device)
+    run_on(2, is_ddps, timeout=170, recipe=recipe, stage=stage)
 
 
 def sgd(module: nn.Module) -> torch.optim.Optimizer:

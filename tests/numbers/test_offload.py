@@ -295,17 +295,32 @@ class Descent(torch.optim.Optimizer):
             p.sub_(p.grad)
 
 
+class Scaled(Wide):
+    """A parameter is frozen, and another has a single element, like the step count in an optimizer's state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.weight.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.scale * super().forward(tokens, targets)
+
+
 class Accumulating(Descent):
     """Adagrad that makes its states when it is constructed, as torch's did before 2.12."""
 
     def __init__(self, module: nn.Module) -> None:
-        super().__init__(module.parameters())
-        for p in module.parameters():
-            self.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, 0.25)}
+        parameters = list(module.parameters())
+        super().__init__(sorted(parameters, key=lambda p: (p.requires_grad, p.dim())))
+        for p in parameters:
+            if p.requires_grad:
+                self.state[p] = {"step": torch.tensor(0.0), "sum": torch.full_like(p, 0.25)}
 
     @torch.no_grad()
     def step(self) -> None:
         for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            p.mul_(0.5)  # before an error for want of states
             self.state[p]["step"] += 1
             self.state[p]["sum"].addcmul_(p.grad, p.grad)
             p.addcdiv_(p.grad, self.state[p]["sum"].sqrt(), value=-0.1)
@@ -314,7 +329,7 @@ class Accumulating(Descent):
 @ON_BOTH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_states_that_an_optimizer_makes_when_it_is_constructed_are_offloaded(run_on, dtype, offload):
-    recipe = Recipe(Wide, Accumulating, steps=3, dtype=dtype)
+    recipe = Recipe(Scaled, Accumulating, steps=3, dtype=dtype)
     run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, whole_parameters=False)
 
 

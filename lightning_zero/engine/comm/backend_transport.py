@@ -1,4 +1,4 @@
-"""Transport over the backend's own collectives: for NCCL and all other backends, and for Gloo except on CPUs."""
+"""Transport over the backend's own collectives: for all backends, except Gloo on CPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_single, rank, reduce_scatter_single
+from lightning_zero.engine.comm.process_group import (
+    ProcessGroup,
+    all_gather_single,
+    backend_name,
+    rank,
+    reduce_scatter_single,
+)
 from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
 from lightning_zero.engine.plan.layout import ShardRanges
 
@@ -15,7 +21,7 @@ from lightning_zero.engine.plan.layout import ShardRanges
 class BackendTransport(Transport):
     """Uses the backend's all-gathers and reduce-scatters; the backend sums encoded values in the codec's dtype.
 
-    Slices of unequal lengths are passed as lists of tensors.
+    Slices of unequal lengths are passed as lists of tensors, or broadcast one by one.
 
     Args:
         gathers, reductions: the process groups for gathers and for reductions. In a single group, all ranks would
@@ -25,15 +31,22 @@ class BackendTransport(Transport):
 
     def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None:
         self._gathers, self._reductions, self._rank = gathers, reductions, rank(gathers)
+        self._is_gloo = backend_name(gathers) == "gloo"
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
         start, stop = ranges[self._rank]
         own = full[start:stop]
         if _are_equal(ranges):
-            work = all_gather_single(full, own, group=self._gathers, async_op=True)
+            works = [all_gather_single(full, own, group=self._gathers, async_op=True)]
+        elif self._is_gloo:  # which gathers only slices of one length
+            works = [
+                dist.broadcast(part, group=self._gathers, async_op=True, group_src=source)
+                for source, part in enumerate(slices_of(full, ranges))
+                if part.numel()
+            ]
         else:
-            work = dist.all_gather(slices_of(full, ranges), own, group=self._gathers, async_op=True)
-        return Started([work.wait], [full])
+            works = [dist.all_gather(slices_of(full, ranges), own, group=self._gathers, async_op=True)]
+        return Started([work.wait for work in works], [full])
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         (start, stop), dtype, sent = ranges[self._rank], flat.dtype, codec.encode(flat)

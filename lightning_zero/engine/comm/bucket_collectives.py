@@ -119,8 +119,8 @@ class BucketCollectives:
 
         Args:
             flat: 1-D and contiguous. Its contents may be overwritten.
-            codec: encodes the values to be sent. Over Gloo and shared memory, received values are added to this rank's
-                unencoded slice in the buffer's own dtype; other backends sum in the codec's dtype.
+            codec: encodes the values to be sent. On CPUs (Gloo, shared memory), received values are added to this
+                rank's unencoded slice in the buffer's own dtype; otherwise the backend sums in the codec's dtype.
             what: a description of what is summed, for error messages.
         """
         assert self._transport is not None, "with one rank, gradients are not reduced"

@@ -20,7 +20,7 @@ ReduceOp = dist.ReduceOp
 DistError = dist.DistError
 
 _CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
-# Before torch 2.13 they were called ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which it deprecates.
+# Torch before 2.13 has them only as ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which 2.13 deprecates.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 

@@ -289,15 +289,21 @@ class Update(NamedTuple):
         """Update tensors that do not belong to the optimizer, as in its first step; return the states.
 
         Some optimizers make states not in ``step`` but when they are constructed, as torch's Adagrad did before 2.12.
-        Then the tensors' states are like the one that ``optimizer`` has for the first parameter of ``group``.
+        Then the tensors' states are like the one that ``optimizer`` has for a parameter of ``group``.
         """
+        copies = [(value.clone(), gradient.clone()) for value, gradient in zip(values, gradients)]
         try:
             return self.act_on(values, gradients, [{} for _ in values])
         except KeyError:
-            first = group["params"][0]
-            if not (example := optimizer.state.get(first)):
+            known = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
+            if not known:
                 raise
-            return self.act_on(values, gradients, [_state_like(example, first, value) for value in values])
+            example = max(known, key=Tensor.numel)  # of several elements, unlike a step count, if there is one
+            for value, gradient, copied in zip(values, gradients, copies):
+                value.copy_(copied[0])
+                gradient.copy_(copied[1])
+            state = optimizer.state[example]
+            return self.act_on(values, gradients, [_state_like(state, example, value) for value in values])
 
     def fields(
         self, dtype: torch.dtype, shape: tuple[int, ...], optimizer: Optimizer, group: dict[str, Any]
@@ -312,8 +318,10 @@ def _state_like(example: Mapping[str, Any], parameter: Tensor, value: Tensor) ->
     """A copy of a parameter's state for another tensor, with ones where it has one value per element."""
 
     def like(entry: Any) -> Any:
-        if not isinstance(entry, Tensor) or entry.shape != parameter.shape:
+        if not isinstance(entry, Tensor):
             return copy.deepcopy(entry)
+        if entry.shape != parameter.shape:
+            return entry.detach().to(value.device, copy=True)
         dtype = torch.promote_types(entry.dtype, value.dtype) if entry.is_floating_point() else entry.dtype
         return torch.ones_like(value, dtype=dtype)
 
