@@ -202,11 +202,10 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
         checkpoint = load_torch(files.local_path, weights_only=weights_only)
 
     def mapped(tensor: Tensor) -> Tensor:
-        if not tensor.numel():
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        # not ``untyped_storage().nbytes()``, which is too large with torch 2.10
-        last = int(tensor.storage_offset()) + sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride()))
-        part = files.part("", offset_in_file(tensor), (last + 1) * tensor.itemsize)
+        part = files.part("", offset_in_file(tensor), storage.nbytes())
         flat = torch.frombuffer(part, dtype=tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 

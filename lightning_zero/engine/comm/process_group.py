@@ -118,11 +118,10 @@ def start(backend: str, store: Store, rank: int, world_size: int, **options: Any
 def destroy(group: ProcessGroup | None = None) -> None:
     """Destroy a process group; None destroys the default group and all others."""
     if group is None and "torch.distributed.tensor" in sys.modules:
-        from torch.distributed.tensor import debug
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         # DTensor caches results with their meshes, and would communicate in groups that no longer exist.
-        debug._clear_python_sharding_prop_cache()
-        debug._clear_fast_path_sharding_prop_cache()
+        _clear_sharding_prop_cache()
     dist.destroy_process_group(group)
 
 
