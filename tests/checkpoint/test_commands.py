@@ -256,7 +256,7 @@ def test_sparse_and_nested_tensors_are_inspected_and_converted_but_not_exported(
     data[data.index(torch.tensor([3.0, 5.0]).numpy().tobytes())] ^= 1
     path.write_bytes(data)
     assert run("verify", path) == 1
-    # torch loads no tensors of some kinds as fake tensors, and from 2.14 on of none of these
+    # torch loads no tensors of some kinds as fake tensors, and torch 2.15 of none of these
     with FakeTensorMode(), suppress(Exception):
         torch.load(path, weights_only=True)
         what = "state_dict.w"

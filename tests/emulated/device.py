@@ -89,7 +89,7 @@ def _module() -> types.ModuleType:
         device=lambda index: nullcontext(),
         is_available=lambda: True,
         is_initialized=lambda: True,
-        _lazy_init=lambda: None,  # without it, torch before 2.13 assumes that the device is unused
+        _lazy_init=lambda: None,  # without it, torch 2.11 assumes that the device is unused
         device_count=lambda: 1,
         current_device=lambda: 0,
         set_device=lambda index: None,

@@ -126,7 +126,7 @@ def group_in_another_order() -> str:
     return str(refused.value)
 
 
-def test_torch_before_2_13_makes_no_process_group_in_another_order(run_on):
+def test_torch_before_2_12_makes_no_process_group_in_another_order(run_on):
     for said in run_on(2, group_in_another_order):
         assert "cannot make a process group of the ranks [1, 0] in this order" in said
 

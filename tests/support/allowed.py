@@ -12,6 +12,6 @@ from torch.nested._internal.nested_tensor import NestedTensor, _rebuild_njt
 
 @contextmanager
 def nested_allowed() -> Iterator[None]:
-    """Context in which nested tensors are loaded; from 2.14 on, torch refuses them otherwise."""
+    """Context in which nested tensors are loaded; from 2.15 on, torch refuses them otherwise."""
     with torch.serialization.safe_globals([_rebuild_nested_tensor, _rebuild_njt, NestedTensor]):
         yield

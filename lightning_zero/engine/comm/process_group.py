@@ -98,14 +98,14 @@ def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> Proc
     """Make a group of the given ranks of the default group, in the given order. Collective over the default group.
 
     Raises:
-        ValueError: if the order is not ascending and torch is older than 2.13, which always sorts.
+        ValueError: if the order is not ascending and torch is older than 2.12, which always sorts.
     """
     if _CAN_KEEP_ORDER:
         return dist.new_group(ranks, timeout=timeout, backend=backend, sort_ranks=False)
     if ranks != sorted(ranks):
         raise ValueError(
             f"torch {torch.__version__} cannot make a process group of the ranks {ranks} in this order. Number the "
-            "ranks machine by machine, as torchrun does, or use torch 2.13 or newer."
+            "ranks machine by machine, as torchrun does, or use torch 2.12 or newer."
         )
     return dist.new_group(ranks, timeout=timeout, backend=backend)
 
