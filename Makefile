@@ -51,7 +51,7 @@ bench: $(INSTALLED)
 	$(RUN) benchmarks/tiny.py
 
 # Versions other than those in constraints.txt, in a separate environment:
-# make test VENV=.venv-2.11 PINS="torch==2.11.0 numpy==2.2.0"
+# make test VENV=.venv-2.11 PINS="torch==2.11.0 setuptools==81.0.0"
 PINS ?=
 ifneq ($(PINS),)
 ifeq ($(VENV),.venv)
