@@ -107,9 +107,11 @@ def gather_over_gloo(ranges: list[tuple[int, int]]) -> None:
     transport = BackendTransport(dist.new_group(), dist.new_group())
     full, (start, stop) = torch.full((8,), -1.0), ranges[rank()]
     full[start:stop] = torch.arange(8.0)[start:stop]
+    version = full._version
     for wait in transport.all_gather(full, ranges, 0).waits:
         wait()
     assert torch.equal(full, torch.arange(8.0))
+    assert full._version == version, "autograd would refuse what it has saved"
 
 
 @pytest.mark.parametrize("ranges", [[(0, 4), (4, 8)], [(0, 3), (3, 8)], [(0, 0), (0, 8)]], ids=str)
