@@ -35,17 +35,18 @@ class BackendTransport(Transport):
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
         start, stop = ranges[self._rank]
-        own = full[start:stop]
+        filled = full.data  # so that writes do not increment the version that autograd checks, as some of Gloo's do
+        own = filled[start:stop]
         if _are_equal(ranges):
-            works = [all_gather_single(full, own, group=self._gathers, async_op=True)]
+            works = [all_gather_single(filled, own, group=self._gathers, async_op=True)]
         elif self._is_gloo:  # which gathers only slices of one length
             works = [
                 dist.broadcast(part, group=self._gathers, async_op=True, group_src=source)
-                for source, part in enumerate(slices_of(full, ranges))
+                for source, part in enumerate(slices_of(filled, ranges))
                 if part.numel()
             ]
         else:
-            works = [dist.all_gather(slices_of(full, ranges), own, group=self._gathers, async_op=True)]
+            works = [dist.all_gather(slices_of(filled, ranges), own, group=self._gathers, async_op=True)]
         return Started([work.wait for work in works], [full])
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
