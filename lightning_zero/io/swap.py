@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from functools import partial
 from itertools import chain
 from threading import Lock
@@ -72,20 +72,21 @@ class SwapFile(DirectFile):
         super().close()
 
     def read(self, into: memoryview, position: int) -> None:
-        with self._named_in_errors("read", into, position):
+        try:
             super().read(into, position)
+        except OSError as error:
+            raise self._named(error, "read", into, position) from error
 
     def write(self, data: memoryview, position: int) -> None:
-        with self._named_in_errors("written", data, position):
-            super().write(data, position)
-
-    @contextmanager
-    def _named_in_errors(self, done: str, memory: memoryview, position: int) -> Iterator[None]:
         try:
-            yield
+            super().write(data, position)
         except OSError as error:
-            message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
-            raise OSError(error.errno, message, self.path) from error
+            raise self._named(error, "written", data, position) from error
+
+    def _named(self, error: OSError, done: str, memory: memoryview, position: int) -> OSError:
+        """The error with what failed. Not raised by a context manager, whose frame would form a cycle in Python 3.12."""
+        message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
+        return OSError(error.errno, message, self.path)
 
 
 class Extent(NamedTuple):
