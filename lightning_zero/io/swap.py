@@ -84,7 +84,7 @@ class SwapFile(DirectFile):
             raise self._named(error, "written", data, position) from error
 
     def _named(self, error: OSError, done: str, memory: memoryview, position: int) -> OSError:
-        """The error with what failed. Not raised by a context manager, whose frame would form a cycle in Python 3.12."""
+        """The error with what failed. Raised by no context manager: its frame would form a cycle in Python 3.12."""
         message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
         return OSError(error.errno, message, self.path)
 
