@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ import torch.distributed.checkpoint as dcp
 from lightning.pytorch import LightningModule
 from safetensors.torch import load, load_file, load_model, safe_open
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_flatten_with_path
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
@@ -231,7 +230,7 @@ NOT_DENSE = {
 @nested_allowed()
 @pytest.mark.parametrize("kind", NOT_DENSE)
 def test_sparse_and_nested_tensors_are_inspected_and_converted_but_not_exported(tmp_path, kind, capsys):
-    tensor, what = NOT_DENSE[kind], "full/data/0"
+    tensor = NOT_DENSE[kind]
 
     def dense(value: Tensor) -> Tensor:
         return value.to_padded_tensor(-1.0) if value.is_nested else value.to_dense()
@@ -256,10 +255,8 @@ def test_sparse_and_nested_tensors_are_inspected_and_converted_but_not_exported(
     data[data.index(torch.tensor([3.0, 5.0]).numpy().tobytes())] ^= 1
     path.write_bytes(data)
     assert run("verify", path) == 1
-    # torch loads no tensors of some kinds as fake tensors, and torch 2.15 of none of these
-    with FakeTensorMode(), suppress(Exception):
-        torch.load(path, weights_only=True)
-        what = "state_dict.w"
+    # torch has no fake tensors of other kinds, and 2.15 loads none of this kind
+    what = "state_dict.w" if kind == "sparse_coo" and torch.__version__ < (2, 15) else "full/data/0"
     assert f"is damaged: {what}, bytes" in capsys.readouterr().err
 
 

@@ -150,5 +150,5 @@ def test_setup_adds_only_a_few_instructions_per_rank_whatever_the_model(run_on, 
         (counts,) = run_on(1, count_each, stage=stage, sizes=[(tensors, 5, 8), (tensors, 5, 1024)])
         (few, _), (many, _) = counts
         more.append(many - few)
-    # all of them torch's own, for process groups: 38 a rank with torch 2.13, 56 with 2.15
-    assert max(more) <= 60 * (1024 - 8), f"{more} instructions for 1016 ranks more, with 20 and 40 tensors"
+    few = 50 if torch.__version__ < (2, 15) else 60  # 38 and 56, all of them torch's own, for process groups
+    assert max(more) <= few * (1024 - 8), f"{more} instructions for 1016 ranks more, with 20 and 40 tensors"

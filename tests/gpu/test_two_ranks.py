@@ -7,17 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
+from tests.emulated.test_training import clip, sgd
 from tests.numbers.test_offload import OFFLOADS, Wide, train
 from tests.support import whole
 from tests.support.training import CLOSE, Recipe, same_runs, same_values, train_ddp, train_zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-
-
-def clip(parameters: Any) -> Any:
-    return clip_grad_norm_(parameters, 0.01)
 
 
 def is_ddps(recipe: Recipe, stage: int, **options: Any) -> None:
@@ -41,11 +37,6 @@ def test_a_run_that_clips_and_accumulates_equals_ddps(run_on, device, stage):
 def test_owners_of_whole_parameters_train_as_under_ddp(run_on, device, stage):
     recipe = Recipe(whole.Layered, whole.muon_and_adamw, steps=4, device=device)
     run_on(2, is_ddps, timeout=170, recipe=recipe, stage=stage)
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """SGD that rounds once per element, whichever operations a device fuses."""
-    return torch.optim.SGD(module.parameters(), lr=2.0**-4, momentum=0.5)
 
 
 def is_as_without_offload(recipe: Recipe, stage: int, offload: str) -> None:

@@ -82,6 +82,10 @@ def average(averaged: Tensor, value: Tensor, count: Any) -> Tensor:
     return averaged + (value - averaged) / (count + 1)
 
 
+# before 2.12, torch averages parameters of two dtypes only by a function of the project's own
+AVERAGING = WeightAveraging if torch.__version__ >= (2, 12) else partial(WeightAveraging, avg_fn=average)
+
+
 def write_parameters(callback: Any, compression: str | None, precision: str) -> None:
     def run(strategy: Any, *callbacks: Callback) -> Any:
         module = partial(Learner, whole.Layered, models.adam, batches=3)
@@ -95,12 +99,7 @@ def write_parameters(callback: Any, compression: str | None, precision: str) -> 
     ("compression", "precision"),
     [("exact", "bf16-true"), pytest.param(None, "32-true", marks=pytest.mark.exhaustive)],
 )
-@pytest.mark.parametrize(
-    "callback",
-    # before 2.12, torch averages parameters of two dtypes only by a function of the project's own
-    [partial(MagnitudePruning, 0.5), partial(WeightAveraging, avg_fn=average)],
-    ids=["pruning", "averaging"],
-)
+@pytest.mark.parametrize("callback", [partial(MagnitudePruning, 0.5), AVERAGING], ids=["pruning", "averaging"])
 def test_parameters_that_callbacks_write_reach_all_machines(run_on, callback, compression, precision):
     run_on(4, write_parameters, callback=callback, compression=compression, precision=precision)
 

@@ -168,7 +168,7 @@ class Communicator:
             return groups if self.shards_within else topology
 
         topology, exchanges = None, None
-        if backend == "gloo" and self.device.type == "cpu" and self._timeout is not None:
+        if self._may_send(backend) and self._timeout is not None:
             topology, exchanges = connect(self.rank, self._timeout, self.control.gather_objects, groups_of)
         elif shard_within is not None:
             topology = machines_of(self.control.gather_objects)
@@ -178,7 +178,7 @@ class Communicator:
 
         groups, machine = groups_of(topology), set(topology.within(self.rank))
         self.is_on_one_machine = len(machine) == self.size
-        self.may_compress = backend == "gloo" and self.device.type == "cpu" and not self.is_on_one_machine
+        self.may_compress = self._may_send(backend) and not self.is_on_one_machine
         here = groups.within(self.rank)
         within: SharedMemoryTransport | None = None
         if exchanges is not None:
@@ -231,11 +231,15 @@ class Communicator:
     def _collectives(self, transport: Transport, across: Sequence[int] = ()) -> BucketCollectives:
         return BucketCollectives(transport, self.counters, across, self.watch)
 
+    def _may_send(self, backend: str) -> bool:
+        """Whether ranks may send each other tensors by Gloo, which sends and receives only tensors in CPU memory."""
+        return backend == "gloo" and self.device.type == "cpu"
+
     def _transport(
         self, backend: str, groups: Sequence[Sequence[int]] | None, gather_tag: int, reduce_tag: int
     ) -> GlooTransport | BackendTransport:
         """Make a transport within this rank's group among ``groups``; None means one group of all ranks. Collective."""
-        if backend == "gloo" and self.device.type == "cpu":  # Gloo sends and receives only tensors in CPU memory
+        if self._may_send(backend):
             members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
             return GlooTransport(self.group, gather_tag, reduce_tag, members)
         # Make new groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
