@@ -27,7 +27,7 @@ from lightning_zero.engine.compat import (
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
-from lightning_zero.engine.runtime.scope import Call, Scope, regions
+from lightning_zero.engine.runtime.scope import Call, Entry, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
 
@@ -158,20 +158,18 @@ class Schedule:
             scopes: dict[int, Scope] = {}
             for name, owners in plan.owners.items():
                 slot = slots[name]
-                parameter, view = slot.parameter, slot.view
+                to_dtensor: Callable[[Tensor], Tensor] | None = None
+                if slot.placed.placements is not None:
+                    to_dtensor = partial(slot.bucket.communicator.tensor.shown, placed=slot.placed)
                 for owner in owners:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
-                    scope.entries.append((owner.module._parameters, owner.attribute, parameter, view))
-                    if slot.placed.placements is not None:
-                        scope.shown[view] = partial(slot.bucket.communicator.tensor.shown, view, slot.placed)
-                    if isinstance(owner.module, nn.RNNBase) and weakref.ref(owner.module) not in scope.recurrent:
-                        scope.recurrent.append(weakref.ref(owner.module))
+                    holder = owner.module._parameters
+                    scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
             if unit.is_root:
                 for module in regions(root, set(scopes)):
                     scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
             for scope in scopes.values():
-                scope.refresh_recurrent()
                 self._hook(unit, scope)
             self._scopes += scopes.values()
 
@@ -209,7 +207,7 @@ class Schedule:
                 calls.append(Call.REPLACED)
                 return
             self._enter(unit)
-            scope.swap_in()
+            scope.enter_forward()
             if is_profiling():
                 unit.labels.append(label("forward", unit.name))
                 unit.labels[-1].__enter__()
@@ -226,7 +224,7 @@ class Schedule:
             call = calls.pop()
             if call is Call.REPLACED:
                 return None
-            scope.swap_out()
+            scope.leave_forward()
             if unit.labels:
                 unit.labels.pop().__exit__(None, None, None)
             if call is Call.WATCHED:
@@ -259,8 +257,6 @@ class Schedule:
                 scope.remove()
                 self._scopes.remove(scope)
                 region.entries += scope.entries
-                region.shown |= scope.shown
-                region.recurrent += scope.recurrent
 
     def check_in_place(self, *, in_forward: bool = False) -> None:
         """Raise if the user has replaced parameters of the module: the engine would not train the new parameters.
@@ -270,11 +266,10 @@ class Schedule:
                 ``full_parameters``, ``torch.func.functional_call`` and ``torch.export``.
         """
         for scope in self._scopes:
-            for holder, attribute, parameter, _ in scope.entries:
+            for holder, attribute, parameter, slot, _ in scope.entries:
                 found = holder.get(attribute)
                 if found is parameter or not isinstance(found, nn.Parameter):
                     continue
-                slot = parameter.slot  # type: ignore[attr-defined]
                 if in_forward and (
                     not found.requires_grad
                     or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # of ``full_parameters``
