@@ -66,14 +66,13 @@ class Unit:
 
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
-        self.is_resident = plan.is_resident  # gathered from the start of a window to the end of the next backward
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[Scope] = set()  # scopes whose forward built a graph since the last backward
         self.ran_twice = False  # whether a scope in ``ran`` has run again since the last backward
         self.turn: Turn | None = None  # the running turn
         self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()  # whose graphs exist and have not been differentiated
         self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered between uses
-        self.held = False  # must stay gathered: a resident unit in a step, or a unit under ``torch.func``
+        self.held = False  # must stay gathered: the root unit in a step, or a unit under ``torch.func``
         self.depth = 0  # number of running forwards, one within another
         self.outstanding = False  # whether the unit ran with gradients enabled since the last backward
         self.labels: list[Any] = []  # profiler labels of the running forwards
@@ -131,7 +130,7 @@ class Schedule:
 
     def __init__(self, units: list[Unit], prefetch: int) -> None:
         self.units, self.prefetch = units, prefetch
-        self._resident = [unit for unit in units if unit.is_resident]
+        self._roots = [unit for unit in units if unit.is_root]  # gathered from a window's start to the end of backward
         self.windows = 0
         # The order in which units ran in the last window. The next window is expected to repeat this order.
         self._order: list[Unit] = []
@@ -300,7 +299,7 @@ class Schedule:
         self._order, self._position = order, {unit: position for position, unit in enumerate(order)}
 
     def open_window(self) -> None:
-        """Begin a step, and gather the resident units, which include the root unit."""
+        """Begin a step, and gather the root unit."""
         self.windows += 1
         if self.windows > 1:
             return
@@ -310,13 +309,13 @@ class Schedule:
             self._saved.watch()
         self._turn_to(None)
         for unit in self.units:
-            if unit.held and not unit.is_resident:  # held by ``torch.func`` in the last window
+            if unit.held and not unit.is_root:  # held by ``torch.func`` in the last window
                 unit.held = False
                 self.release_if_idle(unit)
-        for unit in self._resident:
+        for unit in self._roots:
             unit.gather()
             unit.held = True
-        if self._resident:
+        if self._roots:
             self._prefetch(self._order[: 2 * self.prefetch])
 
     def close_window(self) -> None:
@@ -333,9 +332,9 @@ class Schedule:
             last = self._current = None
         for unit in self.units:
             unit.turn = None
-            if not unit.is_resident and unit is not last:  # backward begins with ``last``
+            if not unit.is_root and unit is not last:  # backward begins with ``last``
                 self.release_if_idle(unit)  # it may have been prefetched, but did not run
-        for unit in self._resident:
+        for unit in self._roots:
             # still outstanding if this was a forward without gradients between another forward and its backward
             unit.outstanding = unit.outstanding or torch.is_grad_enabled()
             if not unit.outstanding:
@@ -346,7 +345,7 @@ class Schedule:
         if self._keeping and not unit.stays and not unit.held:
             unit.gather()
             unit.held = True
-        elif not unit.depth and not (unit.is_resident and unit.held):
+        elif not unit.depth and not (unit.is_root and unit.held):
             is_turn = self.windows and not in_backward()  # not in a recomputation
             if is_turn:
                 begins = unit is not self._current and torch.is_grad_enabled()
@@ -464,7 +463,7 @@ class Schedule:
         for unit in self.units:
             unit.outstanding, unit.ran_twice = False, False
             unit.ran.clear()
-            if unit.is_resident and not self.windows:
+            if unit.is_root and not self.windows:
                 unit.held = False
             self.release_if_idle(unit)
 
