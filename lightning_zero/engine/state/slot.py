@@ -54,7 +54,9 @@ class BucketSlot:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.bucket.parameter(self.index)
+        parameter = self.bucket.parameters[self.index]()  # not by ``Bucket.parameter``: read several times a step
+        assert parameter is not None, f"parameter {self.name} was deleted"
+        return parameter
 
     def is_of(self, tensor: Any) -> bool:
         return self.bucket.parameters[self.index]() is tensor  # the parameter may have been deleted
