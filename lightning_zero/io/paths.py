@@ -6,6 +6,10 @@ import ctypes
 import errno
 import os
 import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from lightning_zero.io.labels import new_label
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -28,6 +32,23 @@ def replace(new: str, place: str, aside: str) -> None:
         os.rename(new, place)
     except OSError:
         os.rename(aside, place)
+        raise
+
+
+def write_anew(path: Path, text: str) -> None:
+    """Write a text file as a new file that replaces the old one at once. A link at ``path`` is replaced, not followed.
+
+    Raises:
+        OSError: if the file cannot be written; the old file is then unchanged.
+    """
+    new = f"{path}.{new_label()}"
+    try:
+        with open(new, "x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(new)
         raise
 
 
