@@ -68,7 +68,7 @@ def _word(kind: Any) -> str:
 
 def shown(value: Any) -> str:
     """The ``repr`` of a value, on one line and shortened."""
-    text = " ".join(repr(value).splitlines())
+    text = " ".join(line.strip() for line in repr(value).splitlines())
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 4]} ..."
 
 

@@ -95,7 +95,7 @@ class Resilience:
 
     def _job_folder_at(self, job: str) -> JobFolder:
         """Return the job's folder, which all fits of this process share. Collective."""
-        parent = self._config.path or os.path.join(_MEMORY, f"lightning_zero-{os.getuid()}")
+        parent = str(self._config.path or os.path.join(_MEMORY, f"lightning_zero-{os.getuid()}"))
         path, error = os.path.join(parent, job), None
         try:
             if path not in _jobs:

@@ -52,5 +52,5 @@ def resilience_config(resilience: Any) -> ResilienceConfig | None:
     Raises:
         ValueError: for any other value.
     """
-    value = ResilienceConfig() if resilience == "memory" else resilience
+    value = ResilienceConfig() if isinstance(resilience, str) and resilience == "memory" else resilience
     return config_of("resilience", value, ResilienceConfig, ["memory"])

@@ -82,7 +82,7 @@ WRONG = [
         "stage.compression='zip' must be None, 'exact', 'int8', 'int4', a CompressionConfig or a mapping of its fields",
     ),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme', an OffloadConfig or a mapping"),
-    ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be None, 'cpu' or 'nvme'"),
+    ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be 'cpu', 'nvme' or None"),
     ("stage.units=some", "stage.units='some' must be 'auto', a module class"),
     ("stage.units=[", "stage.units=[: no viable alternative"),
 ]

@@ -443,7 +443,7 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
             ["--option", "partition_activations=true"],
             "partition_activations=true cannot be set with --option: write --checkpointing partitioned",
         ),
-        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', None, or a number of ranks >= 2"),
+        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', an integer of at least 2 or None"),
     ],
 )
 def test_impossible_machines_and_groups_are_refused(capsys, given, said):

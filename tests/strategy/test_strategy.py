@@ -48,8 +48,8 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
             {"offload": {"optimiser": "cpu"}},
             r"offload: 'optimiser' is not an option. The options are optimizer,",
         ),
-        ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be None, 'cpu' or 'nvme'"),
-        ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be between 0 and 1"),
+        ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be 'cpu', 'nvme' or None"),
+        ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be a number from 0 to 1"),
         ({"offload": {"sub_group": 0}}, r"offload: sub_group=0 must be an integer of at least 1"),
         ({"offload": {"parameters": "cpu"}, "stage": 2}, r"offload: parameters='cpu' requires stage 3: at stage 2"),
         (
