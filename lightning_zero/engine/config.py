@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import nn
 
-from lightning_zero.io.annotations import check_fields, shown
+from lightning_zero.io.annotations import check_fields, matches, shown
 from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.names import suggestion
 
@@ -434,9 +434,8 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
 
 
 def _check_modules(option: str, wanted: Any, word: str) -> None:
-    is_classes = isinstance(wanted, Collection) and not isinstance(wanted, str) and len(wanted) > 0
-    is_word = isinstance(wanted, str) and wanted == word
-    if is_word or callable(wanted) or (is_classes and all(isinstance(each, type) for each in wanted)):
+    is_classes = isinstance(wanted, Collection) and matches(wanted, Iterable[type]) and len(wanted) > 0
+    if is_classes or callable(wanted) or matches(wanted, Literal[word]):
         return
     raise TypeError(
         f"{option}={shown(wanted)} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections.abc
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields
 from types import NoneType, UnionType
@@ -35,9 +34,14 @@ def matches(value: Any, annotation: Any) -> bool:
         is_mapping = isinstance(value, origin)
         return is_mapping and all(matches(name, key) and matches(each, item) for name, each in value.items())
     if isinstance(origin, type) and issubclass(origin, collections.abc.Iterable):
-        is_once = not isinstance(value, collections.abc.Collection)  # an iterator would be used up
-        is_many = isinstance(value, origin) and not isinstance(value, str)
-        return is_many and (is_once or all(matches(each, arguments[0]) for each in value))
+        if not isinstance(value, origin) or isinstance(value, str):
+            return False
+        if not isinstance(value, collections.abc.Collection):  # an iterator would be used up
+            return True
+        try:
+            return all(matches(each, arguments[0]) for each in value)
+        except TypeError:  # from a tensor without dimensions
+            return False
     if origin is not None:
         return isinstance(value, origin)
     if annotation in (int, float) and isinstance(value, bool):
@@ -79,13 +83,13 @@ def check_value(name: str, value: Any, annotation: Any, least: float | None = No
         name: the option's name, which begins the message.
         value: its value.
         annotation: its type.
-        least: the smallest number allowed; None allows all. With a limit, NaN and infinity are not allowed.
+        least: the smallest number allowed; None allows all, and NaN.
 
     Raises:
         ValueError: if the value has another type, or is a number below ``least``.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    is_in_range = least is None or not is_number or (math.isfinite(value) and value >= least)
+    is_in_range = least is None or not is_number or value >= least  # False for NaN
     if not (matches(value, annotation) and is_in_range):
         raise ValueError(f"{name}={shown(value)} must be {described(annotation, least)}.")
 

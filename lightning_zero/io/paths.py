@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from lightning_zero.io.labels import new_label
 
@@ -50,6 +52,22 @@ def write_anew(path: Path, text: str) -> None:
         with suppress(OSError):
             os.remove(new)
         raise
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a file with a JSON object.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the file contains something else; the message names the file.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read: it contains no JSON object")
+    return found
 
 
 def is_folder(path: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.compat import is_compiled, tree_leaves
 from lightning_zero.engine.plan.placement import replicated_bytes
 from lightning_zero.io.annotations import check_arguments
+from lightning_zero.io.paths import read_json
 from lightning_zero.monitoring.band import Band
 from lightning_zero.monitoring.flops import FlopCounter
 from lightning_zero.monitoring.measured import (
@@ -437,8 +437,8 @@ def _flops_a_second(given: float | str | Path | None) -> float | None:
     if not isinstance(given, (str, Path)):
         return given
     try:
-        return float(json.loads(Path(given).read_text())["resources"]["flops"])
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return float(read_json(given)["resources"]["flops"])
+    except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"ZeroMonitor: the file {str(given)!r} does not state the FLOP/s: available_flops must be a number, or a "
             "file written by `lightning-zero doctor --json > FILE`."

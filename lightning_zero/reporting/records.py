@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +10,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from lightning_zero.io.annotations import matches
+from lightning_zero.io.paths import read_json
 from lightning_zero.io.plain import plain
 from lightning_zero.reporting.manifest import NAME as MANIFEST
 
@@ -101,12 +101,9 @@ def _pairs(results: dict[str, Any], name: str, kind: Any, folder: Path) -> list[
 
 def _json_in(folder: Path, name: str) -> dict[str, Any]:
     try:
-        found = plain(json.loads(_text_in(folder, name) or "{}"))
-    except (ValueError, RecursionError) as error:
-        raise ReportError(f"{folder / name} cannot be read as JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ReportError(f"{folder / name} cannot be read: it contains no JSON object")
-    return found
+        return plain(read_json(folder / name)) if _is_readable(folder, name) else {}
+    except (OSError, ValueError, RecursionError) as error:
+        raise ReportError(" ".join(str(error).split())) from None
 
 
 def _curves_in(folder: Path, name: str) -> dict[str, Curve]:
@@ -125,14 +122,20 @@ def _curves_in(folder: Path, name: str) -> dict[str, Curve]:
     return found
 
 
-def _text_in(folder: Path, name: str) -> str | None:
-    """The text of a file, None if it does not exist. Through a link, a report would publish any file of its author."""
+def _is_readable(folder: Path, name: str) -> bool:
+    """Whether a file exists. A link is refused: through it, a report would publish any file of the report's author."""
     path = folder / name
-    if not os.path.lexists(path):
-        return None
-    if os.path.realpath(path) != os.path.join(os.path.realpath(folder), name) or not path.is_file():
+    is_there = os.path.lexists(path)
+    is_link = os.path.realpath(path) != os.path.join(os.path.realpath(folder), name)
+    if is_there and (is_link or not path.is_file()):
         raise ReportError(f"{path} is a link or not a regular file, so a report does not read it")
+    return is_there
+
+
+def _text_in(folder: Path, name: str) -> str | None:
+    """The text of a file, None if it does not exist."""
+    path = folder / name
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") if _is_readable(folder, name) else None
     except (OSError, UnicodeDecodeError) as error:
         raise ReportError(f"{path} cannot be read: {error}") from None

@@ -106,6 +106,25 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
 
 
 @pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"model: [1,", "a configuration file in FOLDER is damaged: while parsing a flow node"),
+        (b"\xff\xfe", "a configuration file in FOLDER is damaged: 'utf-8' codec can't decode byte 0xff"),
+        (b"# @package _global_\nmodel: 3", "model=3: expected a mapping"),
+    ],
+)
+def test_a_damaged_configuration_file_ends_with_one_line_that_names_it(
+    content: bytes, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_bytes(content)
+    arguments = ["--config-dir", str(tmp_path), "experiment=own"]
+    test_wrong_value_ends_with_one_line_that_names_the_key(
+        " ".join(arguments), line.replace("FOLDER", str(tmp_path)), monkeypatch, tmp_path, capfd
+    )
+
+
+@pytest.mark.parametrize(
     ("choice", "said"),
     [
         ("offload=cpu", "offload: DDP cannot offload: write offload=none, or stage=1, 2 or 3"),

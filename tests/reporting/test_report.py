@@ -346,7 +346,13 @@ def test_a_damaged_record_is_named_in_one_line(name: str, content: bytes, tmp_pa
     assert refused(tmp_path).startswith(f"{tmp_path}/{name}")
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=40,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
 @given(st.data())
 def test_records_of_any_content_give_a_report_or_one_line(project: Path, tmp_path: Path, data: st.DataObject) -> None:
     """Values of other types, and files that end too early."""

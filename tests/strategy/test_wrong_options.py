@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lightning_zero.fabric
-from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig, ZeroStrategy
+from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig, ZeroAutoStrategy, ZeroStrategy
 from lightning_zero.engine import EngineConfig
 from lightning_zero.io.annotations import check_fields, described, matches
 from lightning_zero.monitoring import DriftMonitor, SliceMetrics, ZeroMonitor
@@ -79,14 +79,15 @@ OPTIONS = st.one_of(
 )
 
 
-@settings(max_examples=800, deadline=None)
+@settings(max_examples=800, deadline=None, derandomize=True, database=None)
 @given(OPTIONS, VALUES)
 def test_a_wrong_value_gives_one_line_that_names_the_option(option: tuple[Any, str, str], value: Any) -> None:
     make, name, prefix = option
     try:
         made = make(**{name: value})
     except (TypeError, ValueError) as error:
-        assert str(error).startswith((f"{prefix}{name}", f"{prefix.removesuffix(': ') or name}=")), error
+        option_named = prefix.removesuffix(": ") or name
+        assert str(error).startswith((f"{option_named}: ", f"{option_named}=")), error
         assert "\n" not in str(error) and len(str(error)) < 500, error
     else:
         if dataclasses.is_dataclass(made):
@@ -108,6 +109,7 @@ def test_a_wrong_value_gives_one_line_that_names_the_option(option: tuple[Any, s
         ({"offload": {"fraction": math.nan}}, "offload: fraction=nan must be a number of at least 0."),
         ({"offload": {"overlap": 1}}, "offload: overlap=1 must be True or False."),
         ({"whole_parameters": "no"}, "whole_parameters='no' must be True or False, a function or None."),
+        ({"shard_within": True}, "shard_within=True must be 'node', an integer of at least 2 or None."),
         ({"bucket_numel": np.zeros(99)}, "bucket_numel=array([0., 0., "),
     ],
 )
@@ -115,6 +117,20 @@ def test_the_line_names_the_value_and_what_is_allowed(given: dict[str, Any], mes
     with pytest.raises(ValueError) as caught:
         ZeroStrategy(**given)
     assert str(caught.value).startswith(message)
+
+
+@pytest.mark.parametrize("resources", [5, [], {"flops": "fast"}, {"flop": 1.0}, {}])
+def test_zero_auto_names_wrong_resources(resources: Any) -> None:
+    with pytest.raises(ValueError, match=r"^resources[ =].*") as caught:
+        ZeroAutoStrategy(resources=resources)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", np.lib.format.magic(1, 0), b"\x80\x04N.", b"\xff" * 99])
+def test_a_damaged_reference_of_drift_is_named(content: bytes, tmp_path: Path) -> None:
+    (tmp_path / "values.npz").write_bytes(content)
+    with pytest.raises(ValueError, match=f"^DriftMonitor: {tmp_path}/values.npz is not a file that it has saved with"):
+        DriftMonitor(len, reference=tmp_path / "values.npz")
 
 
 CALLBACKS: dict[type, dict[str, Any]] = {
@@ -126,7 +142,7 @@ CALLBACKS: dict[type, dict[str, Any]] = {
 }
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=400, deadline=None, derandomize=True, database=None)
 @given(st.data(), VALUES)
 def test_a_wrong_value_for_a_callback_gives_one_line_that_names_it(data: st.DataObject, value: Any) -> None:
     callback = data.draw(st.sampled_from(list(CALLBACKS)))
