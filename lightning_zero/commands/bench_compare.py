@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 import sys
@@ -12,7 +13,6 @@ from typing import Any, NamedTuple
 
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.showing import print_json
-from lightning_zero.io.paths import read_json
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
 
@@ -195,7 +195,7 @@ def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
     if not place.exists():
         raise ValueError(f"{place}: there is no such file or folder")
     files = sorted(place.glob("*.json")) if place.is_dir() else [place]
-    results = {file: result for file in files if "about" in (result := read_json(file))}
+    results = {file: result for file in files if "about" in (result := _result(file))}
     if not results and place.is_dir():
         return _runs(place)
     if not results:
@@ -210,6 +210,14 @@ def _read(place: Path, notes: list[str]) -> dict[str, _Result]:
                 f"{result['about'].get('command', 'its benchmark')}"
             )
     return found
+
+
+def _result(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"{file} cannot be read as JSON: {error}") from None
+    return found if isinstance(found, dict) else {}
 
 
 def series_of(result: Mapping[str, Any]) -> dict[Path_, Series]:

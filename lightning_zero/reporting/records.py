@@ -53,11 +53,7 @@ def read_runs(folder: Path) -> list[Run]:
 
 
 def overrides_of(folder: Path) -> list[str]:
-    """Hydra's overrides for the job in a folder; empty if Hydra has written none.
-
-    Raises:
-        ReportError: if the file does not contain a list of texts.
-    """
+    """Hydra's overrides for the job in a folder; empty if Hydra has written none. Raises ReportError if damaged."""
     try:
         found = yaml.safe_load(_text_in(folder, OVERRIDES) or "[]")
     except (yaml.YAMLError, RecursionError, ValueError):
@@ -122,20 +118,19 @@ def _curves_in(folder: Path, name: str) -> dict[str, Curve]:
     return found
 
 
-def _is_readable(folder: Path, name: str) -> bool:
-    """Whether a file exists. A link is refused: through it, a report would publish any file of the report's author."""
-    path = folder / name
-    is_there = os.path.lexists(path)
-    is_link = os.path.realpath(path) != os.path.join(os.path.realpath(folder), name)
-    if is_there and (is_link or not path.is_file()):
-        raise ReportError(f"{path} is a link or not a regular file, so a report does not read it")
-    return is_there
-
-
 def _text_in(folder: Path, name: str) -> str | None:
     """The text of a file, None if it does not exist."""
-    path = folder / name
     try:
-        return path.read_text(encoding="utf-8") if _is_readable(folder, name) else None
+        return (folder / name).read_text(encoding="utf-8") if _is_readable(folder, name) else None
     except (OSError, UnicodeDecodeError) as error:
-        raise ReportError(f"{path} cannot be read: {error}") from None
+        raise ReportError(f"{folder / name} cannot be read: {error}") from None
+
+
+def _is_readable(folder: Path, name: str) -> bool:
+    """Whether a file exists. A link is refused: through it, a report would publish any file of the report's author."""
+    path, expected = folder / name, os.path.join(os.path.realpath(folder), name)
+    if not os.path.lexists(path):
+        return False
+    if os.path.realpath(path) != expected or not path.is_file():
+        raise ReportError(f"{path} is a link or not a regular file, so a report does not read it")
+    return True

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -37,6 +37,13 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
                 assert getattr(strategy.config.offload, "optimizer", None) == moved
                 assert strategy.options.start_method == start
     assert isinstance(ZeroStrategy(), DDPStrategy), "what Lightning allows DDP it allows ZeRO"
+
+
+def test_lightnings_environment_variable_names_the_strategy_unless_the_trainer_does(monkeypatch):
+    monkeypatch.setenv("PL_TRAINER_STRATEGY", "zero2")
+    own = {"accelerator": "cpu", "devices": 1, "logger": False}
+    assert Trainer(**own).strategy.stage == 2
+    assert Trainer(strategy="zero3", **own).strategy.stage == 3
 
 
 @pytest.mark.parametrize(
