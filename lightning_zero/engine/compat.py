@@ -52,6 +52,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils.weak import WeakIdKeyDictionary
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """The exceptions that operators on fake tensors raise if their result depends on the tensors' values."""
@@ -373,6 +374,58 @@ def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
         return undo
 
     return Patch(install)
+
+
+def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
+    """Leave hooks and attributes that the engine has put on modules out of copies and pickles of the modules.
+
+    The second patch does the same for the handles of users' hooks, which refer to the same dictionaries.
+    """
+
+    def kept(hooks: dict[int, Any], own: set[int]) -> dict[int, Any]:
+        if own.isdisjoint(hooks):
+            return hooks
+        # always the same object, so that the copies of a module and of a handle have the same dictionary, too
+        copy = _without_own.setdefault(hooks, OrderedDict())
+        copy.clear()
+        copy.update((number, hook) for number, hook in hooks.items() if number not in own)
+        return copy
+
+    def owned(hooks: dict[int, Any]) -> set[int]:
+        return {number for number, hook in hooks.items() if is_own(hook)}
+
+    def cleaned(part: Any) -> Any:
+        if type(part) is tuple:
+            return tuple(map(cleaned, part))
+        if not isinstance(part, dict) or "_forward_hooks" not in part:
+            return part
+        own = owned(part["_forward_hooks"]) | owned(part["_forward_pre_hooks"])
+        return {
+            name: kept(value, own) if name.startswith(("_forward_hooks", "_forward_pre_hooks")) else value
+            for name, value in part.items()
+            if not is_own(value)
+        }
+
+    def reduce(original: Any) -> Any:
+        return lambda module, protocol: cleaned(original(module, protocol))
+
+    def state_of(original: Any) -> Any:
+        def state(handle: Any) -> Any:
+            hooks, number, *extra = original(handle)
+            own = owned(hooks or {})
+            others = [tuple(kept(each, own) for each in extra[0])] if extra else []
+            return (hooks and kept(hooks, own), number, *others)
+
+        return state
+
+    return (
+        replaced(torch.nn.Module, "__reduce_ex__", reduce),
+        replaced(torch.utils.hooks.RemovableHandle, "__getstate__", state_of),
+    )
+
+
+_without_own: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""For dictionaries of hooks, what copies have in their place."""
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:
