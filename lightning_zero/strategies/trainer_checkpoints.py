@@ -174,7 +174,8 @@ class TrainerCheckpoints(ZeroProcesses):
         if self._takes_parts:
             self._save_in_parts(self._tree_in(checkpoint), checkpoint, filepath, storage_options)
         elif not self._has_default_io or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            whole, save = self._gathered(checkpoint), super().save_checkpoint
+            self._on_rank_0(lambda: save(whole, filepath, storage_options))
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
             self._save_whole(checkpoint, filepath, communicator)

@@ -15,7 +15,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
     Unlike ``torch.utils.swap_tensors``, this accepts tensors that have weak references (from weight averaging or
     ``nn.LSTM``): the references stay valid, since the object stays the same.
     """
-    own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
+    own = attributes_of_users(tensor)
     hooks = gradient_hooks(tensor)
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
@@ -30,6 +30,11 @@ def become(tensor: Tensor, other: Tensor) -> None:
         set_gradient_hooks(tensor, hooks)  # autograd's hooks were swapped with the contents
 
 
+def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that code of users has set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
+
+
 def _taken(tensor: Tensor, name: str) -> list[Any]:
     """Remove an attribute from a tensor and return its value in a list, which is empty if there is no attribute."""
     values = [getattr(tensor, name)] if hasattr(tensor, name) else []
@@ -38,4 +43,4 @@ def _taken(tensor: Tensor, name: str) -> list[Any]:
     return values
 
 
-_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source"}
+_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source", "_base_tensor", "_steps"}
