@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import pickle
 import time
@@ -28,7 +27,6 @@ from lightning_zero.checkpoint.saving import (
     content_of,
     device_of,
     entry_of,
-    is_dense,
     is_view_of_parameter,
     not_saved,
     reason_of,
@@ -36,11 +34,11 @@ from lightning_zero.checkpoint.saving import (
     save_in_parts,
     save_whole,
 )
+from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
-from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -166,16 +164,6 @@ class Saver:
         else:
             save_whole(checkpoint, Destination(path, new_label()))
 
-    def _copied(self, checkpoint: Any) -> Any:
-        memo: dict[int, Any] = {}
-        for leaf in tree_leaves(checkpoint):
-            if isinstance(leaf, Tensor) and leaf in self._made:
-                memo[id(leaf)] = leaf
-            elif isinstance(leaf, Tensor):  # deepcopy refuses non-leaf autograd tensors and some sparse tensors
-                values = leaf.detach()
-                memo[id(leaf)] = copy.deepcopy(values, memo) if is_dense(values) else values.clone()
-        return copy.deepcopy(checkpoint, memo)
-
     def save_whole_later(
         self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any, copying: OnRank0
     ) -> None:
@@ -198,7 +186,7 @@ class Saver:
         hollow = walk(dict(checkpoint), later, is_in_parts)
         entries = [entry_of(tensor, rank) for tensor in sharded]
         ranges = [tensor.slot.ranges() for tensor in sharded]
-        kept = copying(partial(self._copied, hollow))
+        kept = copying(partial(snapshot, hollow, self._made))
         destination = Destination(path, new_label())
         copied = self._copying(entries)
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
 from tests.checkpoint import holders
-from tests.support import rank
 from tests.support.trainer import make_trainer
 from tests.support.warm import warm_python
 from tests.trainer.cases import data

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.chunks import Box, boxes_of
-from lightning_zero.engine.tensor.identity import attributes_of_users, become
+from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, reader
 
@@ -162,13 +162,11 @@ class ShardedTensor(WrapperTensor):
         if id(self) not in memo:
             with torch.no_grad():
                 if (reading := reader.get()) is not None:
-                    copy = reading.whole(self).detach()
+                    copy = reading.whole(self).clone()
                 else:  # the copy is sharded, too, so that a copied module takes only a shard's memory
                     copy = ShardedTensor(self.slot, self.local.clone(), self.dtype)
             is_parameter = isinstance(self, torch.nn.Parameter)
             memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
-            if reading is not None:  # the copy will be pickled in place of the tensor
-                memo[id(self)].__dict__.update(attributes_of_users(self))
         return memo[id(self)]
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]

@@ -108,13 +108,17 @@ class WrapperTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return self.whole().__format__(format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def ordinary(self) -> Tensor:
+        """An ordinary tensor or parameter with the same values and attributes, as a pickle has it."""
         shared = self.whole_at_hand() if reader.get() is not None else None
         value = self.whole().detach().clone() if shared is None else shared.detach()
         is_parameter = isinstance(self, torch.nn.Parameter)
         value = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(value, self.requires_grad)
         value.__dict__.update(attributes_of_users(self))
-        return value.__reduce_ex__(protocol)
+        return value
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.ordinary().__reduce_ex__(protocol)
 
 
 class NoMemory(torch.UntypedStorage):
