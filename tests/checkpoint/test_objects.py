@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.fabric import ZeroStrategy as FabricStrategy
 from tests.checkpoint import holders
+from tests.fabric.training import make_fabric
+from tests.support import rank
 from tests.support.trainer import make_trainer
 from tests.support.warm import warm_python
 from tests.trainer.cases import data
@@ -59,3 +65,115 @@ def compare(paths: list[str]) -> None:
 def test_objects_are_saved_as_under_ddp_and_load_without_the_package(run_on, tmp_path, ranks, kind):
     paths = run_on(ranks, saved, stages=[1, 2, 3], forms=list(FORMS), kind=kind, folder=tmp_path)
     compare(paths[0])
+
+
+def weights_in_16_bits(stage: int, folder: Path) -> None:
+    module = holders.make()
+    path = folder / f"{stage}.ckpt"
+    fitted(ZeroStrategy(stage), module, path, precision="bf16-true")
+    if rank() == 0:
+        found = holders.held_in(str(path))
+        held = found["hyper_parameters"]["net"].state_dict()
+        assert held.keys() == {name.removeprefix("net.") for name in found["state_dict"]}
+        for name, value in held.items():
+            assert torch.equal(value, found["state_dict"][f"net.{name}"])
+        assert held["0.weight"].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 3])
+def test_a_module_in_16_bits_has_the_values_of_the_state_dict(run_on, tmp_path, stage):
+    run_on(2, weights_in_16_bits, stage=stage, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------- ranks that differ
+
+
+class Different(holders.Holding):
+    """Its hyperparameters differ between ranks: only rank 0 has objects, and layers in another order."""
+
+    def on_fit_start(self) -> None:
+        self.hparams.kept = holders.Kept([self.net[3], self.net[0]]) if rank() == 0 else threading.Lock()
+
+
+def objects_on_rank_0(form: str, folder: Path) -> None:
+    path = folder / f"{form}.ckpt"
+    module = holders.make(Different)
+    fitted(ZeroStrategy(3, **FORMS[form]), module, path)
+    if rank() == 0:
+        kept = holders.held_in(str(path))["hyper_parameters"]["kept"].values
+    for number, layer in enumerate((module.net[3], module.net[0])):
+        assert rank() != 0 or torch.equal(kept[number].weight, layer.weight)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_rank_0_decides_which_objects_are_saved(run_on, tmp_path, form):
+    run_on(2, objects_on_rank_0, form=form, folder=tmp_path)
+
+
+class Derived(holders.Holding):
+    def on_fit_start(self) -> None:
+        if rank() == 0:
+            self.hparams.kept = holders.Kept(self.net[0].weight.detach() * 2)
+
+
+class WithLock(holders.Holding):
+    def on_fit_start(self) -> None:
+        self.hparams.kept = holders.Kept([self.net[0], threading.Lock()])
+
+
+def refused(form: str, module: Any, errors: Any, why: str, folder: Path) -> None:
+    made = holders.make(module)
+    with pytest.raises(errors, match=why):
+        fitted(ZeroStrategy(3, **FORMS[form]), made, folder / f"{form}.ckpt")
+    assert not list(folder.iterdir())
+    fitted(ZeroStrategy(3, **FORMS[form]), holders.make(), folder / f"{form}.ckpt")
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    ("module", "errors", "why"),
+    [
+        (WithLock, TypeError, "cannot pickle '_thread.lock' object"),
+        (Derived, (OSError, RuntimeError), "not every rank has it"),
+    ],
+)
+def test_an_object_that_cannot_be_saved_is_refused_on_every_rank(run_on, tmp_path, form, module, errors, why):
+    run_on(2, refused, form=form, module=module, errors=errors, why=why, folder=tmp_path)
+
+
+# ---------------------------------------------------------------------------------------------- other ways to save
+
+
+class OwnIO(TorchCheckpointIO):
+    """A project's plugin."""
+
+
+def by_a_plugin(folder: Path) -> None:
+    for strategy in ("ddp", "zero3"):
+        fitted(strategy, holders.make(), folder / f"{strategy}.ckpt", plugins=[OwnIO()])
+
+
+def by_fabric(options: dict[str, Any], folder: Path) -> None:
+    for strategy in ("ddp", FabricStrategy(3, **options)):
+        torch.manual_seed(0)
+        fabric = make_fabric(strategy)
+        net = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.Linear(5, 3))
+        model, optimizer = fabric.setup(net, torch.optim.Adam(net.parameters()))
+        for _ in range(2):
+            fabric.backward(model(torch.ones(2, 6)).sum())
+            optimizer.step()
+        objects = {"net": net, "optimizer": optimizer.optimizer}
+        name = "ddp" if strategy == "ddp" else "zero3"
+        fabric.save(folder / f"{name}.ckpt", {"model": model, "added": holders.Kept(objects)})
+        fabric.strategy.teardown()
+
+
+def test_a_plugin_receives_objects_that_it_can_pickle(run_on, tmp_path):
+    run_on(2, by_a_plugin, folder=tmp_path)
+    compare([f"{tmp_path}/ddp.ckpt", f"{tmp_path}/zero3.ckpt"])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_fabric_saves_objects_as_under_ddp(run_on, tmp_path, form):
+    run_on(2, by_fabric, options=FORMS[form], folder=tmp_path)
+    compare([f"{tmp_path}/ddp.ckpt", f"{tmp_path}/zero3.ckpt"])
