@@ -250,7 +250,7 @@ def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any],
     """Convert DCP's optimizer states, keyed by parameter name, to Lightning's ``optimizer_states``, keyed by number."""
     rest = copy.copy(tree)
     found: list[tuple[dict[str, Any], list[str]]] = []
-    while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
+    while isinstance(state := rest.get(key := f"optimizer_{len(found)}"), dict) and "param_groups" in state:
         found.append(numbered(rest.pop(key), f"{path}: {key}"))
     if not found:
         return rest, None

@@ -37,7 +37,7 @@ from lightning_zero.checkpoint.form import (
 )
 from lightning_zero.checkpoint.module_versions import versions_in
 from lightning_zero.checkpoint.on_rank_0 import Gather, on_rank_0
-from lightning_zero.checkpoint.trees import expressible, split
+from lightning_zero.checkpoint.trees import expressible, flattened, split
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import dcp_internals, foreach_copy
 from lightning_zero.engine.init.sources import listed
@@ -51,7 +51,7 @@ from lightning_zero.engine.tensor.wrapper import WrapperTensor
 OnRank0 = Callable[[Callable[[], Any]], Any]
 """Calls a function on rank 0, for which the other ranks gather sharded tensors (see ``on_rank_0``). Collective."""
 
-_flatten, _StorageInfo, _DCP_VERSION = dcp_internals()
+_StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
 """Maximum size of a piece in bytes, unless one row is larger: reading a piece takes this much memory."""
 
@@ -148,7 +148,7 @@ def content_of(
     about = {key: value for key, value in ((CONTAINERS, containers), (VERSIONS, versions)) if value}
     if about:
         hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), **about}
-    leaves, paths = _flatten({**tree, **(sharded or {})})
+    leaves, paths = flattened({**tree, **(sharded or {})})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
     others: dict[str, Any] = {}

@@ -181,12 +181,11 @@ def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
     return unpickler.load()
 
 
-def dcp_internals() -> tuple[Any, Any, str]:
-    """Internals of ``torch.distributed.checkpoint``: (function that flattens dicts, storage info class, version)."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+def dcp_internals() -> tuple[Any, str]:
+    """Internals of ``torch.distributed.checkpoint``: (storage info class, version)."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-    return flatten_state_dict, _StorageInfo, CURRENT_DCP_VERSION
+    return _StorageInfo, CURRENT_DCP_VERSION
 
 
 # -- hooks and modules -------------------------------------------------------------------------------------------------

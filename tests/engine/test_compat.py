@@ -354,10 +354,9 @@ def test_nested_values_are_flattened_and_unflattened():
     assert compat.tree_map_only(int, lambda n: n + 1, nested)["b"] == (4,)
 
 
-def test_torchs_distributed_checkpoints_name_nested_values_by_their_paths():
-    flatten, place, version = compat.dcp_internals()
-    flat, paths = flatten({"a": {"b": 1}, "c": [2, 3]})
-    assert flat["a.b"] == 1 and paths["a.b"] == ("a", "b") and isinstance(version, str)
+def test_torchs_distributed_checkpoints_record_where_values_are():
+    place, version = compat.dcp_internals()
+    assert isinstance(version, str)
     assert pickle.loads(pickle.dumps(place("file", 1, 2))).offset == 1
 
 
