@@ -197,7 +197,7 @@ Hooks = dict[int, Callable[[torch.Tensor], Any]]
 gradient_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
 
 
-def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks | None) -> None:
     """After a tensor's contents were swapped, restore its dictionary of hooks, which users' handles refer to."""
     tensor._backward_hooks = hooks
 
@@ -266,13 +266,8 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
 FLAT_WEIGHTS = "_flat_weights"
 
 
-def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
-    """Update a recurrent module's list of parameters after its parameters have been replaced."""
-    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
-
-
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """Like ``refresh_flat_weights``, but also move the parameters into one block of memory for cuDNN."""
+    """Move a recurrent module's parameters into one block of memory for cuDNN."""
     module._init_flat_weights()
 
 
