@@ -1,4 +1,4 @@
-"""Objects in a checkpoint that refer to modules, tensors or optimizers are saved as under DDP, with the same values."""
+"""Objects in a checkpoint (modules, callbacks, optimizers, configurations) are saved as under DDP."""
 
 from __future__ import annotations
 
@@ -13,15 +13,18 @@ import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.plugins import TorchCheckpointIO
+from omegaconf import OmegaConf
 
 from lightning_zero import ZeroStrategy
+from lightning_zero.checkpoint.converting import write_full, write_sharded
+from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.fabric import ZeroStrategy as FabricStrategy
 from tests.checkpoint import holders
 from tests.fabric.training import make_fabric
 from tests.support import rank
 from tests.support.trainer import make_trainer
 from tests.support.warm import warm_python
-from tests.trainer.cases import data
+from tests.trainer.cases import Net, data
 
 ROOT = Path(__file__).parents[2]
 FORMS = {
@@ -35,7 +38,7 @@ KINDS = pytest.mark.parametrize("kind", [holders.Holding, holders.HoldingMore])
 
 def fitted(strategy: Any, module: Any, path: Path, **options: Any) -> Trainer:
     saving = ModelCheckpoint(path.parent, path.stem, save_top_k=1, every_n_train_steps=2)
-    callbacks = [module.hparams.watching, saving]
+    callbacks = [module.hparams.watching, saving] if "watching" in module.hparams else [saving]
     trainer = make_trainer(strategy, callbacks=callbacks, max_steps=2, enable_checkpointing=True, **options)
     trainer.fit(module, data())
     return trainer
@@ -177,3 +180,102 @@ def test_a_plugin_receives_objects_that_it_can_pickle(run_on, tmp_path):
 def test_fabric_saves_objects_as_under_ddp(run_on, tmp_path, form):
     run_on(2, by_fabric, options=FORMS[form], folder=tmp_path)
     compare([f"{tmp_path}/ddp.ckpt", f"{tmp_path}/zero3.ckpt"])
+
+
+# -------------------------------------------------------------------------------------------------------- loading
+
+
+class Acting:
+    """Holds a bound method, which a pickle makes with a call of ``getattr``."""
+
+    def __init__(self) -> None:
+        self.act = self.acted
+
+    def acted(self) -> int:
+        return 3
+
+
+class WithBoundMethod(holders.Holding):
+    def on_fit_start(self) -> None:
+        self.hparams.kept = Acting()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.found = checkpoint["hyper_parameters"]["kept"].act()
+
+    validation_step = test_step = predict_step = holders.Holding.training_step
+
+
+def loaded(form: str, folder: Path) -> None:
+    path = folder / f"{form}.ckpt"
+    fitted(ZeroStrategy(3, **FORMS[form]), holders.make(WithBoundMethod), path)
+    for name in ("fit", "validate", "test", "predict"):
+        module = holders.make(WithBoundMethod)
+        run = getattr(make_trainer(ZeroStrategy(3), max_steps=3), name)
+        with pytest.raises(ValueError, match=r"unless you trust its source; if you do, pass weights_only=False\."):
+            run(module, data(), ckpt_path=path)
+        run(module, data(), ckpt_path=path, weights_only=False)
+        assert module.found == 3
+
+
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_objects_are_loaded_only_with_weights_only_false(run_on, tmp_path, form):
+    run_on(2, loaded, form=form, folder=tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- configurations
+
+SECRET = "not for any file"
+
+
+def configured() -> Any:
+    return OmegaConf.create({"a": "${oc.env:SECRET}", "list": ["${oc.env:SECRET}", {"b": "${a}"}], "missing": "???"})
+
+
+class Configured(Net):
+    """Has configurations of OmegaConf wherever a checkpoint may have values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.save_hyperparameters({"configuration": configured()})
+
+    def configure_optimizers(self) -> Any:
+        groups = [{"params": list(self.parameters()), "configuration": configured(), "list": configured().list}]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    def get_extra_state(self) -> Any:
+        return {"configuration": configured(), "within": [configured().list]}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.found = [state]
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["added"] = {"list": [configured(), self.scale], "top": configured()}
+        checkpoint["optimizer_1"] = configured()
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.added = [checkpoint["added"]["list"][0], checkpoint["added"]["top"], checkpoint["optimizer_1"]]
+
+
+def with_configurations(form: str, folder: Path) -> None:
+    os.environ["SECRET"] = SECRET
+    path = folder / f"{form}.ckpt"
+    fitted(ZeroStrategy(3, **FORMS[form]), Configured(), path)
+    paths = [path, folder / "to full.ckpt", folder / "to sharded.ckpt"]
+    write_full(open_checkpoint(path), str(paths[1]))
+    write_sharded(open_checkpoint(path), str(paths[2]))
+    for file in (file for file in folder.rglob("*") if file.is_file()):
+        assert SECRET.encode() not in file.read_bytes(), file
+    for each in paths:
+        module = Configured()
+        trainer = make_trainer(ZeroStrategy(3), max_steps=3)
+        trainer.fit(module, data(), ckpt_path=each)
+        group = trainer.optimizers[0].param_groups[0]
+        found = [group["configuration"], module.found[0]["configuration"], *module.added]
+        assert [OmegaConf.to_container(one) for one in found] == [OmegaConf.to_container(configured())] * 5
+        for one in (group["list"], module.found[0]["within"][0]):
+            assert OmegaConf.to_container(one) == OmegaConf.to_container(configured().list)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_configurations_are_saved_converted_and_loaded_unresolved(run_on, tmp_path, form):
+    run_on(1, with_configurations, form=form, folder=tmp_path)

@@ -131,6 +131,35 @@ class Copying(nn.Linear):
         return other
 
 
+class CopiedInForward(nn.Linear):
+    def forward(self, x):
+        self.weight.gain = 2
+        self.found = copy.deepcopy(self), pickle.dumps(self)
+        return super().forward(x)
+
+
+def copies_in_forward(stage):
+    module, reference, optimizer, engine = make(stage, nn.Sequential(CopiedInForward(7, 5), nn.Linear(5, 3)))
+    expected = nn.functional.linear(INPUTS, reference[0].weight, reference[0].bias)
+    module(INPUTS).sum().backward()
+    copied, pickled = module[0].found
+    assert b"lightning_zero" not in pickled and len(pickled) < 9000, "the engine or its buffer was pickled"
+    unpickled = pickle.loads(pickled)
+    assert unpickled.weight.gain == 2
+    optimizer.step()
+    for other in (copied, unpickled):
+        assert type(other.weight) is nn.Parameter
+        other.weight.data = other.weight.data.clone()
+        same(nn.functional.linear(INPUTS, other.weight, other.bias), expected)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_copies_made_in_a_layers_own_forward_are_ordinary(run_on, world_size, stage):
+    run_on(world_size, copies_in_forward, stage=stage)
+
+
 def copies_with_own_hooks(stage):
     module, reference, _, engine = make(stage, nn.Sequential(Copying(7, 5), nn.Tanh(), nn.Linear(5, 3)))
     module[2].handle = module[2].register_forward_hook(count_calls)
