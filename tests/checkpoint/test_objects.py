@@ -279,3 +279,25 @@ def with_configurations(form: str, folder: Path) -> None:
 @pytest.mark.parametrize("form", FORMS)
 def test_configurations_are_saved_converted_and_loaded_unresolved(run_on, tmp_path, form):
     run_on(1, with_configurations, form=form, folder=tmp_path)
+
+
+RESOLVING = OmegaConf.create({"a": "${oc.env:SECRET}"})
+
+
+@pytest.mark.parametrize(
+    ("entry", "value"),
+    [
+        ("lightning_zero", OmegaConf.create({"format": "${oc.env:SECRET}"})),
+        ("lightning_zero", {"written_by": RESOLVING}),
+        ("state_dict", RESOLVING),
+        ("optimizer_states", OmegaConf.create(["${oc.env:SECRET}"])),
+        ("optimizer_states", [RESOLVING]),
+        ("optimizer_states", [{"state": {}, "param_groups": [{"params": OmegaConf.create(["${oc.env:SECRET}"])}]}]),
+    ],
+)
+def test_a_configuration_in_place_of_a_part_of_the_checkpoint_is_refused(tmp_path, monkeypatch, entry, value):
+    monkeypatch.setenv("SECRET", SECRET)
+    torch.save({"state_dict": {}, "epoch": 0, entry: value}, tmp_path / "x.ckpt")
+    with pytest.raises(ValueError, match=f"{entry} has a (Dict|List)Config") as refused:
+        open_checkpoint(tmp_path / "x.ckpt")
+    assert SECRET not in str(refused.value)
