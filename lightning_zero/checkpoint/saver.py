@@ -78,7 +78,7 @@ class Saver:
         written_by: dict[str, Any],
         rank: int,
         gather: Gather,
-        serialising: OnRank0,
+        serialising: OnRank0 | None = None,
     ) -> None:
         """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
