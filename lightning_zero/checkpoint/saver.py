@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import Event
 from typing import Any
 
@@ -160,12 +160,12 @@ class Saver:
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
         """Write a full checkpoint. Only one rank calls this."""
         if self._in_background:
-            self.save_whole_later(checkpoint, path, 0, None, lambda act: act())
+            self.save_whole_later(checkpoint, path, 0, None)
         else:
             save_whole(checkpoint, Destination(path, new_label()))
 
     def save_whole_later(
-        self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any, copying: OnRank0
+        self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any, copying: OnRank0 | None = None
     ) -> None:
         """Copy this rank's shards; in the background, rank 0 gathers all shards and writes a full checkpoint.
 
@@ -186,7 +186,10 @@ class Saver:
         hollow = walk(dict(checkpoint), later, is_in_parts)
         entries = [entry_of(tensor, rank) for tensor in sharded]
         ranges = [tensor.slot.ranges() for tensor in sharded]
-        kept = copying(partial(snapshot, hollow, self._made))
+        if copying is None:
+            kept = snapshot(hollow, self._made) if rank == 0 else None
+        else:
+            kept = copying(lambda: snapshot(hollow, self._made))
         destination = Destination(path, new_label())
         copied = self._copying(entries)
 
