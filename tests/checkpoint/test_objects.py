@@ -12,7 +12,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from omegaconf import OmegaConf
 
 from lightning_zero import ZeroStrategy
@@ -151,9 +151,9 @@ class OwnIO(TorchCheckpointIO):
     """A project's plugin."""
 
 
-def by_a_plugin(folder: Path) -> None:
+def by_a_plugin(plugin: Any, folder: Path) -> None:
     for strategy in ("ddp", "zero3"):
-        fitted(strategy, holders.make(), folder / f"{strategy}.ckpt", plugins=[OwnIO()])
+        fitted(strategy, holders.make(), folder / f"{strategy}.ckpt", plugins=[plugin()])
 
 
 def by_fabric(options: dict[str, Any], folder: Path) -> None:
@@ -171,8 +171,9 @@ def by_fabric(options: dict[str, Any], folder: Path) -> None:
         fabric.strategy.teardown()
 
 
-def test_a_plugin_receives_objects_that_it_can_pickle(run_on, tmp_path):
-    run_on(2, by_a_plugin, folder=tmp_path)
+@pytest.mark.parametrize("plugin", [OwnIO, AsyncCheckpointIO])
+def test_a_plugin_receives_objects_that_it_can_pickle(run_on, tmp_path, plugin):
+    run_on(2, by_a_plugin, plugin=plugin, folder=tmp_path)
     compare([f"{tmp_path}/ddp.ckpt", f"{tmp_path}/zero3.ckpt"])
 
 
