@@ -380,6 +380,8 @@ def unpatched():
             torch.autograd._engine_run_backward,
             torch.autograd.graph.disable_saved_tensors_hooks,
             tuple(_foreach_utils._foreach_supported_types),
+            nn.Module.__reduce_ex__,
+            torch.utils.hooks.RemovableHandle.__getstate__,
         )
 
     return now
@@ -391,7 +393,7 @@ def test_torch_is_patched_only_while_an_engine_exists(unpatched):
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     engines = [Engine(module, stage=3) for module in modules]
     patched = unpatched()
-    assert all(one is not other for one, other in zip(before[:2], patched)) and ShardedTensor in patched[2]
+    assert all(one is not other for one, other in zip(before, patched)) and ShardedTensor in patched[2]
     for left in (1, 0):
         engines.pop().close()
         modules.pop()
