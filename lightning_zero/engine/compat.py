@@ -262,6 +262,11 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def forward_hooks(module: torch.nn.Module) -> tuple[Any, Any]:
+    """A module's dictionaries of forward hooks; torch runs a layer as one kernel only if they are empty."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 # The attribute with the list of parameters that ``nn.LSTM`` and similar modules compute with.
 FLAT_WEIGHTS = "_flat_weights"
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import AdamW
 
+from tests.support.training import same_values
 from tests.trainer.cases import Net, behaviours, same_as_under_ddp, shared_folder, trained, weights
 
 
@@ -156,3 +158,44 @@ def adapt_quantised_layers(strategy: str) -> Any:
 @behaviours("The module", adapt_quantised_layers)
 def test_quantised_layers_train_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
+
+
+class Encodes(Net):
+    """Evaluates encoder layers, which torch runs as one kernel if none of their modules has hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+        self.blocks = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(6, 6))
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0].unsqueeze(1)).squeeze(1).float(), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        encoder = self.blocks[0]
+        encoded = encoder(batch[0].unsqueeze(1))
+        self.seen += [str(encoded.dtype), type(encoded.grad_fn).__name__, encoded.float().sum().item()]
+        if batch_idx == 1:
+            handle = encoder.layers[0].linear1.register_forward_hook(lambda *_: self.seen.append("hooked"))
+            encoder(batch[0].unsqueeze(1))
+            handle.remove()
+        return super().validation_step(batch, batch_idx)
+
+
+def evaluate_encoders(stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    expected = trained("ddp", Encodes(), precision=precision)
+    torch.manual_seed(0)
+    module = Encodes()
+    found = trained(f"zero{stage}", module, precision=precision)
+    same_values(found, expected, f"stage {stage}")
+    assert "hooked" in expected["seen"]
+
+
+@pytest.mark.behaviour(
+    "The module", "`nn.TransformerEncoderLayer` as one kernel in evaluation", notes={3: "layer by layer"}
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_encoder_layers_are_evaluated_as_under_ddp(run_on, stage, precision):
+    run_on(2, evaluate_encoders, stage=stage, precision=precision)

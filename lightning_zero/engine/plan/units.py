@@ -35,10 +35,16 @@ than its values."""
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds a parameter, as ``module._parameters[attribute]``. Tied parameters have several owners."""
+    """A module that holds a parameter, as ``module._parameters[attribute]``. Tied parameters have several owners.
+
+    Attributes:
+        may_be_fused: whether the module is in an ``nn.TransformerEncoderLayer``, which torch may run as one kernel in
+            evaluation. The kernel reads all weights of the layer, if no module in the layer has forward hooks.
+    """
 
     module: nn.Module
     attribute: str
+    may_be_fused: bool
 
 
 @dataclass
@@ -100,10 +106,12 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
     plan_of_module = {id(inner): plans[0] for inner in root.modules()}
     plan_of_module |= {id(inner): plan for plan in plans for block in plan.blocks for inner in block.modules()}
     owners: dict[nn.Parameter, list[Owner]] = {}
+    encoder_layers = (module for module in root.modules() if isinstance(module, nn.TransformerEncoderLayer))
+    fused = {inner for layer in encoder_layers for inner in layer.modules()}
     for module in root.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(parameter, []).append(Owner(module, attribute))
+                owners.setdefault(parameter, []).append(Owner(module, attribute, module in fused))
     scripted = set(map(id, torchscript_parameters(root).values()))
     for name, parameter in root.named_parameters():
         if id(parameter) in scripted:

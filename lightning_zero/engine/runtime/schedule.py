@@ -145,6 +145,7 @@ class Schedule:
         self._watched = False  # whether saved-tensor hooks are active for the whole window
         self._keeping = 0  # number of nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
+        self._fused: list[tuple[Unit, Scope]] = []  # layers that torch may run as one kernel in evaluation
         self._ran: list[Unit] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -164,12 +165,15 @@ class Schedule:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
                     holder = owner.module._parameters
+                    scope.may_be_fused = owner.may_be_fused and module is not root
                     scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
             if unit.is_root:
                 for module in regions(root, set(scopes)):
                     scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
             for scope in scopes.values():
                 self._hook(unit, scope)
+                if unit.stays and scope.may_be_fused:
+                    self._fused.append((unit, scope))
             self._scopes += scopes.values()
 
     def remove(self) -> None:
@@ -315,6 +319,11 @@ class Schedule:
         for unit in self._roots:
             unit.gather()
             unit.held = True
+        if not self._watched:
+            for unit, scope in self._fused:
+                unit.gather()
+                unit.wait()
+                scope.enter_window()
         if self._roots:
             self._prefetch(self._order[: 2 * self.prefetch])
 
@@ -325,6 +334,9 @@ class Schedule:
         if self._watched:
             self._saved.unwatch()
             self._watched = False
+        else:
+            for _, scope in self._fused:
+                scope.leave_window()
         if self._ran:
             self._expect(list(dict.fromkeys(self._ran)))
         last = self._current if torch.is_grad_enabled() else None

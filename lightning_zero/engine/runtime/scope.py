@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import is_compiled
+from lightning_zero.engine.compat import forward_hooks, is_compiled
 from lightning_zero.engine.runtime.saved_tensors import Attributes
 from lightning_zero.engine.state.slot import BucketSlot
 
@@ -46,9 +46,11 @@ class Scope:
         self.module, self.is_root = weakref.ref(module), is_root  # ``is_root``: whether the unit is the root unit
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
+        self.may_be_fused = False  # see ``plan.units.Owner``
         self.entries: list[Entry] = []
         self._entered: list[tuple[BucketSlot, nn.Parameter, Tensor]] = []  # arguments of ``BucketSlot.leave_forward``
         self.calls: list[Call] = []  # running forwards of the module
+        self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
         self.depth = 0
 
     @cached_property
@@ -100,9 +102,29 @@ class Scope:
                 slot, parameter, stand_in = self._entered.pop()
                 slot.leave_forward(parameter, stand_in)
 
+    def enter_window(self) -> None:
+        """Like ``enter_forward``, but for a whole window, in which the module has no hooks unless users added some."""
+        self.enter_forward()
+        module = self.module()
+        if module is not None:
+            self._set_aside = [(hooks, dict(hooks)) for hooks in forward_hooks(module)]
+            for handle in self.handles:
+                for hooks, _ in self._set_aside:
+                    hooks.pop(handle.id, None)
+
+    def leave_window(self) -> None:
+        for hooks, before in self._set_aside:
+            added = {number: hook for number, hook in hooks.items() if number not in before}
+            hooks.clear()
+            hooks.update(before | added)
+        self._set_aside = []
+        self.leave_forward()
+
     def recover(self) -> None:
         """Reset to the state between two forwards."""
         self.calls.clear()
+        if self._set_aside:
+            self.leave_window()
         if self.depth:
             self.depth = 1
             self.leave_forward()
