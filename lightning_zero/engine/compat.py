@@ -381,26 +381,26 @@ def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
     The second patch does the same for the handles of users' hooks, which refer to the same dictionaries.
     """
 
-    def kept(hooks: dict[int, Any], own: set[int]) -> dict[int, Any]:
-        if own.isdisjoint(hooks):
+    def kept(hooks: dict[int, Any], numbers: set[int]) -> dict[int, Any]:
+        if numbers.issuperset(hooks):
             return hooks
         # always the same object, so that the copies of a module and of a handle have the same dictionary, too
         copy = _without_own.setdefault(hooks, OrderedDict())
         copy.clear()
-        copy.update((number, hook) for number, hook in hooks.items() if number not in own)
+        copy.update((number, hook) for number, hook in hooks.items() if number in numbers)
         return copy
 
-    def owned(hooks: dict[int, Any]) -> set[int]:
-        return {number for number, hook in hooks.items() if is_own(hook)}
+    def of_users(*all_hooks: dict[int, Any]) -> set[int]:
+        return {number for hooks in all_hooks for number, hook in hooks.items() if not is_own(hook)}
 
     def cleaned(part: Any) -> Any:
         if type(part) is tuple:
             return tuple(map(cleaned, part))
         if not isinstance(part, dict) or "_forward_hooks" not in part:
             return part
-        own = owned(part["_forward_hooks"]) | owned(part["_forward_pre_hooks"])
+        numbers = of_users(part["_forward_hooks"], part["_forward_pre_hooks"])
         return {
-            name: kept(value, own) if name.startswith(("_forward_hooks", "_forward_pre_hooks")) else value
+            name: kept(value, numbers) if name.startswith(("_forward_hooks", "_forward_pre_hooks")) else value
             for name, value in part.items()
             if not is_own(value)
         }
@@ -411,9 +411,9 @@ def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
     def state_of(original: Any) -> Any:
         def state(handle: Any) -> Any:
             hooks, number, *extra = original(handle)
-            own = owned(hooks or {})
-            others = [tuple(kept(each, own) for each in extra[0])] if extra else []
-            return (hooks and kept(hooks, own), number, *others)
+            numbers = of_users(hooks or {})
+            others = [tuple(kept(each, numbers) for each in extra[0])] if extra else []
+            return (hooks and kept(hooks, numbers), number, *others)
 
         return state
 

@@ -39,6 +39,10 @@ def same(ours, theirs):
     torch.testing.assert_close(value.detach(), theirs.detach(), rtol=0, atol=0)
 
 
+def hooks_of(module):
+    return [value for inner in module.modules() for name, value in vars(inner).items() if "_hooks" in name and value]
+
+
 def copied_modules(stage):
     module, reference, optimizer, engine = make(stage)
     module(INPUTS)
@@ -46,8 +50,7 @@ def copied_modules(stage):
     train(module, optimizer)
     gathers = engine.report().calls.get("all_gather", 0)
     for other in (copied, unpickled):
-        for inner in other.modules():
-            assert not any(value for name, value in vars(inner).items() if "_hooks" in name)
+        assert not hooks_of(other)
         same(other(INPUTS), reference(INPUTS))
         other(INPUTS).sum().backward()
     assert all(type(p) is nn.Parameter and p.grad is not None for p in unpickled.parameters())
@@ -158,6 +161,39 @@ def copies_in_forward(stage):
 @WORLDS
 def test_copies_made_in_a_layers_own_forward_are_ordinary(run_on, world_size, stage):
     run_on(world_size, copies_in_forward, stage=stage)
+
+
+class CopyingInEvaluation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, x):
+        if not self.training:
+            self.found = copy.deepcopy(self.layer), pickle.dumps(self.layer)
+        return self.layer(x)
+
+
+def copies_in_evaluation(stage):
+    module, reference, _, engine = make(stage, CopyingInEvaluation())
+    inputs = torch.ones(1, 3, 8)
+    with torch.no_grad():
+        ours, theirs = module.eval()(inputs), reference.eval()(inputs)
+        same(ours, theirs)
+        copied, pickled = module.found
+        assert b"lightning_zero" not in pickled
+        for other in (copied, pickle.loads(pickled)):
+            assert not any(
+                value for inner in other.modules() for name, value in vars(inner).items() if "_hooks" in name
+            )
+            same(other(inputs), theirs)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_copies_made_in_an_evaluation_are_ordinary(run_on, world_size, stage):
+    run_on(world_size, copies_in_evaluation, stage=stage)
 
 
 def copies_with_own_hooks(stage):
