@@ -58,12 +58,20 @@ def on_rank_0(
 
 
 def _follow(gather: Gather) -> None:
+    """Take part in rank 0's gathers until rank 0 has finished, even after an error, which is raised at the end."""
+    error: Exception | None = None
     while (place := gather(None)[0]) is not None:
         join = _at(place)
-        if all(gather(join is not None)):
-            assert join is not None
+        if not all(gather(join is not None)):
+            continue
+        assert join is not None
+        try:
             with torch.no_grad():
                 join()
+        except Exception as raised:
+            error = error or raised
+    if error is not None:
+        raise error
 
 
 @contextmanager
