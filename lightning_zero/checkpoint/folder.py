@@ -29,6 +29,7 @@ from lightning_zero.checkpoint.form import (
     VERSIONS,
     Manifest,
     check_format,
+    check_structure,
 )
 from lightning_zero.checkpoint.module_versions import with_versions
 from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch, with_way_out
@@ -225,6 +226,7 @@ class Folder:
             raise NoCheckpointError(
                 f"{self.files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
             )
+        check_structure(self.files.path, tree)
         ours = tree.get(CHECKPOINT_KEY, {})
         containers, versions = ours.pop(CONTAINERS, {}), ours.pop(VERSIONS, {})
         if not ours and (containers or versions):

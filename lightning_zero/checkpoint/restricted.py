@@ -53,6 +53,10 @@ class CodeToRunError(ForbiddenClassError):
     """Loading a file may run code that no checkpoint needs; the message must not suggest a way to load the file."""
 
 
+class BoundMethodError(CodeToRunError):
+    """A file contains bound methods, which are pickled as calls of ``getattr``; such calls can also run code."""
+
+
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if name in _METADATA_CLASSES.get(module, ()):
@@ -116,6 +120,8 @@ def load_torch(
 
 def with_way_out(error: ForbiddenClassError) -> str:
     """Return the error's message, with the advice to pass ``weights_only=False`` unless loading would run code."""
+    if isinstance(error, BoundMethodError):
+        return f"{error}. Do not load this file unless you trust its source; if you do, pass weights_only=False"
     if isinstance(error, CodeToRunError):
         return str(error)
     return f"{error}, or pass weights_only=False if you trust the source of the file"
@@ -127,6 +133,8 @@ def _refusal(file: Any) -> ForbiddenClassError | None:
     unsafe = _not_allowed(uses)
     running = [use for use in unsafe if use.runs_code]
     if running:
+        if all(use.kind == "builtins.getattr" for use in running):
+            return BoundMethodError(f"it contains bound methods: {', '.join(map(str, running))}")
         calls = [f"it would call {use}" if use.is_called else f"it names {use}" for use in running]
         return CodeToRunError(f"loading it would run code: {', '.join(calls)}. {NOT_RUN}; use another checkpoint")
     if not unsafe:

@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
-from lightning_zero.engine.compat import flatten_weights, running_calls
+from lightning_zero.engine.compat import flatten_weights, not_copied, running_calls
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_NOT_COPIED = not_copied(lambda value: isinstance(value, (OwnHook, JoinedMethod)))
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -198,6 +199,8 @@ class Engine(Optimizers):
             self.reducer,
         ]
         _engines[module] = weakref.ref(self)
+        for patch in _NOT_COPIED:
+            patch.hold(self)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 

@@ -247,6 +247,7 @@ class OwnedSlot(BucketSlot):
         self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
         self.name, self.shape, self.dtype, self.share = name, shape, dtype, slot.share.of_another(shape)
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
+        self._derived, self._remembered = {}, Counter()
 
     def ranges(self) -> list[tuple[int, int]]:
         """See ``tensor.slot.Slot``."""

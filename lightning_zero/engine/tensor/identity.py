@@ -29,7 +29,7 @@ def become(tensor: Tensor, other: Tensor) -> None:
 
 def exchange(tensor: Tensor, other: Tensor) -> None:
     """Exchange class and contents of two tensors. Attributes set by users stay with ``tensor``."""
-    own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
+    own = attributes_of_users(tensor)
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     exchange_memory(tensor, other)
     for name in slot_names(type(tensor)):  # a DTensor has attributes in ``__slots__``
@@ -66,6 +66,11 @@ def joined(kind: type, project_class: Any) -> Any:
     return types.new_class(project_class.__name__, (kind, project_class), exec_body=lambda body: body.update(names))
 
 
+def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that code of users has set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
+
+
 def _taken(tensor: Tensor, name: str) -> list[Any]:
     """Remove an attribute from a tensor and return its value in a list, which is empty if there is no attribute."""
     values = [getattr(tensor, name)] if hasattr(tensor, name) else []
@@ -74,4 +79,4 @@ def _taken(tensor: Tensor, name: str) -> list[Any]:
     return values
 
 
-_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source"}
+_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source", "_base_tensor", "_steps"}

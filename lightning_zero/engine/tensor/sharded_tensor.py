@@ -18,7 +18,7 @@ from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.unsharded_param import check_same_shape
-from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, reader
 
 if TYPE_CHECKING:  # importing these takes a while, and only checkpoints need them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -83,6 +83,8 @@ class ShardedTensor(WrapperTensor):
         return self._local is None
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        if (reading := reader.get()) is not None:
+            return reading.whole(self).to(self.device, dtype or self.dtype)
         return self.slot.whole_parameter(dtype or self.dtype) if self.is_parameter else None
 
     def whole(self) -> Tensor:
@@ -160,8 +162,11 @@ class ShardedTensor(WrapperTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            with torch.no_grad():  # the copy is sharded, too, so that a copied module takes only a shard's memory
-                copy: Tensor = ShardedTensor(self.slot, self.local.clone(), self.dtype)
+            with torch.no_grad():
+                if (reading := reader.get()) is not None:
+                    copy = reading.whole(self).clone()
+                else:  # the copy is sharded, too, so that a copied module takes only a shard's memory
+                    copy = ShardedTensor(self.slot, self.local.clone(), self.dtype)
             is_parameter = isinstance(self, torch.nn.Parameter)
             memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
         return memo[id(self)]

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.tensor.identity import attributes_of_users
+
 _data: Any = nn.Parameter.data
 
 
@@ -48,6 +50,16 @@ class View(nn.Parameter):
         check_same_shape(self.slot.name, self, value)
         with torch.no_grad():
             self.copy_(value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = nn.Parameter(self.detach().clone(), self.requires_grad)
+        value.__dict__.update(attributes_of_users(self))
+        return value.__reduce_ex__(protocol)
 
 
 def check_same_shape(name: str, parameter: Tensor, value: Tensor) -> None:
