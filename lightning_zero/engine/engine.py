@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
@@ -60,6 +62,18 @@ def engine_of(module: nn.Module) -> Engine | None:
 def engines() -> list[Engine]:
     """All engines that have not been closed."""
     return [engine for reference in list(_engines.values()) if (engine := reference()) is not None]
+
+
+def _before_fork() -> None:
+    """Wait for updates and for gathers of replicated parameters: a forked process can read them, but not wait."""
+    if threading.current_thread() is threading.main_thread():
+        synchronize()
+        for bucket in (bucket for engine in engines() for bucket in engine.buckets if bucket.is_replicated):
+            bucket.wait()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 class Engine(Optimizers):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
+from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.init.deferred_param import defer, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -95,6 +96,23 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
+        if (kind := _kind_without_flat_values(parameter)) is not None:
+            raise ValueError(
+                f"{name} is {kind}, which cannot be divided into shards: train ordinary parameters (quantise them "
+                "after the run, for example), or use strategy='ddp'."
+            )
+
+
+def _kind_without_flat_values(parameter: Tensor) -> str | None:
+    """What a parameter is if its values are not just the elements of an ordinary tensor; otherwise None."""
+    cls = type(parameter)
+    is_known = is_dtensor(parameter) or isinstance(parameter, (LazyTensor, FakeTensor))
+    is_plain = cls is Tensor or (issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__)
+    if not is_known and not is_plain:
+        return f"of the tensor subclass {cls.__module__}.{cls.__qualname__}"
+    if parameter.layout is not torch.strided:
+        return f"a tensor of layout {parameter.layout}"
+    return f"a quantised tensor ({parameter.dtype})" if parameter.is_quantized else None
 
 
 def check_frozen(scripted: Mapping[str, Tensor]) -> None:
