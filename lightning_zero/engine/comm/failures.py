@@ -216,8 +216,8 @@ class Watch:
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"{what} requires every rank, but this is a forked process, such as a DataLoader's worker, which "
-                "cannot communicate with the other ranks. Set num_workers=0; or, before the worker starts, copy the values on "
-                "every rank, as in 'with lightning_zero.full_parameters(module): copy = parameter.detach().clone()'."
+                "cannot communicate with the other ranks. Set num_workers=0; or, before the worker starts, copy the "
+                "values on every rank: with lightning_zero.full_parameters(module): copy = parameter.detach().clone()."
             )
 
     def begin(self, what: str) -> int:
