@@ -27,6 +27,7 @@ from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compre
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
+from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import Source, agree_on_sources, check_frozen, check_ordinary, common_device
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
@@ -122,6 +123,7 @@ class Engine(Optimizers):
         self._swap: Swap | None = None
         check_optimizers(optimizers, config, ranks=self._world_size(group))
         check_ordinary(module, may_be_divided=mesh is not None)
+        check_memory(module, optimizers)
         self._scripted = torchscript_parameters(module)
         check_frozen(self._scripted)
         plans = plan_units(module, config.units, config.unit_numel)
