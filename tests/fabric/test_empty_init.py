@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from tests.fabric.training import make_fabric, weights
 from tests.support.models import CLASSES, VOCABULARY
-from tests.support.trainer import Learner, fit
+from tests.support.trainer import Learner, fit, make_trainer
 from tests.support.training import same_tensors, same_values
 
 
@@ -186,7 +186,7 @@ def test_writes_to_a_part_of_a_parameter_are_repeated_after_its_initialisation(r
 
 
 class OwnLearner(Learner):
-    """Makes its model in ``configure_model`` in one of several ways, and then initialises the model by hand."""
+    """Makes its model in ``configure_model``, on one device or another, and then initialises the model by hand."""
 
     def __init__(self, device: str) -> None:
         super().__init__(model=nn.Identity, batches=2)
@@ -208,11 +208,14 @@ def in_trainer() -> None:
             if precision == "32-true":
                 same_tensors(run.weights, expected, bound=0)
             assert run.weights["model.layers.0.bias"].float().mean() > 2
+        trainer = make_trainer(f"zero{stage}", max_epochs=1)
+        with trainer.init_module(empty_init=True):
+            module = Learner(model=Net, batches=2)
+        torch.manual_seed(5)
+        module.model.apply(by_torch)
+        trainer.fit(module)
+        same_tensors(module.state_dict(), expected, bound=0)
 
 
-@pytest.mark.behaviour(
-    "The Trainer",
-    "A model made on the meta device in `configure_model`, or with `empty_init=True`, and initialised by hand",
-)
-def test_values_written_in_configure_model_to_a_module_on_the_meta_device_are_ddps(run_on):
+def test_values_written_before_a_fit_to_a_module_without_values_are_ddps(run_on):
     run_on(2, in_trainer)

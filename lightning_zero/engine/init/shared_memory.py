@@ -77,9 +77,10 @@ def _items(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    # A tensor with a graph was left by a forward, and the next forward replaces it.
-    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    return is_plain and tensor.layout is torch.strided and not tensor.is_meta and tensor.numel() > 0 and tensor.is_leaf
+    is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_nested
+    if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
+        return False
+    return tensor.numel() > 0 and tensor.is_leaf  # a tensor with a graph is a forward's, and the next one replaces it
 
 
 def _extent(tensor: Tensor) -> int:
