@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable
 from functools import partial
@@ -219,3 +220,22 @@ def in_trainer() -> None:
 
 def test_values_written_before_a_fit_to_a_module_without_values_are_ddps(run_on):
     run_on(2, in_trainer)
+
+
+def refuses_what_cannot_be_recorded() -> None:
+    fabric = make_fabric("zero3")
+    with fabric.init_module(empty_init=True):
+        layer = nn.Linear(3, 3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="has no values that this operator could change"):
+        torch._foreach_mul_([layer.weight], 2.0)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="no data"):
+        layer.weight.copy_(layer.weight * 2)
+    with torch.no_grad():
+        copied = copy.deepcopy(nn.init.ones_(layer.weight))
+        layer.weight.mul_(2)
+        torch._foreach_mul_([layer.weight], 2.0)
+    assert layer.weight.eq(4).all() and copied.eq(1).all()
+
+
+def test_writes_that_cannot_be_recorded_are_refused_or_take_memory(run_on):
+    run_on(1, refuses_what_cannot_be_recorded)
