@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
@@ -25,6 +27,7 @@ from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compre
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
+from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     Source,
     agree_on_sources,
@@ -68,6 +71,18 @@ def engine_of(module: nn.Module) -> Engine | None:
 def engines() -> list[Engine]:
     """All engines that have not been closed."""
     return [engine for reference in list(_engines.values()) if (engine := reference()) is not None]
+
+
+def _before_fork() -> None:
+    """Wait for updates and for gathers of replicated parameters: a forked process can read them, but not wait."""
+    if threading.current_thread() is threading.main_thread():
+        synchronize()
+        for bucket in (bucket for engine in engines() for bucket in engine.buckets if bucket.is_replicated):
+            bucket.wait()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork)
 
 
 class Engine(Optimizers):
@@ -116,6 +131,7 @@ class Engine(Optimizers):
         self._swap: Swap | None = None
         check_optimizers(optimizers, config, ranks=self._world_size(group))
         check_ordinary(module, may_be_divided=mesh is not None)
+        check_memory(module, optimizers)
         self._scripted = torchscript_parameters(module)
         check_frozen(self._scripted)
         if device is not None:

@@ -23,6 +23,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
 from lightning_zero.engine.state.residency import Medium
+from lightning_zero.engine.tensor.identity import become
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.pretend import pretending
@@ -501,10 +502,7 @@ def _left_out(module: nn.Module, base: type) -> list[str]:
 
 
 def leave_meta(module: nn.Module) -> None:
-    """Replace a module's tensors with uninitialised tensors on the CPU; parameters become new objects."""
-    before = torch.__future__.get_overwrite_module_params_on_conversion()
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        module._apply(lambda tensor: torch.empty_like(tensor, device="cpu"))
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(before)
+    """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        values = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        become(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)

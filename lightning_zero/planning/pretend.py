@@ -58,6 +58,9 @@ class PretendControlPlane(ControlPlane):
 class PretendWatch:
     """A ``Watch`` for simulated ranks, which are never awaited."""
 
+    def check_process(self, what: str) -> None:
+        pass
+
     def begin(self, what: str) -> int:
         return 0
 

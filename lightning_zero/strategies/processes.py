@@ -246,7 +246,8 @@ class ZeroProcesses(ParallelStrategy):
             with _EmptyInit(), parameters_await_values():
                 yield
         else:
-            with nullcontext() if self._is_sharded else self.root_device:
+            device = nullcontext() if self._is_sharded else self.root_device
+            with device, nullcontext() if self._mesh is not None else parameters_await_values(only_on_meta=True):
                 yield
 
     # -- collectives ------------------------------------------------------------------------------------------------

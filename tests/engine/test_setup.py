@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zero.engine import Engine
 
@@ -39,6 +40,20 @@ def sharded(module):
     module.engine = Engine(module[1])
 
 
+def quantised(module):
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    quantize_(module[1], Int8WeightOnlyConfig())
+
+
+def made_of_two(module):
+    module[1].weight = nn.Parameter(TwoTensor(torch.ones(2, 2), torch.ones(2, 2)))
+
+
+def sparse(module):
+    module[1].weight = nn.Parameter(torch.eye(2).to_sparse())
+
+
 REFUSED = {
     "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device without values, and there is no .* in Scale"),
     "lazy": (lazy, r"1\.weight is not initialised yet: run a batch through the lazy module first"),
@@ -47,6 +62,9 @@ REFUSED = {
         with_distributed_weight,
         r"1\.weight is a DTensor, but parameters must be ordinary tensors: remove fully_shard\(\.\.\.\)",
     ),
+    "quantised": (quantised, r"1\.weight is of the tensor subclass torchao\..*Int8Tensor, which cannot be divided"),
+    "made of two": (made_of_two, r"1\.weight is of the tensor subclass .*TwoTensor, which cannot be divided"),
+    "sparse": (sparse, r"1\.weight is a tensor of layout torch\.sparse_coo, which cannot be divided"),
 }
 
 
@@ -63,3 +81,22 @@ def refuse(kind):
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_module_that_cannot_be_sharded_is_refused_and_left_unchanged(run_on, kind):
     run_on(2, refuse, kind=kind)
+
+
+class Packed(nn.Parameter):
+    """A parameter with integers and its own functions, like those of 4-bit layers."""
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def accept():
+    module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    module.packed = Packed(torch.arange(4, dtype=torch.uint8), requires_grad=False)
+    Engine(module, [torch.optim.SGD(module[0].parameters(), lr=0.1)])
+    assert module.packed.tolist() == [0, 1, 2, 3]
+
+
+def test_parameters_of_a_subclass_of_parameter_are_accepted(run_on):
+    run_on(2, accept)

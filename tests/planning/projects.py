@@ -8,7 +8,17 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torchmetrics import Accuracy
-from transformers import LlamaConfig, LlamaForCausalLM, ViTConfig, ViTForImageClassification
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
 
 
 class Block(nn.Module):
@@ -153,6 +163,42 @@ class ViT(LightningModule):
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+class TiedHead(LightningModule):
+    """A language model of transformers, whose head shares the embedding's weight. A subclass makes the model."""
+
+    model: PreTrainedModel
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        return self.model(input_ids=batch["input_ids"], labels=batch["labels"]).loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters())
+
+
+class GPT2(TiedHead):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = GPT2LMHeadModel(GPT2Config(vocab_size=500, n_positions=32, n_embd=64, n_layer=2, n_head=2))
+
+
+class T5(TiedHead):
+    def __init__(self) -> None:
+        super().__init__()
+        config = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2}
+        self.model = T5ForConditionalGeneration(T5Config(vocab_size=500, decoder_start_token_id=0, **config))
+
+
+class Sharing(Net):
+    """Blocks that share a module, and a parameter that has two names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        first, second, third, _ = self.blocks
+        second.up = first.up
+        third.down.weight = first.down.weight
+        self.register_parameter("gain", first.norm.weight)
 
 
 def tokens() -> dict[str, Tensor]:

@@ -14,10 +14,13 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.planning.fake_run import fake_run
 from tests.engine.test_growth import NEARLY, count
 from tests.planning.projects import (
+    GPT2,
+    T5,
     Adversaries,
     Llama,
     Net,
     Reading,
+    Sharing,
     ViT,
     WithAdafactor,
     WithStepCount,
@@ -217,32 +220,31 @@ class Watch(Callback):
         self.peak = trainer.strategy.engine.report().peak
 
 
-def held_by_real_ranks(cases: list[tuple[int, str | None]]) -> list[dict[str, int]]:
+def held_by_real_ranks(
+    make_module: Any, samples: list[Any], cases: list[tuple[int, str | None]]
+) -> list[tuple[int, dict[str, int]]]:
+    """For each case of a stage and an offload: the number of elements in all parameters, and this rank's peak."""
     held = []
     for stage, offload in cases:
-        watch = Watch()
+        watch, module = Watch(), make_module()
         strategy = ZeroStrategy(stage=stage, offload=offload)
         trainer = make_trainer(strategy, callbacks=[watch], max_steps=2)
-        trainer.fit(Net(width=256), DataLoader(torch.randn(8 * trainer.world_size, 16, 256), batch_size=4))
-        held.append(watch.peak)
+        trainer.fit(module, DataLoader(samples * 2 * trainer.world_size, batch_size=len(samples)))
+        held.append((sum(parameter.numel() for parameter in module.parameters()), watch.peak))
     return held
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
-def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ranks):
-    cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu", "nvme")]
-    of_ranks = run_on(ranks, held_by_real_ranks, cases=cases)
+def compare_with_real_ranks(
+    run_on: Any, ranks: int, make_module: Any, samples: list[Any], cases: list[tuple[int, str | None]]
+) -> None:
+    of_ranks = run_on(ranks, held_by_real_ranks, make_module=make_module, samples=samples, cases=cases)
+    sample = next(iter(DataLoader(samples, batch_size=len(samples))))
     for number, (stage, offload) in enumerate(cases):
-        run = fake_run(
-            partial(Net, width=256),
-            torch.randn(4, 16, 256),
-            ranks=ranks,
-            stage=stage,
-            offload=offload,
-            transport="shared memory",
-        )
+        run = fake_run(make_module, sample, ranks=ranks, stage=stage, offload=offload, transport="shared memory")
         for held in of_ranks:
-            real = {category: nbytes for category, nbytes in held[number].items() if nbytes}
+            numel, peak = held[number]
+            real = {category: nbytes for category, nbytes in peak.items() if nbytes}
+            assert run.numel == numel
             assert set(real) == {category for category, nbytes in run.report_peak.items() if nbytes}
             for category, nbytes in real.items():
                 assert run.report_peak[category] == pytest.approx(nbytes, rel=0.02), (
@@ -252,6 +254,24 @@ def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ra
                     run.report_peak,
                     real,
                 )
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ranks):
+    cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu", "nvme")]
+    compare_with_real_ranks(run_on, ranks, partial(Net, width=256), list(torch.randn(4, 16, 256)), cases)
+
+
+SHARING = {"gpt2": (GPT2, tokens), "t5": (T5, tokens), "sharing": (Sharing, batch)}
+
+
+@pytest.mark.parametrize("project", SHARING)
+def test_a_tied_parameter_is_planned_once(run_on, project):
+    make_module, make_batch = SHARING[project]
+    sample = make_batch()
+    names = sample if isinstance(sample, dict) else None
+    samples = [{name: sample[name][row] for name in names} if names else sample[row] for row in range(2)]
+    compare_with_real_ranks(run_on, 2, make_module, samples, [(1, None), (3, None)])
 
 
 PROJECTS = {"llama": (Llama, tokens), "vit": (ViT, labelled_pictures), "gan": (Adversaries, pictures)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,8 +90,7 @@ class BucketCollectives:
         crossing = sum(self._crossing(ranges))
         rest = full.numel() - crossing
         self._count("all_gather", crossing, crossing * full.itemsize, rest, rest * full.itemsize)
-        with explained(what):
-            return Pending(what, self._transport.all_gather(full, ranges, number), self._watch)
+        return self._begin(what, self._transport.all_gather, full, ranges, number)
 
     def exchange_changes(
         self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, what: str
@@ -106,13 +105,11 @@ class BucketCollectives:
             new: the slice's new values, in any dtype.
         """
         assert self._transport is not None
-        with explained(what):
-            message = self._transport.encode_changes(own, new)
-            started = self._transport.exchange_changes(full, ranges, number, message)
+        message = self._transport.encode_changes(own, new)
         crossing = self._crossing(ranges)
         rest = full.numel() - sum(crossing)
         self._count("all_gather", sum(crossing), len(crossing) * len(message), rest, rest * full.itemsize)
-        return Pending(what, started, self._watch)
+        return self._begin(what, self._transport.exchange_changes, full, ranges, number, message)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` returns this rank's slice of the sum (1-D), in the buffer's dtype.
@@ -125,8 +122,7 @@ class BucketCollectives:
         """
         assert self._transport is not None, "with one rank, gradients are not reduced"
         self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
-        with explained(what):
-            return Pending(what, self._transport.reduce_scatter(flat, ranges, codec), self._watch)
+        return self._begin(what, self._transport.reduce_scatter, flat, ranges, codec)
 
     @property
     def takes_spans(self) -> bool:
@@ -138,7 +134,13 @@ class BucketCollectives:
         assert self._transport is not None
         lengths = [(0, sum(span.numel for span in part)) for part in spans]
         self._count_reduction(sum(numel for _, numel in lengths), lengths, Cast(dtype), dtype.itemsize)
-        return Pending(what, self._transport.reduce_spans(spans, dtype, factor), self._watch)
+        return self._begin(what, self._transport.reduce_spans, spans, dtype, factor)
+
+    def _begin(self, what: str, begin: Callable[..., Started], *args: Any) -> Pending:
+        if self._watch is not None:
+            self._watch.check_process(what)
+        with explained(what):
+            return Pending(what, begin(*args), self._watch)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         assert self._transport is not None

@@ -13,6 +13,7 @@ deadlock.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -204,10 +205,20 @@ class Watch:
 
     def __init__(self, group: ProcessGroup, name: str, members: Sequence[int] = ()) -> None:
         self._group, self._name, self._members, self._watchdog = group, name, members, lifelines_over(group)
+        self._process = os.getpid()
 
     def among(self, members: Sequence[int]) -> Watch:
         """Make a watch for waits in which only these ranks of the group take part."""
         return Watch(self._group, self._name, list(members))
+
+    def check_process(self, what: str) -> None:
+        """Raise a RuntimeError in a forked process: its connections to the other ranks belong to its parent."""
+        if os.getpid() != self._process:
+            raise RuntimeError(
+                f"{what} requires every rank, but this is a forked process, such as a DataLoader's worker, which "
+                "cannot communicate with the other ranks. Set num_workers=0; or, before the worker starts, copy the "
+                "values on every rank: with lightning_zero.full_parameters(module): copy = parameter.detach().clone()."
+            )
 
     def begin(self, what: str) -> int:
         """Count a collective, and return its number (from 1) among the collectives with this name."""
@@ -226,8 +237,10 @@ class Watch:
 
         Raises:
             RuntimeError: if the code inside raises a RuntimeError, unless that says that memory ran out. The new error
-                gives the reason if it is known: which rank failed, or which ranks are in a deadlock.
+                gives the reason if it is known: which rank failed, or which ranks are in a deadlock. Also in a forked
+                process; see ``check_process``.
         """
+        self.check_process(what)
         ordinal = self.begin(what) if ordinal is None else ordinal
         key = f"{self._name}: {what}"
         return self._watchdog.waiting(_Wait(key, what, ordinal, time.monotonic(), may_be_refused, self._members))

@@ -64,7 +64,7 @@ class Rendezvous:
 
         Raises:
             RuntimeError: if another rank passes a different operation, has ended, does not call this method in time,
-                or is in a deadlock with this rank.
+                is in a deadlock with this rank, or if this process is a fork of a rank's process.
         """
         if self._size == 1 or self._is_met:
             return
@@ -78,6 +78,7 @@ class Rendezvous:
             )
         watch = self._watch
         assert watch is not None, "with several ranks there is a watch"
+        watch.check_process(what)
         with watch.waiting(f"the rendezvous for {what}", may_be_refused=True):
             refusal = self._exchange(what, watch)
         if refusal:

@@ -37,11 +37,15 @@ def awaits_values(module: nn.Module) -> bool:
 
 
 @contextmanager
-def parameters_await_values() -> Iterator[None]:
-    """Context in which new parameters of modules are deferred until values are loaded; buffers are not deferred."""
+def parameters_await_values(*, only_on_meta: bool = False) -> Iterator[None]:
+    """Context in which new parameters of modules are deferred until they are given values; buffers are not deferred.
+
+    Args:
+        only_on_meta: whether only parameters on the meta device are deferred.
+    """
 
     def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if type(parameter) is nn.Parameter:
+        if type(parameter) is nn.Parameter and (parameter.is_meta or not only_on_meta):
             defer(parameter, torch.empty_like(parameter, device="meta"))
 
     hook = register_module_parameter_registration_hook(await_values)

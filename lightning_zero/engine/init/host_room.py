@@ -24,6 +24,7 @@ from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.residency import Medium, ResidencyPlan
 from lightning_zero.engine.state.slot import slots_of
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import aligned
 from lightning_zero.io.labels import this_machine
 from lightning_zero.io.swap import BUFFERS
@@ -89,8 +90,8 @@ def check_room(
     freed = 0
     if communicator.device.type != "cpu":
         own = [sources[segment.name] for bucket in buckets for segment in bucket.layout.segments]
-        on_host = [s.values for s in own if s.values is not None and not s.everywhere and s.values.device.type == "cpu"]
-        freed = sum(values.nbytes for values in on_host)
+        in_memory = [s.values for s in own if not s.everywhere and not isinstance(s.values, LazyTensor)]
+        freed = sum(values.nbytes for values in in_memory if values is not None and values.device.type == "cpu")
     missing = []
     for place in _without_room(memory_for(shards, offload), communicator, freed=freed):
         advice = "use more machines"

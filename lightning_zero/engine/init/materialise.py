@@ -26,7 +26,7 @@ from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
-from lightning_zero.engine.tensor.lazy_tensor import in_memory
+from lightning_zero.engine.tensor.lazy_tensor import in_memory, is_unset, unset
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
@@ -106,6 +106,7 @@ class Materialiser:
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
         with torch.no_grad(), meeting, drawing:
             self._visit(self._module, [])
+            self._repeat_writes()
             if is_new:
                 self._check_all_have_values()
         return self._buckets
@@ -138,7 +139,7 @@ class Materialiser:
                     if source.values is not None:
                         self._placed[id(buffer)] = in_memory(source.values).to(device)
                     else:
-                        self._placed[id(buffer)] = _unset(torch.empty_like(buffer, device=device))
+                        self._placed[id(buffer)] = unset(torch.empty_like(buffer, device=device))
                 module._buffers[name] = self._placed[id(buffer)]
         return is_new
 
@@ -177,7 +178,7 @@ class Materialiser:
                 else:
                     room = instead = rooms[id(parameter)] = self._room_of(parameter)
                     if room.shape != parameter.shape:  # divided: initialise a full tensor, then copy the share
-                        instead = _unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
+                        instead = unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
                         instead = rooms[id(parameter)] = nn.Parameter(instead, parameter.requires_grad)
                         divided.append((instead, room, self._share_of(parameter)))
                 places.append((inner._parameters, name, parameter, instead))
@@ -208,21 +209,27 @@ class Materialiser:
         bucket, index = self._new_parameters[id(parameter)]
         if not bucket.is_opened:
             for number in range(len(bucket.parameters)):
-                _unset(bucket.room(number))
+                unset(bucket.room(number))
         return nn.Parameter(bucket.room(index), parameter.requires_grad)
 
+    def _repeat_writes(self) -> None:
+        """Repeat what user code has written to a part of a new parameter, now that modules have initialised it."""
+        for name, parameter in self._module.named_parameters():
+            for write in self._sources[name].writes:
+                write.repeat(parameter, _of_rank_0(self._communicator, write.state))
+
     def _check_all_have_values(self) -> None:
-        unset = [
+        missing = [
             bucket.layout.segments[index].name
             for bucket, index in self._new_parameters.values()
-            if (slot := slot_of(bucket.parameters[index])) is not None and _is_unset(slot.local_parameter())
+            if (slot := slot_of(bucket.parameters[index])) is not None and is_unset(slot.local_parameter())
         ]
-        unset += [
+        missing += [
             name
             for name, buffer in self._module.named_buffers()
-            if name in self._sources and self._sources[name].is_new and _is_unset(buffer)
+            if name in self._sources and self._sources[name].is_new and is_unset(buffer)
         ]
-        everywhere = self._communicator.everyone.control.gather_objects(unset)
+        everywhere = self._communicator.everyone.control.gather_objects(missing)
         found = list(dict.fromkeys(name for names in everywhere for name in names))
         if found:
             raise RuntimeError(
@@ -272,22 +279,8 @@ def _on_meta(tensor: Tensor) -> Tensor:
     return nn.Parameter(instead, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else instead
 
 
-def _mark_of(dtype: torch.dtype) -> float:
-    """The value that marks unwritten elements; 0 for dtypes without a suitable value, which are not checked."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def _unset(tensor: Tensor) -> Tensor:
-    return tensor.fill_(_mark_of(tensor.dtype))
-
-
-def _is_unset(tensor: Tensor) -> bool:
-    mark = _mark_of(tensor.dtype)
-    if mark != mark:
-        return bool(tensor.isnan().any())
-    return mark < 0 and tensor.numel() > 0 and bool((tensor == mark).all())
+def _of_rank_0(communicator: Communicator, state: Tensor) -> Tensor:
+    return communicator.tensor.broadcast(communicator.broadcast(state.clone()))
 
 
 @contextmanager
@@ -299,7 +292,7 @@ def _drawing_as_rank_0(communicator: Communicator) -> Iterator[None]:
         generators.append((torch.get_device_module(device), (device,)))
     for module, where in generators:
         own = module.get_rng_state(*where)
-        first = communicator.tensor.broadcast(communicator.broadcast(own.clone()))
+        first = _of_rank_0(communicator, own)
         module.set_rng_state(first, *where)
         if not torch.equal(own, first):
             states.append((module, own, where))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from mmap import PAGESIZE
 from typing import Any, NamedTuple
@@ -14,10 +14,11 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
+from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.init.deferred_param import defer, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.identity import project_class
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
@@ -29,6 +30,7 @@ class Source(NamedTuple):
     values: Tensor | None  # this rank's values, if it has any
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
+    writes: Sequence[Write] = ()  # what user code has written to a part of a new parameter
 
 
 class MappedFiles:
@@ -96,6 +98,23 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
+        if (kind := _kind_without_flat_values(parameter)) is not None:
+            raise ValueError(
+                f"{name} is {kind}, which cannot be divided into shards: train ordinary parameters (quantise them "
+                "after the run, for example), or use strategy='ddp'."
+            )
+
+
+def _kind_without_flat_values(parameter: Tensor) -> str | None:
+    """What a parameter is if its values are not just the elements of an ordinary tensor; otherwise None."""
+    cls = type(parameter)
+    is_known = is_dtensor(parameter) or isinstance(parameter, (LazyTensor, FakeTensor))
+    is_plain = cls is Tensor or (issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__)
+    if not is_known and not is_plain:
+        return f"of the tensor subclass {cls.__module__}.{cls.__qualname__}"
+    if parameter.layout is not torch.strided:
+        return f"a tensor of layout {parameter.layout}"
+    return f"a quantised tensor ({parameter.dtype})" if parameter.is_quantized else None
 
 
 def check_frozen(scripted: Mapping[str, Tensor]) -> None:
@@ -156,12 +175,15 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     """
     mapped = MappedFiles()
     values = {}
+    writes: dict[str, Sequence[Write]] = {}
     mine: dict[str, tuple[Any, Any]] = {}  # by name: (properties that must be equal on all ranks, origin of the values)
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
-        mine[name] = (tuple(tensor.shape), str(tensor.dtype), is_parameter and tensor.requires_grad), origin
+        writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
+        trains = is_parameter and tensor.requires_grad
+        mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
@@ -172,7 +194,8 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         first, is_alike = origins[0], len(set(origins)) == 1
         if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
-        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_alike and first == _NOWHERE)
+        is_new = is_alike and first == _NOWHERE
+        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_new, writes[name])
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
@@ -205,5 +228,8 @@ def _check_alike(everywhere: list[dict[str, tuple[Any, Any]]]) -> None:
             )
 
 
-def _in_words(kind: tuple[tuple[int, ...], str, bool] | None) -> str:
-    return "missing" if kind is None else f"{kind[0]} in {kind[1]}, {'trained' if kind[2] else 'not trained'},"
+def _in_words(kind: tuple[tuple[int, ...], str, bool, int] | None) -> str:
+    if kind is None:
+        return "missing"
+    written = f" and written to {kind[3]} times" if kind[3] else ""
+    return f"{kind[0]} in {kind[1]}, {'trained' if kind[2] else 'not trained'}{written},"

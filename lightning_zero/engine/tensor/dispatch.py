@@ -390,7 +390,10 @@ def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and func in _LOCAL:
         return _act_locally(func, args, kwargs)
-    return func(torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape), *args[1:], **kwargs)
+    device = tensor.device
+    if _recording(tensor) is not None:  # the result has values, from which the tensor may be initialised
+        device = torch.get_default_device()
+    return func(torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape), *args[1:], **kwargs)
 
 
 _NEW = "empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros"
@@ -425,8 +428,31 @@ _LOCAL = {
 }
 
 
+def _recording(tensor: Any) -> LazyTensor | None:
+    """The lazy tensor that records writes to ``tensor``, which is that tensor or a view of it; None if none does."""
+    base = tensor.base if isinstance(tensor, RecordedView) else tensor
+    return base if isinstance(base, LazyTensor) and base.records_writes else None
+
+
+def _record(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
+    target, *others = args
+    steps = target.steps if isinstance(target, RecordedView) else []
+
+    def kept(value: Any) -> Any:
+        """A copy, since user code may change the values before the operator is repeated."""
+        if not isinstance(value, Tensor):
+            return value
+        return (value.whole() if isinstance(value, WrapperTensor) else value).detach().clone()
+
+    lazy.record(steps, func, *tree_map(kept, (others, kwargs)))
+    return target
+
+
 def _act(func: Any, args: Any, kwargs: Any) -> Any:
     handler, only_reads = _kind_of(func)
+    if not only_reads and _targets(func) == [0] and (lazy := _recording(args[0])) is not None:
+        if torch.get_default_device().type != "meta":  # as in torch, nothing is written within torch.device("meta")
+            return _record(lazy, func, args, kwargs)
     if only_reads and not kwargs and (at_hand := _at_hand(args)) is not None:
         return func(*at_hand)
     out = handler(func, args, kwargs) if handler is not None else NotImplemented

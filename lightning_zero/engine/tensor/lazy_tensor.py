@@ -1,4 +1,8 @@
-"""Lazy tensors, whose values stay where they are stored, usually in a file, until they are read."""
+"""Lazy tensors, whose values stay where they are stored, usually in a file, until they are read.
+
+A lazy tensor may also have no values yet, as on the meta device. It then records the operators that write to it, and
+repeats them when its values are read: initialising a module by hand takes memory for one parameter at a time.
+"""
 
 from __future__ import annotations
 
@@ -11,25 +15,75 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.tensor.identity import become
-from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
+
+
+@dataclass(frozen=True)
+class Write:
+    """An operator that writes to a tensor or to a view of it.
+
+    Attributes:
+        steps: the operators that make the view; see ``RecordedView``.
+        function, args, kwargs: the operator, and its arguments without the tensor.
+        state: the state of ``generator`` before the operator ran.
+    """
+
+    steps: list[tuple[Any, Any, Any]]
+    function: Any
+    args: Any
+    kwargs: Any
+    state: Tensor
+
+    @property
+    def generator(self) -> torch.Generator:
+        return self.kwargs.get("generator") or torch.default_generator
+
+    def run(self, tensor: Tensor) -> None:
+        with torch.no_grad():
+            self.function(replay(tensor, self.steps), *self.args, **self.kwargs)
+
+    def repeat(self, tensor: Tensor, state: Tensor | None = None) -> None:
+        """Write to another tensor with the random numbers drawn from ``state``, by default those of the first time."""
+        before = self.generator.get_state()
+        self.generator.set_state(self.state if state is None else state)
+        try:
+            self.run(tensor)
+        finally:
+            self.generator.set_state(before)
 
 
 @dataclass
 class _Source:
-    """Where a lazy tensor and its aliases read their values; ``use`` switches to values in memory."""
+    """Where a lazy tensor and its aliases read their values; ``use`` switches to values in memory.
+
+    Attributes:
+        writes: the operators that have written to a tensor that had no values; None if the values are elsewhere.
+        is_written: whether ``writes`` determine every element.
+    """
 
     name: str
     dtype: torch.dtype
     read: Callable[[int, int], Tensor]
     origin: Any
     write: Callable[[Tensor], None] | None = None
+    writes: list[Write] | None = None
+    is_written: bool = False
 
     def use(self, values: Tensor) -> None:
         self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
+        self.writes = None
 
 
 def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
     return values.reshape(-1)[start:stop]
+
+
+def _range_written(writes: list[Write], values: Tensor, start: int, stop: int) -> Tensor:
+    """Repeat the writes to a tensor like ``values``, which has no memory, and return a range of the result."""
+    written = torch.empty_like(values, device="cpu")
+    for write in writes:
+        write.repeat(written)
+    return _range_of(written, start, stop)
 
 
 class LazyTensor(WrapperTensor):
@@ -74,7 +128,10 @@ class LazyTensor(WrapperTensor):
             return values.cast(dtype)
         values = values.detach()
         source = _Source("", values.dtype, partial(_range_of, values), values)
-        return cls._over(source, values.shape, dtype, values.device)
+        if values.device.type != "meta":
+            return cls._over(source, values.shape, dtype, values.device)
+        source.writes = []
+        return cls._over(source, values.shape, dtype)
 
     @classmethod
     def _over(
@@ -86,6 +143,41 @@ class LazyTensor(WrapperTensor):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The meta device until the tensor has values."""
+        return torch.device("meta") if self.records_writes and not self._source.is_written else super().device
+
+    @property
+    def writes(self) -> list[Write]:
+        """The operators that have written to this tensor since it was made without values."""
+        return self._source.writes or []
+
+    @property
+    def records_writes(self) -> bool:
+        return self._source.writes is not None
+
+    def record(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
+        """Run an operator on a temporary tensor, so that random numbers are drawn now, and record it."""
+        source = self._source
+        writes = source.writes
+        assert writes is not None
+        values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+        if not source.is_written:
+            for write in writes:
+                write.repeat(values)
+        generator = kwargs.get("generator") or torch.default_generator
+        write = Write(steps, function, args, kwargs, generator.get_state())
+        write.run(values)
+        if not writes:
+            source.dtype, source.origin = self.dtype, None
+            source.read = partial(_range_written, writes, self._of_the_shape())
+        writes.append(write)
+        source.is_written = source.is_written or not is_unset(values)
+
+    def _of_the_shape(self) -> Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
     def stored_name(self) -> str:
@@ -109,21 +201,31 @@ class LazyTensor(WrapperTensor):
     def write_whole(self, value: Tensor) -> None:
         if self._source.write is not None:
             self._source.write(value.detach())
-        else:
+        elif value.device.type != "meta":
             self._source.use(value.detach())
+        elif torch.get_default_device().type != "meta":
+            raise RuntimeError(
+                "A parameter made with empty_init=True, or on the meta device, has no values that this operator could "
+                "change. Write its values first, as in nn.init.normal_(parameter) or parameter.copy_(values)."
+            )
 
     def alias(self) -> Tensor:
-        return LazyTensor._over(self._source, self.shape, self.dtype, self.device)
+        return LazyTensor._over(self._source, self.shape, self.dtype, super().device)
 
     def cast(self, dtype: torch.dtype) -> Tensor:
         """A copy in the given dtype. Its values are read when they are used, or now if the source is writable."""
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
         source, before = replace(self._source), self.dtype
+        if source.writes:  # later writes to either tensor must not change the other one
+            source.read = partial(_range_written, list(source.writes), self._of_the_shape())
+            source.writes = None
+        elif source.writes is not None:
+            source.writes = []
         if torch.promote_types(source.dtype, before) != before:  # the copy must round its values as this tensor does
             read = source.read
             source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before
-        return LazyTensor._over(source, self.shape, dtype, self.device)
+        return LazyTensor._over(source, self.shape, dtype, super().device)
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
     def data(self, value: Tensor) -> None:
@@ -136,7 +238,7 @@ class LazyTensor(WrapperTensor):
         become(self, nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other)
 
     def copy_(self, values: Tensor, non_blocking: bool = False) -> Any:
-        if self.device.type != "meta":
+        if self.device.type != "meta" or values.device.type == "meta":
             return super().copy_(values, non_blocking)
         self.data = values.detach().to(self.dtype).expand(self.shape).clone()
         return self
@@ -181,3 +283,23 @@ class LazyTensor(WrapperTensor):
 def in_memory(tensor: Tensor) -> Tensor:
     """The tensor itself or, for a lazy tensor, an ordinary tensor with its values."""
     return tensor.clone() if isinstance(tensor, LazyTensor) else tensor
+
+
+def _mark_of(dtype: torch.dtype) -> float:
+    """The value that marks unwritten elements; 0 for dtypes without a suitable value, which are not checked."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+
+
+def unset(tensor: Tensor) -> Tensor:
+    """Mark all elements as unwritten."""
+    return tensor.fill_(_mark_of(tensor.dtype))
+
+
+def is_unset(tensor: Tensor) -> bool:
+    """Whether elements are still unwritten since ``unset``; for integers, whether all of them are."""
+    mark = _mark_of(tensor.dtype)
+    if mark != mark:
+        return bool(tensor.isnan().any())
+    return mark < 0 and tensor.numel() > 0 and bool((tensor == mark).all())

@@ -161,8 +161,9 @@ class RecordedView(WrapperTensor):
     def __new__(cls, base: Any, steps: list[tuple[Any, Any, Any]]) -> RecordedView:
         if isinstance(base, RecordedView):
             base, steps = base._base_tensor, base._steps + steps
-        meta = _replay(torch.empty(base.shape, dtype=base.dtype, device="meta"), steps)
-        options = {"strides": meta.stride(), "storage_offset": 0, "dtype": meta.dtype, "device": base.device}
+        meta = replay(torch.empty(base.shape, dtype=base.dtype, device="meta"), steps)
+        device = torch.Tensor.device.__get__(base)  # that of a base without values, which shows the meta device
+        options = {"strides": meta.stride(), "storage_offset": 0, "dtype": meta.dtype, "device": device}
         self = new_wrapper(cls, meta.shape, **options)
         self._base_tensor, self._steps = base, steps
         return self
@@ -170,9 +171,18 @@ class RecordedView(WrapperTensor):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
 
+    @property
+    def base(self) -> WrapperTensor:
+        """The viewed tensor, which is not a recorded view itself."""
+        return self._base_tensor
+
+    @property
+    def steps(self) -> list[tuple[Any, Any, Any]]:
+        return self._steps
+
     def whole(self) -> Tensor:
         base = self._base_tensor
-        return _replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self._steps)
+        return replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self._steps)
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
         base = self._base_tensor
@@ -180,7 +190,7 @@ class RecordedView(WrapperTensor):
         if not isinstance(base, WrapperTensor) or self.dtype != base.dtype:
             return None
         at_hand = base.whole_at_hand(dtype)
-        return None if at_hand is None else _replay(at_hand, self._steps)
+        return None if at_hand is None else replay(at_hand, self._steps)
 
     def alias(self) -> Tensor:
         return RecordedView(self, [])
@@ -189,7 +199,7 @@ class RecordedView(WrapperTensor):
         base = self._base_tensor
         is_sharded = isinstance(base, WrapperTensor)  # False if the engine was closed after the view was taken
         whole = base.whole().clone() if is_sharded else base.detach()
-        _replay(whole, self._steps).copy_(value)
+        replay(whole, self._steps).copy_(value)
         if is_sharded:
             base.write_whole(whole)
 
@@ -208,7 +218,8 @@ def new_wrapper(cls: Any, shape: torch.Size, **options: Any) -> Any:
         return make_wrapper(cls, shape, **options)
 
 
-def _replay(value: Tensor, steps: list[tuple[Any, Any, Any]]) -> Tensor:
+def replay(value: Tensor, steps: list[tuple[Any, Any, Any]]) -> Tensor:
+    """Apply recorded view operators to a tensor."""
     for func, args, kwargs in steps:
         value = func(value, *args, **kwargs)
     return value

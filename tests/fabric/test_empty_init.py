@@ -1,0 +1,241 @@
+"""Modules made with ``empty_init=True``, or on the meta device, start from the values that the project writes."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from tests.fabric.training import make_fabric, weights
+from tests.support.models import CLASSES, VOCABULARY
+from tests.support.trainer import Learner, fit, make_trainer
+from tests.support.training import same_tensors, same_values
+
+
+class Net(nn.Module):
+    """Its parameters, but not its ``_init_weights``, are used: the project has its own initialisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(VOCABULARY, 6, padding_idx=2)
+        self.layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        self.head = nn.Linear(6, CLASSES, bias=False)
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.constant_(module.weight, 7.0)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.layers(self.table(tokens))).flatten(0, 1), targets.flatten())
+
+
+def by_torch(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() > 1:
+            nn.init.trunc_normal_(parameter, std=0.02)
+            parameter.data.mul_(3.0)
+        else:
+            nn.init.constant_(parameter, 3.0)
+
+
+def with_orthogonal(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        if parameter.dim() > 1:
+            nn.init.orthogonal_(parameter, gain=2.0)
+        else:
+            nn.init.uniform_(parameter)
+
+
+def through_views(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            parameter.data[:2].normal_(0, 0.1)
+            nn.init.uniform_(parameter[2:], -0.5, 0.5)
+            parameter[1] = 0.25
+            parameter.view(-1)[::2] *= 2
+
+
+def by_values(module: nn.Module) -> None:
+    with torch.no_grad():
+        for parameter in module.parameters(recurse=False):
+            drawn = torch.randn(parameter.shape)
+            parameter.copy_(drawn) if parameter.dim() > 1 else setattr(parameter, "data", drawn)
+            parameter /= math.sqrt(len(parameter))
+            drawn.zero_()
+
+
+def resets(how: Callable[[nn.Module], None], net: nn.Module) -> None:
+    for module in net.modules():
+        module.reset_parameters = partial(how, module)
+        module.reset_parameters()
+
+
+def applies(how: Callable[[nn.Module], None], net: nn.Module) -> None:
+    net.apply(how)
+
+
+def with_a_penalty(how: Callable[[nn.Module], None], net: nn.Module) -> None:
+    net.apply(how)
+    assert net.head.weight.std() > 0
+    with torch.no_grad():
+        net.head.weight -= net.head.weight.mean()
+
+
+WAYS = [
+    pytest.param(order, how, id=f"{order.__name__}-{how.__name__}")
+    for order, how in (
+        (resets, by_torch),
+        (applies, by_torch),
+        (applies, with_orthogonal),
+        (applies, through_views),
+        (applies, by_values),
+        (with_a_penalty, by_torch),
+    )
+]
+
+
+def in_fabric(order: Any, how: Any) -> None:
+    expected = None
+    for strategy in ("ddp", "zero1", "zero2", "zero3"):
+        fabric = make_fabric(strategy)
+        torch.manual_seed(fabric.global_rank)  # rank 0's values are used
+        with fabric.init_module(empty_init=True):
+            net = Net()
+        order(how, net)
+        drawn = torch.rand(1)
+        assert strategy == "ddp" or how is by_values or all(isinstance(p, LazyTensor) for p in net.parameters())
+        found = weights(fabric.setup_module(net)), drawn
+        expected = expected or found
+        same_values(found, expected, strategy)
+
+
+@pytest.mark.behaviour("Fabric", "A module made in `fabric.init_module(empty_init=True)`, then initialised by hand")
+@pytest.mark.parametrize(("order", "how"), WAYS)
+def test_values_written_to_an_empty_module_are_ddps(run_on, order, how):
+    run_on(2, in_fabric, order=order, how=how)
+
+
+def test_values_written_to_an_empty_module_are_those_of_one_device(run_on):
+    run_on(1, in_fabric, order=applies, how=by_torch)
+
+
+class WritesInConstructor(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        for layer in self.layers:
+            layer.weight.data.normal_(0, 0.1)
+            layer.bias.data.fill_(2.0)
+        self.table.weight.data.uniform_()
+        self.head.weight.data.normal_()
+
+
+def in_constructor() -> None:
+    expected = None
+    for strategy in ("ddp", "zero1", "zero3"):
+        fabric = make_fabric(strategy)
+        torch.manual_seed(0)
+        with fabric.init_module(empty_init=True):
+            net = WritesInConstructor()
+        found = weights(fabric.setup_module(net))
+        expected = expected or found
+        same_tensors(found, expected, bound=0)
+
+
+def test_values_that_a_constructor_writes_directly_are_ddps(run_on):
+    run_on(2, in_constructor)
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Embedding(7, 6, padding_idx=2), nn.Linear(6, 6)
+
+
+def writes_a_part(net: Plain) -> None:
+    with torch.no_grad():
+        net.table.weight[4].fill_(0.5)
+        net.table.weight[5].normal_()
+        net.layer.weight.mul_(0.1)
+
+
+def in_part(stage: int) -> None:
+    """What was not written is initialised as in ordinary construction."""
+    torch.manual_seed(0)
+    ordinary = Plain()
+    fabric = make_fabric(f"zero{stage}")
+    with fabric.init_module(empty_init=True):
+        net = Plain()
+    torch.manual_seed(1 + fabric.global_rank)
+    writes_a_part(net)
+    torch.manual_seed(0)
+    found = weights(fabric.setup_module(net))
+    torch.manual_seed(1)
+    writes_a_part(ordinary)
+    same_tensors(found, ordinary.state_dict(), bound=0)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_writes_to_a_part_of_a_parameter_are_repeated_after_its_initialisation(run_on, stage):
+    run_on(2, in_part, stage=stage)
+
+
+class OwnLearner(Learner):
+    """Makes its model in ``configure_model``, on one device or another, and then initialises the model by hand."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__(model=nn.Identity, batches=2)
+        self.device_of_model = device
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            with torch.device(self.device_of_model):
+                self.model = Net()
+            torch.manual_seed(5)
+            self.model.apply(by_torch)
+
+
+def in_trainer() -> None:
+    expected = fit("ddp", partial(OwnLearner, "cpu"), max_epochs=1).weights
+    for stage in (1, 3):
+        for precision in ("32-true", "bf16-true"):
+            run = fit(f"zero{stage}", partial(OwnLearner, "meta"), max_epochs=1, precision=precision)
+            if precision == "32-true":
+                same_tensors(run.weights, expected, bound=0)
+            assert run.weights["model.layers.0.bias"].float().mean() > 2
+        trainer = make_trainer(f"zero{stage}", max_epochs=1)
+        with trainer.init_module(empty_init=True):
+            module = Learner(model=Net, batches=2)
+        torch.manual_seed(5)
+        module.model.apply(by_torch)
+        trainer.fit(module)
+        same_tensors(module.state_dict(), expected, bound=0)
+
+
+def test_values_written_before_a_fit_to_a_module_without_values_are_ddps(run_on):
+    run_on(2, in_trainer)
+
+
+def refuses_what_cannot_be_recorded() -> None:
+    fabric = make_fabric("zero3")
+    with fabric.init_module(empty_init=True):
+        layer = nn.Linear(3, 3)
+    with torch.no_grad(), pytest.raises(RuntimeError, match="has no values that this operator could change"):
+        torch._foreach_mul_([layer.weight], 2.0)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match="no data"):
+        layer.weight.copy_(layer.weight * 2)
+    with torch.no_grad():
+        copied = copy.deepcopy(nn.init.ones_(layer.weight))
+        layer.weight.mul_(2)
+        torch._foreach_mul_([layer.weight], 2.0)
+    assert layer.weight.eq(4).all() and copied.eq(1).all()
+
+
+def test_writes_that_cannot_be_recorded_are_refused_or_take_memory(run_on):
+    run_on(1, refuses_what_cannot_be_recorded)
