@@ -190,7 +190,8 @@ class TrainerStrategy(TrainerCheckpoints):
             _sync_module_states(self.lightning_module)
         if not self._is_single:
             self._signals = Signals(trainer, self._communicator, self._resilience)
-            meet_between_batches(trainer, partial(self._signals.agree, "the next training batch"))
+            meet = partial(self._signals.agree, "the next training batch")
+            meet_between_batches(trainer, meet, self._signals.end_epoch)
         elif self._resilience is not None:
             act_between_batches(trainer, self._keep)
         self._masters = {}
