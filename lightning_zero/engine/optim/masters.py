@@ -25,6 +25,7 @@ from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import LOAD_HOOKS, call_first, running_steps
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
+from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, Owner
@@ -64,6 +65,7 @@ class Masters:
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
         self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
+        self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # of ``optimizer.state`` before the step, those of no parameter
         self._offloaded = OffloadedStep()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -306,7 +308,17 @@ class Masters:
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.states.optimizer)
+        self._warn_of_unsharded(groups)
         self._signature = self._state_of_groups(), signature[1]  # the version may have changed
+
+    def _warn_of_unsharded(self, groups: list[dict[str, Any]]) -> None:
+        unsharded = [p for group in groups for p in group["params"] if p.requires_grad and slot_of(p) is None]
+        new = [p for p in unsharded if id(p) not in self._unsharded]
+        self._unsharded.update(map(id, new))
+        ranks = {owner.communicator.everyone.rank for owner in self.states.owners if owner.communicator.size > 1}
+        if new and ranks == {0}:
+            modules = [owner.module for owner in self.states.owners]
+            warn_of_unsharded(type(self.states.optimizer).__name__, new, modules)
 
     def _state_of_groups(self) -> Any:
         """A value that changes if parameters move between groups, are added or removed, or options come into effect.
