@@ -254,8 +254,14 @@ class GradientReducer:
 
     def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:
         """Let autograd call a function later, and notice if it no longer can."""
-        self._end = weakref.ref(end)
+        self._end = weakref.ref(end, weakly(self._keep_shown))
         register(end)
+
+    def _keep_shown(self, end: Any) -> None:
+        """Called when autograd has deleted an ``end``: after an exception, show the gradients of earlier backwards."""
+        if end is self._end and self._backward is not None and not self._synchronises:
+            for gradients in self._gradients:
+                gradients.drop_unshown()
 
     def _shows_reduced(self, but: Tensor | None) -> bool:
         parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
