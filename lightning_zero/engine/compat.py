@@ -197,7 +197,7 @@ Hooks = dict[int, Callable[[torch.Tensor], Any]]
 gradient_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
 
 
-def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks | None) -> None:
     """After a tensor's contents were swapped, restore its dictionary of hooks, which users' handles refer to."""
     tensor._backward_hooks = hooks
 
@@ -262,17 +262,17 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def forward_hooks(module: torch.nn.Module) -> tuple[Any, Any]:
+    """A module's dictionaries of forward hooks; torch runs a layer as one kernel only if they are empty."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 # The attribute with the list of parameters that ``nn.LSTM`` and similar modules compute with.
 FLAT_WEIGHTS = "_flat_weights"
 
 
-def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
-    """Update a recurrent module's list of parameters after its parameters have been replaced."""
-    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
-
-
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """Like ``refresh_flat_weights``, but also move the parameters into one block of memory for cuDNN."""
+    """Move a recurrent module's parameters into one block of memory for cuDNN."""
     module._init_flat_weights()
 
 

@@ -52,7 +52,8 @@ class EngineConfig:
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: neighbouring blocks are merged into units of at most this many elements. ``None``, with automatic
-            units, means ``2**20``, or less if that would leave fewer than four units; otherwise, each block is a unit.
+            units, means ``2**20``, or less if that would leave fewer than four units of a larger model; otherwise,
+            each block is a unit.
         prefetch: number of units that are gathered ahead of need at stage 3.
         overlap: ``False`` waits for each collective right after starting it; for debugging.
         reduction_buffers: number of gradient buffers that may be reduced at the same time.

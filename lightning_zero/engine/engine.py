@@ -25,7 +25,14 @@ from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compre
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
-from lightning_zero.engine.init.sources import Source, agree_on_sources, check_frozen, check_ordinary, common_device
+from lightning_zero.engine.init.sources import (
+    Source,
+    agree_on_sources,
+    check_frozen,
+    check_ordinary,
+    common_device,
+    move_own_kinds,
+)
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers
@@ -113,8 +120,11 @@ class Engine(Optimizers):
         check_ordinary(module, may_be_divided=mesh is not None)
         self._scripted = torchscript_parameters(module)
         check_frozen(self._scripted)
+        if device is not None:
+            device = torch.device(device)
+            move_own_kinds(module, device)
         plans = plan_units(module, config.units, config.unit_numel)
-        device = torch.device(device) if device is not None else common_device(plans)
+        device = device or common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
 
         self._module = weakref.ref(module)

@@ -234,13 +234,12 @@ def test_backward_hooks_of_a_module_are_found(name):
     assert compat.has_backward_hooks(module)
 
 
-@pytest.mark.parametrize("refresh", [compat.refresh_flat_weights, compat.flatten_weights])
-def test_a_recurrent_modules_list_of_replaced_parameters_can_be_refreshed(refresh):
+def test_a_recurrent_modules_list_of_replaced_parameters_can_be_refreshed():
     module = nn.LSTM(2, 2)
     for name in list(module._parameters):
         module._parameters[name] = nn.Parameter(torch.zeros_like(module._parameters[name]))
     assert all(weight.any() for weight in getattr(module, compat.FLAT_WEIGHTS))
-    refresh(module)
+    compat.flatten_weights(module)
     assert all(one is other for one, other in zip(getattr(module, compat.FLAT_WEIGHTS), module.parameters()))
 
 

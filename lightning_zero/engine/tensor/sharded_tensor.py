@@ -17,6 +17,7 @@ from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.slot import Deferred, Slot
+from lightning_zero.engine.tensor.unsharded_param import check_same_shape
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
 
 if TYPE_CHECKING:  # importing these takes a while, and only checkpoints need them
@@ -37,8 +38,8 @@ class ShardedTensor(WrapperTensor):
     """
 
     slot: Slot
-    _local: Tensor | None
-    keep: Any
+    _local: Tensor | None = None
+    keep: Any = None
 
     @staticmethod
     def __new__(
@@ -89,7 +90,8 @@ class ShardedTensor(WrapperTensor):
         return self.slot.collect(self.local).to(self.dtype) if value is None else value
 
     def alias(self) -> Tensor:
-        return type(self)(self.slot, self._local, self.dtype, keep=self.keep)
+        kind = ShardedDTensor if isinstance(self, ShardedDTensor) else ShardedTensor  # not the project's own class
+        return kind(self.slot, self._local, self.dtype, keep=self.keep)
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
@@ -187,12 +189,7 @@ class ShardedTensor(WrapperTensor):
                 f"{value.dtype}. Convert the module before the strategy sets it up, or choose Trainer(precision=...); "
                 "or convert a copy of the module, as in copy.deepcopy(module).half()."
             )
-        if value.shape != self.shape:
-            raise ValueError(
-                f"{self.slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
-                f"{tuple(value.shape)} while the module is sharded. Change shapes before the strategy sets up "
-                "the module."
-            )
+        check_same_shape(self.slot.name, self, value)
         WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 
