@@ -102,6 +102,9 @@ class Engine(Optimizers):
             rank's share over the first.
         options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
 
+    Attributes:
+        buffers_follow: whether the next step's forward begins with rank 0's buffers.
+
     Raises:
         ValueError, TypeError: if the module, the optimizers or the options are not supported; nothing has been changed.
         OSError: on every rank, if a disk lacks space for a rank's offloaded states; nothing has been changed.
@@ -152,7 +155,7 @@ class Engine(Optimizers):
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         sources = agree_on_sources(module, self.communicator)
         check_can_be_initialised(module, sources)
-        self._buffers_follow = True
+        self.buffers_follow = True
         self._is_forward_a_step = True  # whether a call of the module is a step; False once ``window`` is used
         self._is_window_a_forward = False  # whether a call of the module has opened the outermost window
         detach_kept_graphs(module)
@@ -204,7 +207,7 @@ class Engine(Optimizers):
         self.set_optimizers(optimizers)
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(self._before_forward)
-        after = OwnHook(lambda *_: self._close_window())
+        after = OwnHook(self._after_forward)
         may_join = module.modules() if self.gathers else ()
         self._installed: list[Any] = [
             module.register_forward_pre_hook(before, prepend=True),
@@ -279,6 +282,7 @@ class Engine(Optimizers):
         try:
             self._open_window(is_step=True)
             yield
+            self.note_forward()
         except (KeyboardInterrupt, SystemExit):
             self._recover(windows + 1)
             raise
@@ -297,7 +301,9 @@ class Engine(Optimizers):
             position: the index of the next batch's dataloader; None at the end of the loop.
         """
         if self.gathers:
-            self._follow_buffers()  # here, since every rank makes this call
+            if self.buffers_follow:
+                self.sync_buffers()  # here, since every rank makes this call
+                self.buffers_follow = False
             self.join.take(position)
 
     @property
@@ -312,6 +318,11 @@ class Engine(Optimizers):
                 self._check_parameters(in_forward=True)
             self._is_window_a_forward = True
         self._open_window(is_step=self._is_forward_a_step)
+
+    def _after_forward(self, _: bool, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._close_window()
+        if self._is_forward_a_step and not self.schedule.windows and output is not None:  # None after an exception
+            self.note_forward()
 
     def _check_parameters(self, *, in_forward: bool = False) -> None:
         """Raise if user code has replaced or unfrozen parameters that the engine would then not train."""
@@ -351,9 +362,8 @@ class Engine(Optimizers):
                 self.streams.begin_forward()
                 if self._activations is not None:
                     self._activations.begin_forward()
-            if is_step:
-                self._follow_buffers()
-            self._buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
+            if is_step and self.buffers_follow:
+                self.sync_buffers()
         self.schedule.open_window()
 
     def _close_window(self) -> None:
@@ -376,10 +386,9 @@ class Engine(Optimizers):
         finally:
             self.reducer.synchronise = before
 
-    def _follow_buffers(self) -> None:
-        if self._buffers_follow:
-            self.sync_buffers()
-            self._buffers_follow = False
+    def note_forward(self) -> None:
+        """Set ``buffers_follow`` after a step's forward, as DDP does: buffers follow only a synchronised backward."""
+        self.buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
 
     def sync_buffers(self) -> None:
         """Broadcast rank 0's buffers, as DDP does. Collective."""

@@ -12,6 +12,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole
+from lightning_zero.engine.optim.hyperparameters import Hyperparameters
 from lightning_zero.engine.optim.masters import Masters, give_owners, make_room, masters_of
 from lightning_zero.engine.plan.ownership import warn_if_uneven
 from lightning_zero.engine.runtime.reducer import GradientReducer
@@ -54,6 +55,7 @@ class Optimizers(StateDicts):
             synchronize(self.background)  # a removed optimizer's update may still be running
         for masters in gone:
             masters.close(None)
+        self.reducer.hyperparameters = Hyperparameters(optimizers, self.communicator)
         self._give_owners()
 
     def _give_owners(self) -> None:

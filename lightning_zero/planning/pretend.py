@@ -294,7 +294,7 @@ class InlineDiskUpdate(DiskUpdate):
         if work is not None:
             if act is not None:
                 self._put(partial(_update_sub_groups, states, act))
-            for ended in (self._shown[states], self._written[states], *(() if self.waiting else (self._all,))):
+            for ended in (self._shown[states], self._written[states], *(() if self.waiting else (self.all,))):
                 ended.end()
         return work
 

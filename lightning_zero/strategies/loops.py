@@ -1,4 +1,4 @@
-"""Patch Lightning's loops: report evaluation batches to the engine (for join), and replace SIGTERM exchanges."""
+"""Patch Lightning's loops: report evaluation batches to the engine (for join), and let ranks meet between batches."""
 
 from __future__ import annotations
 
@@ -75,9 +75,35 @@ def attend(trainer: Trainer, engine: Engine) -> None:
         Around.put(loop, "run", partial(run, loop))
 
 
-def meet_between_batches(trainer: Trainer, meet: Callable[[], None]) -> None:
-    """Replace Lightning's SIGTERM exchange before each training batch with ``meet``, until ``leave`` is called."""
-    Around.put(trainer.fit_loop.epoch_loop, _BETWEEN_BATCHES, lambda _: meet())
+def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: Callable[[], None]) -> None:
+    """Replace Lightning's SIGTERM exchange before each training batch with ``meet``, until ``leave`` is called.
+
+    Args:
+        end_epoch: called once an epoch, after its last batch on this rank.
+    """
+    loop, is_in_epoch = trainer.fit_loop.epoch_loop, False
+
+    def end() -> None:
+        nonlocal is_in_epoch
+        if is_in_epoch:
+            is_in_epoch = False
+            end_epoch()
+
+    def run(method: Any, *args: Any) -> Any:
+        nonlocal is_in_epoch
+        is_in_epoch = True
+        output = method(*args)
+        end()  # unless the last batch could not be recognised
+        return output
+
+    def on_advance_end(method: Any, *args: Any) -> Any:
+        if loop._is_training_done or (trainer.should_stop and trainer.fit_loop._can_stop_early):
+            end()  # before validation
+        return method(*args)
+
+    Around.put(loop, _BETWEEN_BATCHES, lambda _: meet())
+    Around.put(loop, "run", run)
+    Around.put(loop, "on_advance_end", on_advance_end)
 
 
 def act_between_batches(trainer: Trainer, act: Callable[[], None]) -> None:
@@ -94,7 +120,7 @@ def leave(trainer: Trainer) -> None:
     """Undo ``attend``, ``meet_between_batches`` and ``act_between_batches``."""
     for loop in _evaluation_loops(trainer):
         Around.take_off(loop, "run")
-    for name in (_BETWEEN_BATCHES, "advance"):
+    for name in (_BETWEEN_BATCHES, "advance", "run", "on_advance_end"):
         Around.take_off(trainer.fit_loop.epoch_loop, name)
 
 

@@ -62,14 +62,13 @@ class Signals:
         Between the micro-batches of a step, ranks go on until the step is complete: a checkpoint contains no gradients.
         Called before each training batch and at the end of training, where Lightning also ends runs with DDP.
         """
-        assert self._communicator is not None
         keeper = self._resilience
         noted = [
             self._is_asked_to_end,
             self._is_asked_to_requeue,
             keeper is not None and keeper.has_failed(is_end=is_end),
         ]
-        ends, requeues, has_failed = self._communicator.everyone.control.any_rank(noted, what)
+        ends, requeues, has_failed = self._meet(what, noted, has_ended=is_end)
         if not is_end and self._is_within_step:
             ends = requeues = False  # the flags stay set
         if keeper is not None:
@@ -81,6 +80,31 @@ class Signals:
                 type(self._connector)._slurm_sigusr_handler_fn(self._connector, environment.requeue_signal, None)
         if ends:
             self._end()
+
+    def end_epoch(self) -> None:
+        """Meet the other ranks at the end of a training epoch, before validation or the end's hooks. Collective."""
+        self._meet("the end of a training epoch", [False] * 3, has_ended=True)
+
+    def _meet(self, what: str, noted: list[bool], *, has_ended: bool) -> list[bool]:
+        """Exchange flags between two batches, and return for each whether any rank has set it. Collective.
+
+        Raises:
+            RuntimeError: on every rank, if some ranks have ended the epoch or the training, and others have not.
+        """
+        assert self._communicator is not None
+        control = self._communicator.everyone.control
+        *agreed, some_have_ended, some_have_not = control.any_rank([*noted, has_ended, not has_ended], what)
+        if some_have_ended and some_have_not:
+            loop = self._trainer.fit_loop
+            epoch, batches = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
+            ranks = list(enumerate(control.gather_numbers(has_ended, what)))
+            raise RuntimeError(
+                f"Rank(s) {[rank for rank, ended in ranks if ended]} have ended their training loop in epoch {epoch} "
+                f"after {batches} batches, but rank(s) {[rank for rank, ended in ranks if not ended]} have not. Give "
+                "every rank the same number of training batches (a sampler that pads or drops, or "
+                f"Trainer(limit_train_batches={batches})), and stop training on every rank at the same batch."
+            )
+        return agreed
 
     @property
     def _is_within_step(self) -> bool:

@@ -52,11 +52,16 @@ from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is
 def _in_window(step: str) -> Callable[..., Any]:
     def run(self: TrainerStrategy, *args: Any, **kwargs: Any) -> Any:
         note_step()
-        if self.engine is not None:
-            tensor = self.engine.communicator.tensor
-            self._same_batches.compare(tensor, self.lightning_module, args[0] if args else kwargs, step)
-        with self.engine.window() if self.engine is not None else nullcontext():
-            return getattr(super(TrainerStrategy, self), step)(*args, **kwargs)
+        engine, module, run_step = self.engine, self.lightning_module, getattr(super(TrainerStrategy, self), step)
+        if engine is None:
+            return run_step(*args, **kwargs)
+        self._same_batches.compare(engine.communicator.tensor, module, args[0] if args else kwargs, step)
+        with engine.window():
+            output = run_step(*args, **kwargs)
+        # Lightning has DDP only in a fit, and with manual optimization turns its synchronisation off after each step.
+        if not module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
+            engine.buffers_follow = False
+        return output
 
     return run
 
@@ -178,13 +183,15 @@ class TrainerStrategy(TrainerCheckpoints):
                 mesh=self._mesh,
             )
         if self.engine is not None:
+            self.engine.buffers_follow = fitting
             self.engine.load_masters(self._masters)
             attend(trainer, self.engine)
         elif not self._is_single:
             _sync_module_states(self.lightning_module)
         if not self._is_single:
             self._signals = Signals(trainer, self._communicator, self._resilience)
-            meet_between_batches(trainer, partial(self._signals.agree, "the next training batch"))
+            meet = partial(self._signals.agree, "the next training batch")
+            meet_between_batches(trainer, meet, self._signals.end_epoch)
         elif self._resilience is not None:
             act_between_batches(trainer, self._keep)
         self._masters = {}
@@ -269,6 +276,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
+        if self.engine is not None and not self.lightning_module.automatic_optimization:
+            self.engine.note_forward()  # as in Lightning's ``prepare_for_backward``
         if self._early_updates is not None and self.engine is not None and self.lightning_module is not None:
             trainer = self.lightning_module.trainer
             self._backward.enter_context(self._early_updates.around_backward(self.engine, trainer, closure_loss))

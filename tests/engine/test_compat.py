@@ -379,6 +379,7 @@ def unpatched():
         return (
             torch.autograd._engine_run_backward,
             torch.autograd.graph.disable_saved_tensors_hooks,
+            torch.optim.Optimizer.zero_grad,
             tuple(_foreach_utils._foreach_supported_types),
             nn.Module.__reduce_ex__,
             torch.utils.hooks.RemovableHandle.__getstate__,
@@ -389,14 +390,16 @@ def unpatched():
 
 def test_torch_is_patched_only_while_an_engine_exists(unpatched):
     before = unpatched()
-    assert ShardedTensor not in before[2]
+    assert ShardedTensor not in before[3]
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
-    engines = [Engine(module, stage=3) for module in modules]
+    optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
+    engines = [Engine(module, [optimizer], stage=3) for module, optimizer in zip(modules, optimizers)]
     patched = unpatched()
-    assert all(one is not other for one, other in zip(before, patched)) and ShardedTensor in patched[2]
+    assert all(one is not other for one, other in zip(before, patched)) and ShardedTensor in patched[3]
     for left in (1, 0):
         engines.pop().close()
         modules.pop()
+        optimizers.pop()
         gc.collect()
         assert unpatched() == (patched if left else before)
 

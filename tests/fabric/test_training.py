@@ -82,6 +82,52 @@ def clipped(strategy: str) -> Any:
     return norms, weights(model)
 
 
+class Counting(nn.Module):
+    """Its buffer differs by rank after each forward; a forward may raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(7, 7), nn.BatchNorm1d(7), nn.Linear(7, 1))
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor, fails: bool = False) -> Tensor:
+        self.count += 1 + rank()
+        if fails:
+            raise ValueError
+        return self.net(x).square().mean() * self.count
+
+
+def buffers_of_each_forward(strategy: str) -> Any:
+    """Buffers follow rank 0's after each forward with a synchronised backward: not after evaluation or an error"""
+    fabric = make_fabric(strategy)
+    torch.manual_seed(0)
+    module = Counting()
+    model, optimizer = fabric.setup(module, SGD(module.parameters(), lr=1e-4))
+    seen = []
+
+    def forward(index: int, trains: bool = True, synchronises: bool = True) -> None:
+        with torch.set_grad_enabled(trains), fabric.no_backward_sync(model, enabled=not synchronises):
+            loss = model(noise(4, 7, seed=index))
+            if trains:
+                fabric.backward(loss)
+        seen.append((module.count.clone(), loss.detach()))
+
+    for epoch in range(2):
+        forward(0, trains=False)
+        forward(1, trains=False)
+        for _ in range(2):
+            forward(2 + epoch)
+            forward(4 + epoch, synchronises=False)
+            with pytest.raises(ValueError):
+                model(noise(4, 7, seed=8), fails=True)
+            forward(6 + epoch)
+            optimizer.step()
+            optimizer.zero_grad()
+            with pytest.raises(ValueError):
+                model(noise(4, 7, seed=8), fails=True)
+    return seen, dict(module.named_buffers())
+
+
 class Methods(nn.Module):
     """Has a method besides `forward` that uses layers, and one that does not."""
 
@@ -197,7 +243,7 @@ def test_a_loop_gives_ddps_numbers(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
-@fabrics(clipped, accumulated)
+@fabrics(clipped, accumulated, buffers_of_each_forward)
 def test_clipping_and_accumulation_give_ddps_numbers_up_to_rounding(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
 

@@ -1,4 +1,4 @@
-"""If ranks run different units at stage 3, an error within seconds names the units and the ranks."""
+"""If ranks run different units or numbers of batches, an error within seconds names the units and the ranks."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.renewal import renew
+from tests.strategy.test_uneven_loops import Stream
 from tests.support import rank
 from tests.support.patience import little_patience
 from tests.support.trainer import Learner, make_trainer
@@ -102,6 +104,54 @@ def forget_backward():
 
 def test_a_rank_that_does_not_call_backward_is_named_in_seconds(run_on):
     assert max(run_on(2, forget_backward)) < 20
+
+
+class Uneven(Learner):
+    """Rank 0 has two training batches, and rank 1 has four, unless a rank stops earlier.
+
+    Arguments:
+        ends: how rank 0's loop ends: its loader "sized" or a "stream", or "stopped" after two batches.
+        validates: whether there is a validation loop.
+    """
+
+    def __init__(self, ends, validates):
+        super().__init__()
+        self.ends, self.validates = ends, validates
+
+    def train_dataloader(self):
+        samples = super().train_dataloader().dataset
+        count = 8 if self.global_rank == 0 and self.ends != "stopped" else 16
+        samples = [samples[i] for i in range(count)]
+        return DataLoader(Stream(samples) if self.ends == "stream" else samples, batch_size=4)
+
+    def val_dataloader(self):
+        return super().train_dataloader() if self.validates else []
+
+    def validation_step(self, batch, batch_idx):
+        self.model(*batch)
+
+    def on_train_batch_end(self, outputs, batch, batch_idx):
+        if self.ends == "stopped" and self.global_rank == 0:
+            self.trainer.should_stop = batch_idx == 1
+
+    def on_train_epoch_end(self):
+        self.model.head.weight.norm()  # would be blamed otherwise
+
+
+def end_early(stage, ends, validates):
+    seconds = seconds_until_error(
+        lambda: make_trainer(f"zero{stage}", use_distributed_sampler=False).fit(Uneven(ends, validates)),
+        r"^Rank\(s\) \[0\] have ended their training loop in epoch 0 after 2 batches, but rank\(s\) \[1\] have not",
+    )
+    make_trainer(f"zero{stage}").fit(Learner())  # every rank has raised the error, so the processes can go on
+    return seconds
+
+
+@pytest.mark.parametrize("validates", [False, True])
+@pytest.mark.parametrize("ends", ["sized", "stream", "stopped"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_that_has_ended_its_training_loop_is_named_on_every_rank(run_on, stage, ends, validates):
+    assert max(run_on(2, end_early, stage=stage, ends=ends, validates=validates)) < 20
 
 
 @little_patience()

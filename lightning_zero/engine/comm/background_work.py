@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from threading import Event, Lock
+from contextlib import suppress
+from threading import Event
 
-_under_way: list[BackgroundWork] = []
-_lock = Lock()  # threads that read ahead also call ``synchronize``
+_under_way: list[BackgroundWork] = []  # changed without a lock, which Ctrl-C could leave locked
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_under_way.clear)  # a forked process has none of its parent's threads
 
@@ -26,7 +26,7 @@ class BackgroundWork:
     Args:
         owner: the object that the task works for. ``wait`` raises the task's error; ``synchronize`` raises it only if
             called with this owner. None if errors are reported in another way.
-        is_awaited: whether ``synchronize`` waits for the task.
+        is_awaited: whether ``synchronize`` waits for the task; if False, until ``await_always`` is called.
         cut_short: function that makes the task skip inputs that have not arrived; ``synchronize`` calls it before
             waiting for the task.
     """
@@ -38,8 +38,11 @@ class BackgroundWork:
         self._ended, self._cut_short = Event(), cut_short
         self._error: BaseException | None = None
         if is_awaited:
-            with _lock:
-                _under_way.append(self)
+            self.await_always()
+
+    def await_always(self) -> None:
+        """Make ``synchronize`` wait for the task."""
+        _under_way.append(self)
 
     def __enter__(self) -> None:
         pass
@@ -103,9 +106,9 @@ def synchronize(*owners: object) -> None:
                 cut_short()
             work._ended.wait()
         owned = [work for work in works if work.is_owned_by(owners)]
-        with _lock:
-            _under_way[:] = [
-                work for work in _under_way if not work.has_ended or work.awaits_its_owner and work not in owned
-            ]
+        for work in works:
+            if work in owned or not work.awaits_its_owner:
+                with suppress(ValueError):  # another thread may have removed it
+                    _under_way.remove(work)
         for work in owned:
             work.wait()

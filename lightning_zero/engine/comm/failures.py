@@ -130,12 +130,12 @@ class _Watchdog(Lifelines):
         """Explain why a wait failed, if no rank has reported a failure."""
         if self.ended:
             return (
-                f"the program has ended on rank(s) {sorted(self.ended)}. Every rank must run the whole program. "
-                f"({error})"
+                f"the program has ended on rank(s) {sorted(self.ended)}. Every rank must run the whole program, with "
+                f"the same number of training batches. ({error})"
             )
         return (
-            "another rank ended, or did not take part in time. Every rank must run the same units in the same "
-            f"order. ({error})"
+            "another rank ended, or did not take part in time, or is at another line. Every rank must run the same "
+            f"units in the same order, and the same number of training batches. ({error})"
         )
 
     def _announce(self) -> None:
@@ -166,7 +166,8 @@ class _Watchdog(Lifelines):
                 return
             end_all_waits(
                 f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
-                "order, forward and backward: do not run units inside an 'if' that depends on the rank or its data. "
+                "order, forward and backward, and the same number of training batches: do not run units inside an 'if' "
+                "that depends on the rank or its data. "
                 "Ranks may run different numbers of forward passes (without backward) inside 'with "
                 "lightning_zero.uneven_forwards(module):', which every rank must enter."
             )

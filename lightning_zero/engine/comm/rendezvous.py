@@ -84,8 +84,9 @@ class Rendezvous:
         if refusal:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but {refusal}. "
-                "Run this line on every rank (not inside 'if rank == 0:'); or enter 'with "
-                "lightning_zero.full_parameters(module):' on every rank, and run the line inside."
+                "Run this line on every rank (not inside 'if rank == 0:', and not after a loop that has fewer batches "
+                "on this rank); or enter 'with lightning_zero.full_parameters(module):' on every rank, and run the "
+                "line inside."
             )
 
     def _exchange(self, what: str, watch: Watch) -> str:

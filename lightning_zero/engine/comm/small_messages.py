@@ -179,7 +179,8 @@ def bytes_of(tensor: Tensor) -> bytes:
 
 def fill(tensor: Tensor, message: bytes) -> None:
     """Fill a contiguous CPU tensor, without incrementing its version: autograd may have saved views of its values."""
-    assert len(message) == tensor.nbytes, f"another rank sent {len(message)} bytes where {tensor.nbytes} were expected"
+    if len(message) != tensor.nbytes:
+        raise RuntimeError(f"another rank sent {len(message)} bytes where {tensor.nbytes} were expected")
     ctypes.memmove(tensor.data_ptr(), message, len(message))
 
 

@@ -42,14 +42,22 @@ class Updates:
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
         """Run a function in the thread, after all functions submitted earlier; return a ``BackgroundWork`` for it."""
-        work = BackgroundWork(self)
+        work = BackgroundWork(self, is_awaited=False)
 
         def run() -> None:
             with suppress(Exception), work:  # ``work.wait()`` raises the error
                 act()
 
-        self._put(run)
+        self._begin(work, run)
         return work
+
+    def _begin(self, work: BackgroundWork, run: Callable[[], None]) -> None:
+        try:
+            work.await_always()
+            self._put(run)
+        except BaseException:  # Ctrl-C: nothing must wait for a function that may not be in the queue
+            self._put(work.end)
+            raise
 
     def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
         """Start to copy gradients to host memory; return the copies, and the work to wait for before reading them."""
@@ -67,7 +75,7 @@ class Updates:
         """Start an update of states on a disk, which are read in the order given."""
         update = DiskUpdate(states, self)
         self._streams = [*(each for each in self._streams if each.waiting), update]
-        self._put(update.run)
+        self._begin(update.all, update.run)
         return update
 
     def _put(self, run: Callable[[], None]) -> None:
@@ -121,12 +129,15 @@ class DiskUpdate:
     Args:
         states: the states of buckets, in the order in which their gradients arrive.
         owner: see ``BackgroundWork``.
+
+    Attributes:
+        all: the work on all buckets.
     """
 
     def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
         self._states, self._lock = states, Lock()
         self._acts: dict[DiskStates, Future[OnSubGroup | None]] = {each: Future() for each in states}
-        self._all = BackgroundWork(owner, cut_short=self.drop)
+        self.all = BackgroundWork(owner, is_awaited=False, cut_short=self.drop)
         self._shown = {each: BackgroundWork(owner, is_awaited=False) for each in states}
         self._written = {each: BackgroundWork(owner, is_awaited=False) for each in states}
 
@@ -185,7 +196,7 @@ class DiskUpdate:
             error = None
         except BaseException as raised:
             error = raised
-        for work in (*self._shown.values(), *self._written.values(), self._all):
+        for work in (*self._shown.values(), *self._written.values(), self.all):
             work.end(error)
 
 

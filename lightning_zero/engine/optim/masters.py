@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
-from lightning_zero.engine.compat import LOAD_HOOKS, call_first, running_steps
+from lightning_zero.engine.compat import LOAD_HOOKS, call_first, never_traced, running_steps, zero_grad
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
+from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, Owner
@@ -54,6 +55,7 @@ class Masters:
 
     def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
         _masters_of[optimizer] = self
+        _ZERO_GRAD.hold(self)
         self.states = MasterStates(optimizer, owner)
         self.is_closed = self.awaits_step = False
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
@@ -64,6 +66,7 @@ class Masters:
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
         self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
+        self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # of ``optimizer.state`` before the step, those of no parameter
         self._offloaded = OffloadedStep()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -276,6 +279,11 @@ class Masters:
         self._begun, self.awaits_step, self._is_in_step = set(), False, False
         self._offloaded.drop()
 
+    def recover_if_raised(self) -> None:
+        """Recover if a step has raised while the groups held masters, for example because of Ctrl-C."""
+        if self._replaced is not None and (optimizer := self.optimizer) is not None and not running_steps(optimizer):
+            self.recover()
+
     def _put_back(self) -> None:
         if self._replaced is None:
             return
@@ -306,7 +314,17 @@ class Masters:
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.states.optimizer)
+        self._warn_of_unsharded(groups)
         self._signature = self._state_of_groups(), signature[1]  # the version may have changed
+
+    def _warn_of_unsharded(self, groups: list[dict[str, Any]]) -> None:
+        unsharded = [p for group in groups for p in group["params"] if p.requires_grad and slot_of(p) is None]
+        new = [p for p in unsharded if id(p) not in self._unsharded]
+        self._unsharded.update(map(id, new))
+        ranks = {owner.communicator.everyone.rank for owner in self.states.owners if owner.communicator.size > 1}
+        if new and ranks == {0}:
+            modules = [owner.module for owner in self.states.owners]
+            warn_of_unsharded(type(self.states.optimizer).__name__, new, modules)
 
     def _state_of_groups(self) -> Any:
         """A value that changes if parameters move between groups, are added or removed, or options come into effect.
@@ -374,6 +392,21 @@ def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()
+
+
+def _after_raised_steps(before: Callable[..., None]) -> Callable[..., None]:
+    """Wrap ``zero_grad``, which must find the module's parameters in the groups even after a step has raised."""
+
+    @wraps(before)
+    def recover_and_zero(*args: Any, **kwargs: Any) -> None:
+        for masters in list(_masters_of.values()):  # all, since Fabric wraps optimizers in other objects
+            masters.recover_if_raised()
+        before(*args, **kwargs)
+
+    return never_traced(recover_and_zero)
+
+
+_ZERO_GRAD = zero_grad(_after_raised_steps)
 
 
 def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:

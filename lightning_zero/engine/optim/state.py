@@ -9,10 +9,11 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
+from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.offload.updates import Updates, of_no_parameter
 from lightning_zero.engine.optim.kinds import (
@@ -44,6 +45,10 @@ class Owner(Protocol):
 
     ledger: Ledger
     background: Updates
+    communicator: Communicator
+
+    @property
+    def module(self) -> nn.Module: ...
 
     @property
     def buckets(self) -> list[Bucket]: ...

@@ -18,6 +18,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
 from lightning_zero.engine.compat import current_autograd_node, current_graph_task, gradient_hooks, queue_callback
+from lightning_zero.engine.optim.hyperparameters import Hyperparameters
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, weakly
 from lightning_zero.engine.state.bucket import Bucket
@@ -95,6 +96,9 @@ class GradientReducer:
         overlap: False to wait for each reduction right after starting it.
         reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1
             without tensor parallelism, where they accumulate locally.
+
+    Attributes:
+        hyperparameters: compared between ranks at the end of each backward that reduces gradients.
     """
 
     def __init__(
@@ -129,6 +133,7 @@ class GradientReducer:
         self._end: Callable[[], Any] = lambda: None
         self._number = next(_reducers)
         self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
+        self.hyperparameters = Hyperparameters((), communicator)
         self.on_reduced: Callable[[Bucket, dict[int, GradientShard], Iterable[Bucket]], None] | None = None
         self._hooks: list[Any] = []
         schedule.on_turn_in_backward = weakly(self.turn_to)
@@ -250,8 +255,14 @@ class GradientReducer:
 
     def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:
         """Let autograd call a function later, and notice if it no longer can."""
-        self._end = weakref.ref(end)
+        self._end = weakref.ref(end, weakly(self._keep_shown))
         register(end)
+
+    def _keep_shown(self, end: Any) -> None:
+        """Called when autograd has deleted an ``end``: after an exception, show the gradients of earlier backwards."""
+        if end is self._end and self._backward is not None and not self._synchronises:
+            for gradients in self._gradients:
+                gradients.drop_unshown()
 
     def _shows_reduced(self, but: Tensor | None) -> bool:
         parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
@@ -359,10 +370,12 @@ class GradientReducer:
         late = [number in in_order and gradients.has_any for number, gradients in enumerate(self._gradients)]
         was_left = [is_late and number in backward.left for number, is_late in enumerate(late)]
         with self._phases("wait for the other ranks", _END):
-            agreed = iter(self._communicator.control.any_rank([*chain.from_iterable(used), *late, *was_left], _END))
+            flags = [*chain.from_iterable(used), *late, *was_left, *self.hyperparameters.flags()]
+            agreed = iter(self._communicator.control.any_rank(flags, _END))
         used = [[next(agreed) for _ in flags] for flags in used]
         late = [next(agreed) for _ in late]
         was_left = [next(agreed) for _ in was_left]
+        self.hyperparameters.check(list(agreed))
 
         for number, flags in enumerate(used):
             if number not in in_order and any(flags):

@@ -84,15 +84,12 @@ class BucketGradients:
         self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
         self._uses_of_flat = 0  # ``storage_use_count`` of the flat buffer alone
         self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set here, its version
+        self._resumed: list[int] = []  # parameters whose ``p.grad`` is None while a backward adds to their gradients
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
         self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
-        """Add a local gradient of one parameter. The caller must not use the tensor afterwards.
-
-        Args:
-            gradient: has the parameter's full shape, or the shape of this rank's share.
-        """
+        """Add a local gradient in a parameter's full shape, or of this rank's share. The tensor is used up."""
         self._turn_to_current_stream()
         if isinstance(gradient, ShardedTensor):
             gradient = gradient.whole()
@@ -157,6 +154,7 @@ class BucketGradients:
 
     def show_unsynchronised(self) -> list[BucketSlot]:
         """Set ``p.grad`` to local gradients, as DDP does under ``no_sync``. Return the slots that have user hooks."""
+        self._resumed.clear()
         shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
         for slot in shown:
             gradient = slot.parameter.grad
@@ -172,7 +170,7 @@ class BucketGradients:
         """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, including user changes.
 
         If this backward is not synchronised either, a ``p.grad`` that shows the flat buffer stays, and gradients are
-        added to it in place, so that it outlives an exception in backward. Other local gradients become None.
+        added to it in place. Other local gradients become None, until the end of backward or ``drop_unshown``.
         """
         resumed: list[int] = []
         changed: list[tuple[int, Tensor]] = []
@@ -192,6 +190,7 @@ class BucketGradients:
                 changed.append((index, gradient))
             parameter.grad = None
             resumed.append(index)
+        self._resumed = [] if self.reduces else [*self._resumed, *resumed]
         gradient = None  # so that ``_leave_kept`` does not count it
         if len(self._unsynchronised) < len(before):
             self._leave_kept()
@@ -215,20 +214,20 @@ class BucketGradients:
             gradient.data = self._flat_view(index)
 
     def take_in_place(self, index: int, gradient: Tensor) -> bool:
-        """Whether autograd added a gradient to the flat buffer in place, so that it need not be accumulated.
-
-        Args:
-            gradient: a parameter's ``.grad``, just after autograd has added to it.
-        """
+        """Whether autograd has just added to ``p.grad`` in the flat buffer, so that it need not be accumulated."""
         if self.shows_unsynchronised(index, gradient):
             return True
         if self._unsynchronised.pop(index, None) is not None:  # a new tensor with the sum, as for ``create_graph=True``
             self._filled[index] = False
+            self._resumed.append(index)
         return False
 
     def drop_unshown(self) -> None:
-        """Drop gradients that were accumulated but are not in ``p.grad``."""
-        self._filled = [index in self._unsynchronised for index in range(len(self._filled))]
+        """After an exception, drop the gradients of parameters that had none before this backward, and show others."""
+        numbers = range(len(self._filled))
+        self._filled = [index in self._resumed for index in numbers]
+        self.show_unsynchronised()
+        self._filled = [index in self._unsynchronised for index in numbers]
         if not self._unsynchronised:
             self.drop()
 
@@ -258,6 +257,7 @@ class BucketGradients:
         self._streams.clear()
         self._filled = [False] * len(self._filled)
         self._unsynchronised.clear()
+        self._resumed.clear()
         self._local.clear()
 
     def _make_flat(self) -> Tensor:
@@ -362,7 +362,6 @@ class BucketGradients:
             stop - start,
             collectives,
             self._codec,
-            factor=1.0,
             chunk_numel=self._crossing_chunk_numel,
             like=part[:0],
             ledger=self.bucket.ledger,

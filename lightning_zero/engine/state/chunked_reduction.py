@@ -45,7 +45,7 @@ class ChunkedReduction:
         collectives: BucketCollectives,
         codec: Codec,
         *,
-        factor: float,
+        factor: float = 1.0,
         chunk_numel: int,
         like: Tensor,
         ledger: Ledger,
