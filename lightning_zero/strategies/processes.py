@@ -23,6 +23,7 @@ from lightning.fabric.utilities.init import _EmptyInit
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
@@ -357,7 +358,10 @@ class ZeroProcesses(ParallelStrategy):
 
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open and verify a checkpoint in any format. Collective: an error on one rank is raised on every rank."""
-        opened = self._alike(lambda: open_checkpoint(path, weights_only=weights_only))
+        try:
+            opened = self._alike(lambda: open_checkpoint(path, weights_only=weights_only))
+        except UnsafeFileError as error:
+            raise UnsafeFileError(f"{str(error).rstrip('.')}; if you do, pass weights_only=False.") from None
         ranks = 1 if self._is_alone else process_group.world_size()
         self._alike(lambda: opened.verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
         if self.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
@@ -371,7 +375,8 @@ class ZeroProcesses(ParallelStrategy):
             result = act()
         except Exception as raised:
             error = raised
-        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, CheckpointNotSavedError]
+        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, UnsafeFileError]
+        kinds += [CheckpointNotSavedError]
         kinds += [FileNotFoundError, OSError]
         kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
         said = self.all_gather_values(None if error is None else (kind, str(error)))
