@@ -21,7 +21,7 @@ _REPETITIONS = 2**18
 _WIDE_INTEGERS = 10**4
 """Number of integers of more than 63 bits: as keys of a dictionary, they may all have the same hash."""
 
-_BYTES, _BYTES_PER_BYTE = 2**24, 80
+_BYTES, _BYTES_PER_BYTE = 2**24, 64
 """Size of the unpickled values in memory, as estimated: a fixed part, and a part for each byte of the pickle."""
 
 

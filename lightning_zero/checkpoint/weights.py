@@ -112,8 +112,8 @@ def _read(path: Path) -> dict[str, Tensor]:
     if path.suffix == ".json":
         with _named_in_errors(path):
             names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-            files = [Path(inside(path.parent, name)) for name in names]
-        return {name: tensor for file in files if file != path for name, tensor in _read(file).items()}
+            files = [Path(inside(path.parent, name)) for name in names if not name.endswith(".json")]
+        return {name: tensor for file in files for name, tensor in _read(file).items()}
     if path.suffix == ".safetensors":
         try:
             from safetensors.torch import load_file

@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
+from lightning_zero.io.untrusted import read_yaml
 from lightning_zero.reporting.manifest import NAME as MANIFEST
 from lightning_zero.reporting.manifest import plain
 
@@ -82,7 +81,7 @@ def read_runs(folder: Path) -> list[Run]:
 def overrides_of(folder: Path) -> list[str]:
     """Hydra's overrides for the job in a folder; empty if Hydra has written none."""
     file = folder / OVERRIDES
-    return [str(override) for override in _read_yaml(file)] if file.exists() else []
+    return [str(override) for override in read_yaml(file)] if file.exists() else []
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
@@ -151,20 +150,12 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _read_yaml(file: Path) -> Any:
-    """The content of a YAML file, with interpolations (``${...}``) as text, since their resolvers may be missing."""
-    try:
-        return OmegaConf.to_container(OmegaConf.load(file), resolve=False)
-    except OmegaConfBaseException:  # a text with "${" that is not an interpolation
-        return yaml.safe_load(file.read_text())
-
-
 def _read_config(folder: Path) -> dict[str, Any]:
     """Hydra's configuration, or the module's hyperparameters as a logger has written them."""
     for file in (folder / ".hydra/config.yaml", *_newest(folder.rglob("hparams.yaml"))):
         if file.exists():
             try:
-                return dict(_read_yaml(file))
+                return dict(read_yaml(file))
             except yaml.YAMLError:  # a logger has written Python objects to the file
                 continue
     return {}
