@@ -119,14 +119,14 @@ def _is(value: Any, kind: type) -> bool:
 def _tensor(stored: Any) -> TensorStorageMetadata:
     dtype = stored.properties.dtype
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"a dtype is a {type(dtype).__name__}")
+        raise TypeError(f"dtype: {type(dtype).__name__}")
     chunks = [ChunkStorageMetadata(_size(chunk.offsets), _size(chunk.sizes)) for chunk in stored.chunks]
     return TensorStorageMetadata(TensorProperties(dtype=dtype), _size(stored.size), chunks)
 
 
 def _text(value: Any) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"a name is a {type(value).__name__}")
+        raise TypeError(f"name: {type(value).__name__}")
     return value
 
 

@@ -137,7 +137,7 @@ class Scan:
     def _last(self, count: int) -> list[Any]:
         first = len(self._stack) - count
         if first < (self._marks[-1] if self._marks else 0):
-            raise IndexError("the stack is empty")
+            raise IndexError("empty stack")
         values = self._stack[first:]
         del self._stack[first:]
         return values
@@ -208,8 +208,8 @@ def _makes_plain_values(called: str, arguments: tuple[Any, ...], is_class: bool)
     """Whether a call makes an object whose size in memory is at most that of its arguments."""
     if called == "_codecs.encode":  # bytes; other codecs than this one may multiply their size
         return arguments[1:] == ("latin1",)
-    if called == "builtins.bytearray":
-        return arguments[1:] == ("latin-1",) or not arguments
+    if called in ("builtins.bytearray", "builtins.bytes"):  # of a number, they would have as many bytes
+        return all(type(argument) is _Node and argument.made_by == "_codecs.encode" for argument in arguments)
     if called.startswith(_REBUILD):
         return "_device_tensor_" not in called  # these copy a tensor, whose shape may be far larger than its storage
     return called in _PLAIN or (is_class and called.startswith("omegaconf."))

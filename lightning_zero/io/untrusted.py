@@ -67,7 +67,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     for event in yaml.parse(text, kind):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _YAML_DEPTH or len(text) > _YAML_BYTES:  # libyaml's recursion would end the process
-            raise yaml.YAMLError(f"{os.fspath(path)} has more than {_YAML_BYTES} bytes or {_YAML_DEPTH} levels")
+            raise yaml.YAMLError(f"{os.fspath(path)} is large")
     loader = kind(text)
     try:
         node = loader.get_single_node()
@@ -77,7 +77,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
         pass
     finally:
         loader.dispose()
-    raise yaml.YAMLError(f"{os.fspath(path)} repeats values by aliases more than {_YAML_VALUES} times")
+    raise yaml.YAMLError(f"{os.fspath(path)} repeats values")
 
 
 def _values_in(node: Any, known: dict[Any, int]) -> int:

@@ -81,7 +81,10 @@ def read_runs(folder: Path) -> list[Run]:
 def overrides_of(folder: Path) -> list[str]:
     """Hydra's overrides for the job in a folder; empty if Hydra has written none."""
     file = folder / OVERRIDES
-    return [str(override) for override in read_yaml(file)] if file.exists() else []
+    try:
+        return [str(override) for override in read_yaml(file)] if file.exists() else []
+    except (TypeError, ValueError, yaml.YAMLError):
+        raise ReportError(f"{file} is not a YAML file with a list of overrides") from None
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
@@ -156,7 +159,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         if file.exists():
             try:
                 return dict(read_yaml(file))
-            except yaml.YAMLError:  # a logger has written Python objects to the file
+            except (ValueError, yaml.YAMLError):  # a logger has written Python objects to the file
                 continue
     return {}
 

@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 import zipfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -210,6 +210,40 @@ def test_a_compressed_archive_is_refused_before_it_is_inflated(tmp_path: Path) -
         made.writestr("archive/version", "3\n")
     assert_refused_at_low_cost(lambda: open_checkpoint(path), "compressed")
     assert_refused_at_low_cost(lambda: load_weights(nn.Linear(1, 1), path), "its records are compressed")
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_all_plain_values_that_torch_saves_are_loaded(tmp_path: Path) -> None:
+    marked = torch.ones(2)
+    marked.mine = 5  # type: ignore[attr-defined]
+    shared = [1, 2]
+    values = {
+        "numbers": [1, 2**40, 2**70, -3, 0.5, complex(1, 2), True, None],
+        "texts": ["", "a\u20ac", b"\x00\xff", bytearray(b"1"), bytearray()],
+        "containers": [
+            (),
+            (1, (2, (3,))),
+            {1, 2},
+            Counter("aab"),
+            OrderedDict(a=1),
+            {(1, 2): 3},
+        ],
+        "torch": [torch.Size([2, 3]), torch.device("cpu"), torch.float16, torch.strided],
+        "tensors": [torch.ones(2, 3).T, torch.tensor(3), torch.empty(0), nn.Parameter(torch.ones(1)), marked],
+        "forms": [torch.eye(2).to_sparse(), torch.quantize_per_tensor(torch.ones(2), 0.5, 0, torch.qint8)],
+        "views": [torch.zeros(1).expand(1000), torch.ones(3).conj(), torch.ones(3, dtype=torch.cfloat).conj()],
+        "shared": [shared, shared, {"again": shared}],
+        "unsigned": torch.arange(3).to(torch.uint16),
+        "module": nn.BatchNorm1d(2).state_dict(),
+    }
+    for number, options in enumerate([{}, {"_use_new_zipfile_serialization": False}]):
+        if number:
+            del values["unsigned"]  # torch cannot load this dtype from the older form
+        torch.save(values, tmp_path / f"{number}.pt", **options)
+        expected = torch.load(tmp_path / f"{number}.pt", weights_only=True)
+        found = open_checkpoint(tmp_path / f"{number}.pt").as_saved
+        assert repr(found) == repr(expected) and found["tensors"][-1].mine == 5
+        assert found["module"]._metadata == values["module"]._metadata  # type: ignore[attr-defined]
 
 
 def written_by_dcp(path: Path, edit: Callable[[metadata.Metadata], Any]) -> Path:
