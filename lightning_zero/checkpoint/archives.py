@@ -45,6 +45,8 @@ def records_of(archive: IO[bytes]) -> list[Record]:
     try:
         with zipfile.ZipFile(archive) as zipped:
             end = zipped.start_dir
+        if sum(info.file_size for info in zipped.infolist()) > end:
+            raise BrokenArchiveError("its records overlap or are compressed")
         for info in zipped.infolist():
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
             archive.seek(info.header_offset)

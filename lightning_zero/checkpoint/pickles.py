@@ -18,8 +18,8 @@ _DEPTH = 100
 _REPETITIONS = 2**18
 """Number of values that may be contained more than once, in addition to one for each byte of the pickle."""
 
-_WIDE_INTEGERS = 10**4
-"""Number of integers of more than 63 bits: as keys of a dictionary, they may all have the same hash."""
+_KEYS = 10**4
+"""Number of integers of more than 63 bits, and of tuples as keys, since any number of them may have the same hash."""
 
 _BYTES, _BYTES_PER_BYTE = 2**24, 64
 """Size of the unpickled values in memory, as estimated: a fixed part, and a part for each byte of the pickle."""
@@ -46,11 +46,13 @@ class _Node:
         weight: number of values in it, counted each time that they occur.
         depth: levels of nesting.
         is_used: whether it is in another container. It must not change any more, since weights would be wrong.
+        tuples: number of tuples that a list contains.
     """
 
     parts: tuple[Any, ...] = ()
     weight = depth = 1
     is_used = False
+    tuples = 0
 
     def __init__(self, made_by: str) -> None:
         self.made_by = made_by
@@ -74,7 +76,7 @@ class Scan:
         self._own = own
         self._stack: list[Any] = []
         self._marks: list[int] = []
-        self._repetitions = self._wide_integers = 0
+        self._repetitions = self._keys = 0
 
     def run(self, pickled: bytes | IO[bytes]) -> Scan:
         """Scan a pickle; a stream is then at the pickle's end.
@@ -149,6 +151,10 @@ class Scan:
         if target.is_used:
             raise UnsafeFileError.of("it contains values that contain themselves")
         self._add(target, values)
+        if target.made_by == "list":
+            target.tuples += sum(map(_has_known_hash, values))
+        else:
+            self._count_keys(sum(map(_has_known_hash, values[::2])))
 
     def _tuple(self, values: list[Any]) -> None:
         self._push("tuple", values).parts = tuple(values)
@@ -160,10 +166,13 @@ class Scan:
         self.names.add(f"{module}.{name}")
 
     def _long(self, number: int) -> None:
-        self._wide_integers += number.bit_length() > 63
-        if self._wide_integers > _WIDE_INTEGERS:
-            raise UnsafeFileError.of(f"it contains more than {_WIDE_INTEGERS} integers of more than 63 bits")
+        self._count_keys(number.bit_length() > 63)
         self._stack.append(number)
+
+    def _count_keys(self, count: int) -> None:
+        self._keys += count
+        if self._keys > _KEYS:
+            raise UnsafeFileError.of(f"it contains more than {_KEYS} keys that may all have the same hash")
 
     def _storage(self) -> None:
         (identifier,) = self._last(1)
@@ -183,6 +192,7 @@ class Scan:
             function, _, inner, *_ = arguments.parts
             self._check_call(function, inner, is_class=False)
         elif called in self._own or called.startswith("omegaconf."):
+            self._count_keys(sum(part.tuples for part in arguments.parts if type(part) is _Node))
             if not _makes_plain_values(called, arguments.parts, is_class):
                 raise UnsafeFileError.of(f"it calls {called}, which no checkpoint needs")
 
@@ -193,6 +203,11 @@ class Scan:
             raise UnsafeFileError.of("it changes an object that it has not made")
         self._add(target, [state])
         self._stack.append(target)
+
+
+def _has_known_hash(value: Any) -> bool:
+    """Whether a value is a tuple with numbers, for which others with the same hash can be found."""
+    return type(value) is _Node and value.made_by == "tuple" and not all(type(part) is str for part in value.parts)
 
 
 _REBUILD = "torch._utils._rebuild_"

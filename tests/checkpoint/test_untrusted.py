@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import http.server
 import io
@@ -146,6 +147,27 @@ def tensor(shape: tuple[int, ...], strides: tuple[int, ...]) -> bytes:
 
 
 SAME_HASH = b"}(" + b"".join(number(n * (2**61 - 1)) + b"N" for n in range(1, 80_000)) + b"u"
+
+
+def tuples_of_the_same_hash(count: int) -> list[tuple[int, int]]:
+    """Pairs of integers, found by inverting the hash of tuples."""
+    mask, prime1, prime2, prime5 = 2**64 - 1, 11400714785074694791, 14029467366897019727, 2870177450012600261
+
+    def after_one(first: int) -> int:
+        summed = (prime5 + first * prime2) & mask
+        return (((summed << 31) | (summed >> 33)) & mask) * prime1 & mask
+
+    found, first, inverse = [], 0, pow(prime2, -1, 2**64)
+    while len(found) < count:
+        first += 1
+        second = (12345 - after_one(first)) * inverse & mask
+        if second < 2**60:
+            found.append((first, second))
+    assert len(set(map(hash, found))) == 1
+    return found
+
+
+TUPLES = [b"".join(b"\x8a\x08" + n.to_bytes(8, "little") for n in pair) for pair in tuples_of_the_same_hash(12_000)]
 BOMBS: dict[str, bytes] = {
     "lists of lists": doubled_lists(),
     "tuples of tuples as a key": b"}" + doubled_tuples() + b"Ns",
@@ -161,6 +183,8 @@ BOMBS: dict[str, bytes] = {
     "a new storage": called("torch.storage", "UntypedStorage", number(10**10)),
     "bytes": called("__builtin__", "bytes", number(10**10)),
     "keys of the same hash": SAME_HASH,
+    "tuples of the same hash": b"}(" + b"".join(each + b"\x86N" for each in TUPLES) + b"u",
+    "a set of the same hash": called("__builtin__", "set", b"](" + b"".join(each + b"\x86" for each in TUPLES) + b"e"),
 }
 
 
@@ -210,6 +234,19 @@ def test_a_compressed_archive_is_refused_before_it_is_inflated(tmp_path: Path) -
         made.writestr("archive/version", "3\n")
     assert_refused_at_low_cost(lambda: open_checkpoint(path), "compressed")
     assert_refused_at_low_cost(lambda: load_weights(nn.Linear(1, 1), path), "its records are compressed")
+
+
+def test_overlapping_records_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    path = archive(tmp_path / "x.ckpt", pickle.dumps({"state_dict": {}}, 2), bytes(5 * 10**5))
+    with zipfile.ZipFile(path, "a") as made:
+        (large,) = (info for info in made.infolist() if info.filename.endswith("data/0"))
+        for number in range(4000):
+            again = copy.copy(large)
+            again.filename = again.orig_filename = f"archive/{number:06}"
+            made.filelist.append(again)
+        made._didModify = True  # type: ignore[attr-defined]
+    assert_refused_at_low_cost(lambda: open_checkpoint(path), "is damaged: it is truncated or was altered")
+    assert_refused_at_low_cost(lambda: load_weights(nn.Linear(1, 1), path), "cannot be read as weights")
 
 
 @pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
