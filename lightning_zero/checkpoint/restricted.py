@@ -39,12 +39,16 @@ _BYTES, _TIMES = 2**26, 8
 """The tensors of a file may have eight times the file's size, as with views of one storage, and 64 MiB more."""
 
 
+def _no_stand_in(name: str) -> Any:
+    return None
+
+
 def load_torch(
     file: str | os.PathLike[str] | IO[bytes],
     *,
     weights_only: bool | None = None,
     mmap: bool = False,
-    stand_in: Callable[[str], Any] = lambda name: None,
+    stand_in: Callable[[str], Any] = _no_stand_in,
 ) -> Any:
     """Call ``torch.load`` with tensors on the CPU and, by default, no other classes than torch and the user allow.
 
@@ -67,7 +71,7 @@ def load_torch(
     try:
         size = stream.seek(0, os.SEEK_END)
         stream.seek(0)
-        allowed = _allowed(_names_in(stream, size), stand_in)
+        allowed = _allowed(_names_in(stream, size, stand_in), stand_in)
         stream.seek(0)
     finally:
         if not is_stream:
@@ -88,16 +92,21 @@ def load_torch(
 
 def load_tensor(pickled: bytes, storage: Callable[[str], Any]) -> Tensor:
     """Unpickle a tensor from the ``data.pkl`` of an archive; ``storage`` is as for ``unpickle_weights``."""
-    with torch.serialization.safe_globals(_allowed(_scanned(pickled).names)):
+    with torch.serialization.safe_globals(_allowed(_scanned(pickled, _no_stand_in).names, _no_stand_in)):
         return unpickle_weights(io.BytesIO(pickled), storage)
 
 
-def _scanned(pickled: bytes | IO[bytes]) -> Scan:
+def _scanned(pickled: bytes | IO[bytes], stand_in: Callable[[str], Any]) -> Scan:
     default, _ = allowed_globals()
-    return Scan(default | _PLAIN_TYPES.keys()).run(pickled)
+    scan = Scan(default | _PLAIN_TYPES.keys())
+    try:
+        return scan.run(pickled)
+    except ValueError:
+        _allowed(scan.names, stand_in)  # a name that is not allowed explains best why the file is refused
+        raise
 
 
-def _names_in(stream: IO[bytes], size: int) -> set[str]:
+def _names_in(stream: IO[bytes], size: int, stand_in: Callable[[str], Any]) -> set[str]:
     """Return the names in a file's pickles, after these have been scanned."""
     head = stream.read(4)
     stream.seek(0)
@@ -105,17 +114,17 @@ def _names_in(stream: IO[bytes], size: int) -> set[str]:
         reader = PyTorchFileReader(stream)
         if sum(map(reader.get_record_size, reader.get_all_records())) > size:
             raise UnsafeFileError.of("its records are compressed, which torch.save does not do")
-        return _scanned(reader.get_record("data.pkl")).names
+        return _scanned(reader.get_record("data.pkl"), stand_in).names
     # Before torch 1.6, a file began with a magic number, the version, properties of the system, and the values.
-    scanned = _scanned(stream)
+    scanned = _scanned(stream, stand_in)
     names = set(scanned.names)
     if scanned.value == torch.serialization.MAGIC_NUMBER:
         for _ in range(4):
-            names |= _scanned(stream).names
+            names |= _scanned(stream, stand_in).names
     return names
 
 
-def _allowed(names: set[str], stand_in: Callable[[str], Any] = lambda name: None) -> list[Any]:
+def _allowed(names: set[str], stand_in: Callable[[str], Any]) -> list[Any]:
     """Return what torch has to allow in order to load these names, unless torch or the user allows them already."""
     default, users = allowed_globals()
     found, unsafe = [], []
