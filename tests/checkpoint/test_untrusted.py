@@ -305,27 +305,11 @@ def enlarge(found: metadata.Metadata) -> None:
     )
 
 
-def name_often(found: metadata.Metadata) -> None:
-    """A megabyte of tensors, which all consist of the same two rows in different orders."""
-    (place,) = (place for index, place in found.storage_data.items() if index.fqn == "state_dict.w")
-    for number in range(2000):
-        sizes = torch.Size([number + 1, 10**5])
-        name, origin = f"state_dict.{number}", torch.Size([0, 0])
-        found.state_dict_metadata[name] = metadata.TensorStorageMetadata(
-            metadata.TensorProperties(dtype=torch.int8), sizes, [metadata.ChunkStorageMetadata(origin, sizes)]
-        )
-        found.planner_data[name] = ("state_dict", str(number))
-        found.storage_data[metadata.MetadataIndex(name, origin)] = filesystem._StorageInfo(
-            place.relative_path, place.offset, 2 * 10**8
-        )
-
-
 @pytest.mark.parametrize(
     ("edit", "words"),
     [
         (place_in_a_list, "its lists have many gaps"),
         (enlarge, r"the piece of state_dict.w at (0, 0) has only"),
-        (name_often, "is truncated: it has"),
     ],
 )
 def test_small_metadata_of_many_or_large_values_takes_little_memory_and_time(tmp_path: Path, edit, words) -> None:
