@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
 from lightning_zero.engine.compat import dcp_internals
 
-_, _StorageInfo, _ = dcp_internals()
+_StorageInfo = dcp_internals()[-2]
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
