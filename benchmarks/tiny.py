@@ -1,10 +1,11 @@
-"""Tiny modules with many calls per step, in two CPU processes: DDP and the stages, with Lightning's Trainer.
+"""Tiny and small modules with many calls per step, in two CPU processes: DDP and the stages, with Lightning's Trainer.
 
     python benchmarks/tiny.py
     python benchmarks/tiny.py --models sac --strategies ddp,zero3 --rounds 3
     python benchmarks/tiny.py --output FOLDER                       # leave the stored figures as they are
 
-A graph network, MoCo and SAC with a few thousand parameters each, in `tiny_models.py`. All strategies train in the same
+A graph network, MoCo and SAC with a few thousand parameters each, in `tiny_models.py`; five ordinary projects whose
+steps take tens of milliseconds, in `small_models.py`. All strategies train in the same
 pair of processes, one fit each in turn, so that other load on the machine affects all equally. A step ends when the
 slower rank has finished it. Every fit begins with the same weights and data, and ends with DDP's losses bit for bit.
 """
@@ -18,7 +19,7 @@ from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, median_of_rounds, run_workers, spread, write_results
 
-MODELS = ("gnn", "moco", "sac")
+MODELS = ("gnn", "moco", "sac", "simclr", "tft", "ft_transformer", "nbeats", "schnet")
 DDP = {"sac": "ddp_find_unused_parameters_true"}  # each of its losses leaves some parameters without a gradient
 WARM_UP = 5
 BATCH = 16
@@ -44,7 +45,8 @@ def work(arguments: argparse.Namespace) -> None:
     """Run one rank of every fit; write losses and seconds per step by strategy and round for the parent."""
     import torch
     from lightning.pytorch import Callback, Trainer
-    from tiny_models import MODELS
+    from small_models import MODELS as SMALL
+    from tiny_models import MODELS as TINY
     from torch.utils.data import DataLoader
 
     import lightning_zero  # noqa: F401  - registers the strategies
@@ -67,7 +69,7 @@ def work(arguments: argparse.Namespace) -> None:
     def fit(strategy: str) -> Clock:
         steps = WARM_UP + arguments.steps
         torch.manual_seed(0)
-        module = MODELS[arguments.models]()
+        module = (TINY | SMALL)[arguments.models]()
         clock = Clock()
         trainer = Trainer(
             strategy=DDP.get(arguments.models, strategy) if strategy == "ddp" else strategy,

@@ -22,6 +22,7 @@ from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.optim.masters import after_updates
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.slot import Slot
+from lightning_zero.io.annotations import check_arguments
 
 _DIGIT = 16  # bits of a magnitude that one histogram covers
 _CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
@@ -174,8 +175,8 @@ class Pruning:
         sparsity_of: the pruned fraction of each chosen parameter, by name.
 
     Raises:
-        ValueError: if ``amount`` is not between 0 and 1, no parameter is chosen, a checkpoint has masks of other
-            parameters, or tensor parallelism is used.
+        ValueError: if an argument has a wrong type, ``amount`` is not between 0 and 1, no parameter is chosen, a
+            checkpoint has masks of other parameters, or tensor parallelism is used.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class Pruning:
         amount: float | Callable[[int], float] = 0.5,
         parameters: Callable[[str, nn.Parameter], bool] = _matrices,
     ) -> None:
+        check_arguments(Pruning.__init__, locals(), "MagnitudePruning")
         if not callable(amount):
             _check(amount)
         self._amount, self._is_chosen = amount, parameters

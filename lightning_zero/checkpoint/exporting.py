@@ -164,11 +164,11 @@ def _weights(checkpoint: Mapping[str, Any], masters: Mapping[str, Any]) -> tuple
     """Return weights and master weights by name. In a Fabric checkpoint, each name begins with its model's key."""
     if "state_dict" in checkpoint:
         inner = masters.get("model")  # Fabric checkpoints nest master weights under their model's key
-        return dict(checkpoint["state_dict"]), dict(inner if isinstance(inner, Mapping) else masters)
+        return dict(checkpoint["state_dict"]), dict(inner if isinstance(inner, dict) else masters)
     found: list[dict[str, Any]] = [{}, {}]
     for target, source in zip(found, (checkpoint, masters)):
         for key, values in source.items():
-            if isinstance(values, Mapping):
+            if isinstance(values, dict):
                 target.update((f"{key}.{name}", value) for name, value in values.items() if isinstance(value, Tensor))
     return found[0], found[1]
 

@@ -29,6 +29,7 @@ from lightning_zero.checkpoint.form import (
     VERSIONS,
     Manifest,
     check_format,
+    check_structure,
 )
 from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.module_versions import with_versions
@@ -229,6 +230,7 @@ class Folder:
             raise NoCheckpointError(
                 f"{self.files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
             )
+        check_structure(self.files.path, tree)
         ours = tree.get(CHECKPOINT_KEY, {})
         containers, versions = ours.pop(CONTAINERS, {}), ours.pop(VERSIONS, {})
         if not ours and (containers or versions):

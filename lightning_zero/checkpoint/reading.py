@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, 
 from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format, check_structure
 from lightning_zero.checkpoint.module_versions import versions_in, with_versions
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import load_torch
@@ -165,6 +165,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         raise NoCheckpointError(
             f"{files.path} is not a checkpoint: it contains a {type(checkpoint).__name__} instead of a dictionary."
         )
+    check_structure(files.path, checkpoint)
     as_saved, checkpoint = checkpoint, _as_lightnings(checkpoint)
     ours = checkpoint.get(CHECKPOINT_KEY, {})
     if "format" in ours:
@@ -239,6 +240,7 @@ def _names_by_offset(files: Files) -> dict[int, list[str]]:
 def opened_folder(folder: Folder) -> OpenedCheckpoint:
     """Open a sharded checkpoint, and convert its contents to Lightning's dictionary."""
     tree = folder.tree()
+    check_structure(folder.files.path, tree)
     checkpoint, names = _number_parameters(folder.files.path, tree)
     return OpenedCheckpoint(
         folder.files.path,
@@ -258,7 +260,7 @@ def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any],
     """Convert DCP's optimizer states, keyed by parameter name, to Lightning's ``optimizer_states``, keyed by number."""
     rest = copy.copy(tree)
     found: list[tuple[dict[str, Any], list[str]]] = []
-    while "param_groups" in (rest.get(key := f"optimizer_{len(found)}") or ()):
+    while isinstance(state := rest.get(key := f"optimizer_{len(found)}"), dict) and "param_groups" in state:
         found.append(numbered(rest.pop(key), f"{path}: {key}"))
     if not found:
         return rest, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import copy
 import logging
 import pickle
 import time
@@ -19,15 +18,15 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.commit import Destination
+from lightning_zero.checkpoint.on_rank_0 import Gather
 from lightning_zero.checkpoint.saving import (
     CheckpointNotSavedError,
     CopyBuffer,
     Entry,
-    Gather,
+    OnRank0,
     content_of,
     device_of,
     entry_of,
-    is_dense,
     is_view_of_parameter,
     not_saved,
     reason_of,
@@ -35,15 +34,15 @@ from lightning_zero.checkpoint.saving import (
     save_in_parts,
     save_whole,
 )
+from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
-from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import is_in_parts, walk
+from lightning_zero.engine.tensor.sharded_tree import identity, is_in_parts, walk
 from lightning_zero.io.labels import new_label
 
 log = logging.getLogger(__name__)
@@ -79,11 +78,12 @@ class Saver:
         written_by: dict[str, Any],
         rank: int,
         gather: Gather,
+        serialising: OnRank0 | None = None,
     ) -> None:
         """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
         Args:
-            tree, rest: see ``content_of``.
+            tree, rest, serialising: see ``content_of``.
             path: the folder's path; rank 0's value is used.
             written_by: versions, stage and world size, for the manifest.
             gather: all-gathers a value.
@@ -103,7 +103,7 @@ class Saver:
         label, path, refusal = everyone[0]
         if refusal is not None:
             raise not_saved(path, 0, refusal)
-        content, destination = content_of(tree, rest, rank), Destination(path, label)
+        content, destination = content_of(tree, rest, rank, serialising), Destination(path, label)
         if not self._in_background:
             save_in_parts(content, destination, written_by, rank, gather)
             return
@@ -148,10 +148,14 @@ class Saver:
 
         return copied
 
-    def made(self, value: Tensor) -> None:
-        """Record that a tensor will not change, so background saves need not copy it."""
-        if self._in_background:
-            self._made[value] = None
+    def made(self, value: Tensor, of: Tensor) -> None:
+        """Record that ``value``, the full value of a tensor, will not change: background saves need not copy it."""
+        is_parameters = isinstance(of, ShardedTensor) and of.is_parameter
+        self._made[value] = identity(of) if is_parameters else None  # type: ignore[arg-type]
+
+    def made_values(self) -> dict[Any, Tensor]:
+        """Full values of parameters, by the ``identity`` of the sharded tensor."""
+        return {key: value for value, key in self._made.items() if key is not None}
 
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
         """Write a full checkpoint. Only one rank calls this."""
@@ -160,22 +164,15 @@ class Saver:
         else:
             save_whole(checkpoint, Destination(path, new_label()))
 
-    def _copied(self, checkpoint: Any) -> Any:
-        memo: dict[int, Any] = {}
-        for leaf in tree_leaves(checkpoint):
-            if isinstance(leaf, Tensor) and leaf in self._made:
-                memo[id(leaf)] = leaf
-            elif isinstance(leaf, Tensor):  # deepcopy refuses non-leaf autograd tensors and some sparse tensors
-                values = leaf.detach()
-                memo[id(leaf)] = copy.deepcopy(values, memo) if is_dense(values) else values.clone()
-        return copy.deepcopy(checkpoint, memo)
-
-    def save_whole_later(self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any) -> None:
+    def save_whole_later(
+        self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any, copying: OnRank0 | None = None
+    ) -> None:
         """Copy this rank's shards; in the background, rank 0 gathers all shards and writes a full checkpoint.
 
         Args:
             checkpoint: a dictionary with the same sharded tensors on every rank; other values are taken from rank 0.
             group: a process group that is used only by the ranks' background threads; None if there is one rank.
+            copying: calls the function with which rank 0 copies other values, which may refer to sharded tensors.
         """
         self.finish()
         sharded: list[ShardedTensor] = []
@@ -189,7 +186,10 @@ class Saver:
         hollow = walk(dict(checkpoint), later, is_in_parts)
         entries = [entry_of(tensor, rank) for tensor in sharded]
         ranges = [tensor.slot.ranges() for tensor in sharded]
-        kept = self._copied(hollow) if rank == 0 else None
+        if copying is None:
+            kept = snapshot(hollow, self._made) if rank == 0 else None
+        else:
+            kept = copying(lambda: snapshot(hollow, self._made))
         destination = Destination(path, new_label())
         copied = self._copying(entries)
 

@@ -36,7 +36,8 @@ from lightning_zero.checkpoint.form import (
     Manifest,
 )
 from lightning_zero.checkpoint.module_versions import versions_in
-from lightning_zero.checkpoint.trees import expressible, split
+from lightning_zero.checkpoint.on_rank_0 import Gather, on_rank_0
+from lightning_zero.checkpoint.trees import expressible, flattened, split
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import dcp_internals, foreach_copy
 from lightning_zero.engine.init.sources import listed
@@ -47,11 +48,10 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
-Gather = Callable[[Any], list[Any]]
-"""All-gather of a picklable value: returns the values in the order of ranks. Collective."""
+OnRank0 = Callable[[Callable[[], Any]], Any]
+"""Calls a function on rank 0, for which the other ranks gather sharded tensors (see ``on_rank_0``). Collective."""
 
-
-_flatten, _StorageInfo, _DCP_VERSION = dcp_internals()
+_StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
 """Maximum size of a piece in bytes, unless one row is larger: reading a piece takes this much memory."""
 
@@ -132,12 +132,15 @@ def serialised(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) -> Content:
+def content_of(
+    tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialising: OnRank0 | None = None
+) -> Content:
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format; it may be a state dict.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
+        serialising: calls the function with which rank 0 serialises other values, which may refer to sharded tensors.
     """
     hollow, sharded = split(dict(rest))
     versions = versions_in(rest) | versions_in(tree)
@@ -145,10 +148,10 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
     about = {key: value for key, value in ((CONTAINERS, containers), (VERSIONS, versions)) if value}
     if about:
         hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), **about}
-    leaves, paths = _flatten({**tree, **(sharded or {})})
+    leaves, paths = flattened({**tree, **(sharded or {})})
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
-    objects: dict[str, bytes] = {}
+    others: dict[str, Any] = {}
     for name, leaf in leaves.items():
         if is_view_of_parameter(leaf):
             leaf = leaf.whole()
@@ -156,13 +159,19 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0) 
             key = identity(leaf)
             shared.setdefault(key, []).append(name)
             tensors[key] = leaf
-        elif rank == 0:
-            objects[name] = serialised(leaf)
+        else:
+            others[name] = leaf
+
+    def serialise() -> tuple[dict[str, bytes], bytes]:
+        return {name: serialised(value) for name, value in others.items()}, serialised(hollow)
+
+    serialising = serialising or partial(on_rank_0, rank=rank)
+    objects, data = serialising(serialise) or ({}, b"")
     entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
     return Content(
         [entry for entry in entries if entry.is_written_by(rank)],
         objects,
-        serialised(hollow) if rank == 0 else b"",
+        data,
         paths if rank == 0 else {},
     )
 

@@ -195,7 +195,7 @@ class SlotWriter:
     """Position of the first value in the file, on a page boundary. The header, at position 0, is written last."""
 
     def __init__(self, path: str, staging: CopyBuffer | None = None) -> None:
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         self._size = os.fstat(self._file).st_size
         self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._staging = CopyBuffer() if staging is None else staging
@@ -384,7 +384,7 @@ class Slot:
     @classmethod
     def at(cls, path: str) -> Slot | None:
         """Read the trailer of the slot in a file; return None if the slot is incomplete."""
-        with open(path, "rb") as file:
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
             head = file.read(_HEADER.size)
             if len(head) < _HEADER.size:
                 return None

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
+
+from torch import Tensor
 
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -54,3 +56,42 @@ def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             if is_odd:
                 containers.setdefault(key, {})[name] = hollow
     return {key: plain.get(key, {}) for key in tree}, containers
+
+
+def flattened(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
+    """Return a tree's leaves and their paths by DCP's dotted names, like ``flatten_state_dict`` of DCP.
+
+    Only dicts, and lists with dicts or tensors, are flattened. DCP also flattens other mappings, which would lose their
+    class, and of which OmegaConf's would be resolved.
+
+    Raises:
+        ValueError: if two leaves have the same name.
+    """
+    leaves: dict[str, Any] = {}
+    paths: dict[str, tuple[Any, ...]] = {}
+    for path, leaf in _leaves(tree):
+        name = ".".join(map(str, path))
+        if name in leaves:
+            raise ValueError(
+                f"Two values of the checkpoint have the name {name!r} in a sharded checkpoint: rename one of the keys, "
+                "or write ZeroStrategy(checkpoint='full')."
+            )
+        leaves[name], paths[name] = leaf, path
+    return leaves, paths
+
+
+def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, str(key)))
+    elif isinstance(value, list) and _is_flattened(value):
+        for number, item in enumerate(value):
+            yield from _leaves(item, (*path, number))
+    else:
+        yield path, value
+
+
+def _is_flattened(value: Any) -> bool:
+    if isinstance(value, list):
+        return any(map(_is_flattened, value))
+    return isinstance(value, (dict, Tensor))

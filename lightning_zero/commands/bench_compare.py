@@ -254,13 +254,15 @@ def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[
 
 def _runs(folder: Path) -> dict[str, _Result]:
     """Read the times and memory that ZeroMonitor has logged in a run, or in the jobs of a sweep, by job label."""
+    from lightning_zero.commands.compare import labels_of
     from lightning_zero.reporting.records import ReportError, read_runs
 
     try:
         runs = read_runs(folder)
     except ReportError as error:
         raise ValueError(str(error)) from None
-    found = {run.label if len(runs) > 1 else "": _Result(_logged(run.metrics), None) for run in runs}
+    labels = labels_of({run.folder: run.overrides for run in runs}) if len(runs) > 1 else {runs[0].folder: ""}
+    found = {labels[run.folder]: _Result(_logged(run.metrics), None) for run in runs}
     if not any(result.series for result in found.values()):
         raise ValueError(f"{folder} has no metrics from ZeroMonitor: add the callback, and a logger such as CSVLogger")
     return found

@@ -92,6 +92,8 @@ def check(config: DictConfig) -> DictConfig:
     for key, (accepts, expected) in RULES.items():
         group, _, name = key.rpartition(".")
         node = resolved[group] if group else resolved
+        if not isinstance(node, DictConfig):
+            raise ConfigError(f"{group}={node}: expected a mapping")
         if name in node and not accepts(node[name]):
             raise ConfigError(f"{key}={node[name]}: expected {expected}")
     if resolved.resume is not None:

@@ -158,7 +158,8 @@ def _inspect(options: Any) -> None:
     opened = _open(options)
     rows = rows_of(opened)
     own = [row for row in rows if row.tied_to is None]
-    known = {key: opened.checkpoint[key] for key in ("epoch", "global_step") if key in opened.checkpoint}
+    found = {key: opened.checkpoint.get(key) for key in ("epoch", "global_step")}
+    known = {key: value for key, value in found.items() if isinstance(value, int)}
     if options.json:
         about = {"path": opened.path, "whole": True, "form": opened.form, "written_by": opened.written_by, **known}
         size = sum(row.bytes for row in own)

@@ -1,6 +1,9 @@
 """Summary of a sweep: a table, a plot and comparison.json that compare its jobs."""
 
 import json
+from collections import Counter
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -62,9 +65,24 @@ def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
     """Return the results of jobs (None for a failed job), labelled by the overrides in which the jobs differ."""
-    from lightning_zero.reporting.records import OVERRIDES, labels_of, overrides_of
+    from lightning_zero.reporting.records import OVERRIDES, overrides_of
 
     files = sorted(folder.glob(f"*/{OVERRIDES}"), key=lambda file: (len(file.parts[-3]), file))
     labels = labels_of({job: overrides_of(job) for job in (file.parent.parent for file in files)})
     results = {label: job / "results.json" for job, label in labels.items()}
     return {label: json.loads(file.read_text()) if file.exists() else None for label, file in results.items()}
+
+
+def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
+    """Label each job by the overrides that differ between jobs, and by its folder if these overrides are not unique."""
+    common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
+    own = {
+        job: " ".join(override for override in given if override not in common).replace('"', "")
+        for job, given in overrides.items()
+    }
+    times = Counter(own.values())
+    depth = next(depth for depth in count(1) if len({job.parts[-depth:] for job in own}) == len(own))
+    places = {job: "/".join(job.parts[-depth:]) for job in own}
+    return {
+        job: label if label and times[label] == 1 else f"{label} {places[job]}".strip() for job, label in own.items()
+    }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,6 +12,8 @@ from typing import Any
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
 from lightning_zero.commands.showing import print_json, size_of
+from lightning_zero.io.annotations import matches
+from lightning_zero.io.paths import read_json
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
 
@@ -33,7 +34,9 @@ def main(arguments: list[str]) -> int:
         from lightning_zero.planning.advice import advise, make_plans
         from lightning_zero.planning.paper import CONFIGURATIONS
 
-        measured = json.loads(parsed.resources.read_text()) if parsed.resources is not None else {}
+        measured = read_json(parsed.resources) if parsed.resources is not None else {}
+        if not matches(measured, dict[str, dict[str, Any]]):
+            raise ValueError(f"{parsed.resources} is not the output of lightning-zero doctor --json")
         resources = _resources(parsed, measured.get("resources", {}))
         memory = parsed.memory or (resources.memory if resources is not None else None)
         options = strategy_options(parsed.option, _CHOICES)
@@ -194,7 +197,7 @@ def _group(text: str) -> str | int | None:
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
     """The machine's measured speeds, overridden by options; None if no speeds are given."""
-    from lightning_zero.planning.timeline import Resources
+    from lightning_zero.planning.timeline import resources_of
 
     given = dict(measured)
     for name in _SPEEDS:
@@ -204,7 +207,9 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
         return None
     if "flops" not in given:
         raise ValueError("--flops is required if other speeds are given: add it, or pass --resources FILE")
-    return Resources(**{"memory_bandwidth": given["flops"] / 100, **given})
+    if "memory_bandwidth" not in given and matches(given["flops"], float):
+        given["memory_bandwidth"] = given["flops"] / 100
+    return resources_of(given, parsed.resources or "the command line")
 
 
 def _print(plans: list[Any]) -> None:

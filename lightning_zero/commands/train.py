@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.compare import CompareJobs, compare
@@ -182,6 +183,11 @@ def main(arguments: list[str]) -> int:
             if wants_traceback:
                 raise
             complain(in_one_line(error))
+            let_rank_0_complain()
+            code = 2
+        except (YAMLError, UnicodeDecodeError) as error:
+            where = given.config_dir or given.config_path or "lightning_zero.conf"
+            complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
             let_rank_0_complain()
             code = 2
         except KeyboardInterrupt:

@@ -52,6 +52,7 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
+from torch.utils.weak import WeakIdKeyDictionary
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """The exceptions that operators on fake tensors raise if their result depends on the tensors' values."""
@@ -185,12 +186,11 @@ def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
     return unpickler.load()
 
 
-def dcp_internals() -> tuple[Any, Any, str]:
-    """Internals of ``torch.distributed.checkpoint``: (function that flattens dicts, storage info class, version)."""
-    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+def dcp_internals() -> tuple[Any, str]:
+    """Internals of ``torch.distributed.checkpoint``: (storage info class, version)."""
     from torch.distributed.checkpoint.filesystem import CURRENT_DCP_VERSION, _StorageInfo
 
-    return flatten_state_dict, _StorageInfo, CURRENT_DCP_VERSION
+    return _StorageInfo, CURRENT_DCP_VERSION
 
 
 # -- hooks and modules -------------------------------------------------------------------------------------------------
@@ -202,7 +202,7 @@ Hooks = dict[int, Callable[[torch.Tensor], Any]]
 gradient_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_backward_hooks")
 
 
-def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
+def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks | None) -> None:
     """After a tensor's contents were swapped, restore its dictionary of hooks, which users' handles refer to."""
     tensor._backward_hooks = hooks
 
@@ -267,17 +267,17 @@ def has_backward_hooks(module: torch.nn.Module) -> bool:
     return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
+def forward_hooks(module: torch.nn.Module) -> tuple[Any, Any]:
+    """A module's dictionaries of forward hooks; torch runs a layer as one kernel only if they are empty."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
 # The attribute with the list of parameters that ``nn.LSTM`` and similar modules compute with.
 FLAT_WEIGHTS = "_flat_weights"
 
 
-def refresh_flat_weights(module: torch.nn.RNNBase) -> None:
-    """Update a recurrent module's list of parameters after its parameters have been replaced."""
-    module._flat_weights = [module._parameters[name] for name in module._flat_weights_names]
-
-
 def flatten_weights(module: torch.nn.RNNBase) -> None:
-    """Like ``refresh_flat_weights``, but also move the parameters into one block of memory for cuDNN."""
+    """Move a recurrent module's parameters into one block of memory for cuDNN."""
     module._init_flat_weights()
 
 
@@ -378,6 +378,58 @@ def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
         return undo
 
     return Patch(install)
+
+
+def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
+    """Leave hooks and attributes that the engine has put on modules out of copies and pickles of the modules.
+
+    The second patch does the same for the handles of users' hooks, which refer to the same dictionaries.
+    """
+
+    def kept(hooks: dict[int, Any], numbers: set[int]) -> dict[int, Any]:
+        if numbers.issuperset(hooks):
+            return hooks
+        # always the same object, so that the copies of a module and of a handle have the same dictionary, too
+        copy = _without_own.setdefault(hooks, OrderedDict())
+        copy.clear()
+        copy.update((number, hook) for number, hook in hooks.items() if number in numbers)
+        return copy
+
+    def of_users(*all_hooks: dict[int, Any]) -> set[int]:
+        return {number for hooks in all_hooks for number, hook in hooks.items() if not is_own(hook)}
+
+    def cleaned(part: Any) -> Any:
+        if type(part) is tuple:
+            return tuple(map(cleaned, part))
+        if not isinstance(part, dict) or "_forward_hooks" not in part:
+            return part
+        numbers = of_users(part["_forward_hooks"], part["_forward_pre_hooks"])
+        return {
+            name: kept(value, numbers) if name.startswith(("_forward_hooks", "_forward_pre_hooks")) else value
+            for name, value in part.items()
+            if not is_own(value)
+        }
+
+    def reduce(original: Any) -> Any:
+        return lambda module, protocol: cleaned(original(module, protocol))
+
+    def state_of(original: Any) -> Any:
+        def state(handle: Any) -> Any:
+            hooks, number, *extra = original(handle)
+            numbers = of_users(hooks or {})
+            others = [tuple(kept(each, numbers) for each in extra[0])] if extra else []
+            return (hooks and kept(hooks, numbers), number, *others)
+
+        return state
+
+    return (
+        replaced(torch.nn.Module, "__reduce_ex__", reduce),
+        replaced(torch.utils.hooks.RemovableHandle, "__getstate__", state_of),
+    )
+
+
+_without_own: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""For dictionaries of hooks, what copies have in their place."""
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:

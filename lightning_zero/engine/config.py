@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
 
+from lightning_zero.io.annotations import check_fields, matches, shown
 from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.names import suggestion
 
-Modules = str | type[nn.Module] | Sequence[type[nn.Module]] | Callable[[str, nn.Module], bool]
+Modules = str | type | Iterable[type] | Callable[[str, nn.Module], bool]
 """How an option specifies modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
 
 OffloadTarget = Literal["cpu", "nvme"]
@@ -52,7 +53,8 @@ class EngineConfig:
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: neighbouring blocks are merged into units of at most this many elements. ``None``, with automatic
-            units, means ``2**20``, or less if that would leave fewer than four units; otherwise, each block is a unit.
+            units, means ``2**20``, or less if that would leave fewer than four units of a larger model; otherwise,
+            each block is a unit.
         prefetch: number of units that are gathered ahead of need at stage 3.
         overlap: ``False`` waits for each collective right after starting it; for debugging.
         reduction_buffers: number of gradient buffers that may be reduced at the same time.
@@ -79,43 +81,32 @@ class EngineConfig:
 
     stage: int | str = 3
     offload: OffloadTarget | OffloadConfig | Mapping[str, Any] | None = None
-    shard_within: Literal["node"] | int | None = None
+    shard_within: Literal["node"] | int | None = field(default=None, metadata={"least": 2})
     compression: str | CompressionConfig | Mapping[str, Any] | None = None
     units: Modules = "auto"
-    unit_numel: int | None = None
-    prefetch: int = 1
+    unit_numel: int | None = field(default=None, metadata={"least": 0})
+    prefetch: int = field(default=1, metadata={"least": 0})
     overlap: bool = True
-    reduction_buffers: int = 2
+    reduction_buffers: int = field(default=2, metadata={"least": 1})
     reduce_dtype: torch.dtype | str | None = None
-    bucket_numel: int = 2**25
+    bucket_numel: int = field(default=2**25, metadata={"least": 1})
     activation_checkpointing: Modules | None = None
     partition_activations: bool = False
     whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
     allow_any_optimizer: bool = False
     compute_dtype: torch.dtype | None = None
-    handshake_timeout: float = 600.0
+    handshake_timeout: float = field(default=600.0, metadata={"least": 0})
 
     def __post_init__(self) -> None:
-        for name, least in (("prefetch", 0), ("reduction_buffers", 1), ("bucket_numel", 1), ("unit_numel", 0)):
-            value = getattr(self, name)
-            is_default = name == "unit_numel" and value is None
-            if not is_default and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ValueError(f"{name}={value!r} must be an integer of at least {least}.")
-        for name in ("overlap", "partition_activations", "allow_any_optimizer"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False.")
-        whole = self.whole_parameters
-        if not (whole is None or isinstance(whole, bool) or callable(whole)):
-            raise TypeError(
-                f"whole_parameters={whole!r} must be True, False, None or a predicate of (name, parameter)."
-            )
-        _check_modules("units", self.units, "auto")
-        if self.activation_checkpointing is not None:
-            _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
-        offload = offload_config(self.offload)
+        offload, compression = offload_config(self.offload), compression_config(self.compression)
         object.__setattr__(self, "stage", stage_number(self.stage))
         object.__setattr__(self, "reduce_dtype", wire_dtype_of(self.reduce_dtype))
         object.__setattr__(self, "offload", offload)
+        object.__setattr__(self, "compression", compression)
+        _check_modules("units", self.units, "auto")
+        if self.activation_checkpointing is not None:
+            _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
+        check_fields(self)
         if offload is not None and offload.parameters is not None and self.stage != 3:
             raise ValueError(
                 f"offload: parameters={offload.parameters!r} requires stage 3: at stage {self.stage} every rank keeps "
@@ -123,8 +114,6 @@ class EngineConfig:
             )
         within = self.shard_within
         if within is not None:
-            if within != "node" and (isinstance(within, bool) or not isinstance(within, int) or within < 2):
-                raise ValueError(f"shard_within={within!r} must be 'node', None, or a number of ranks >= 2.")
             if self.stage != 3:
                 raise ValueError(
                     f"shard_within={within!r} requires stage 3: at stage {self.stage} every rank keeps all parameters "
@@ -135,8 +124,6 @@ class EngineConfig:
                     f"shard_within={within!r} keeps parameters on the device, but the offload option "
                     f"parameters={offload.parameters!r} would offload them. Leave one of the two out."
                 )
-        compression = compression_config(self.compression)
-        object.__setattr__(self, "compression", compression)
         if compression is not None:
             compression.check(self)
         if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
@@ -237,20 +224,14 @@ class OffloadConfig:
     parameters: OffloadTarget | None = None
     activations: OffloadTarget | None = None
     path: str | Path | None = None
-    fraction: float = 1.0
-    sub_group: int = 2**24
+    fraction: float = field(default=1.0, metadata={"least": 0})
+    sub_group: int = field(default=2**24, metadata={"least": 1})
     overlap: bool = True
 
     def __post_init__(self) -> None:
-        for name in _MOVED:
-            if getattr(self, name) not in _PLACES:
-                raise ValueError(f"offload: {name}={getattr(self, name)!r} must be None, 'cpu' or 'nvme'.")
-        if self.gradients not in (None, "cpu"):
-            raise ValueError(f"offload: gradients={self.gradients!r} must be None or 'cpu'.")
-        if not 0 <= self.fraction <= 1:
-            raise ValueError(f"offload: fraction={self.fraction!r} must be between 0 and 1.")
-        if isinstance(self.sub_group, bool) or not isinstance(self.sub_group, int) or self.sub_group < 1:
-            raise ValueError(f"offload: sub_group={self.sub_group!r} must be an integer of at least 1.")
+        check_fields(self, "offload: ")
+        if self.fraction > 1:
+            raise ValueError(f"offload: fraction={self.fraction!r} must be a number from 0 to 1.")
         for name in ("gradients", "parameters"):
             if getattr(self, name) is not None and self.optimizer is None:
                 raise ValueError(
@@ -283,7 +264,7 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     if isinstance(offload, str) and offload in _PLACES:
         offload = {"optimizer": offload}
     if isinstance(offload, Mapping) and offload.get("path") is None:
-        if "nvme" in [offload.get(name) for name in _MOVED]:
+        if any(isinstance(place := offload.get(name), str) and place == "nvme" for name in _MOVED):
             offload = {**offload, "path": default_folder()}
     return config_of("offload", offload, OffloadConfig, ["cpu", "nvme"])
 
@@ -317,18 +298,13 @@ class CompressionConfig:
 
     parameters: Literal["exact"] | None = None
     gradients: Literal["int8", "int4"] | None = None
-    block: int = 128
-    exempt_numel: int = 65536
+    block: int = field(default=128, metadata={"least": 2})
+    exempt_numel: int = field(default=65536, metadata={"least": 0})
 
     def __post_init__(self) -> None:
-        for name, allowed in (("parameters", ("exact",)), ("gradients", ("int8", "int4"))):
-            if (given := getattr(self, name)) is not None and given not in allowed:
-                raise ValueError(f"compression: {name}={given!r} must be {', '.join(map(repr, allowed))} or None.")
-        for name, least in (("block", 2), ("exempt_numel", 0)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least or value % 2 and name == "block":
-                kind = "an even number" if name == "block" else "an integer"
-                raise ValueError(f"compression: {name}={value!r} must be {kind} of at least {least}.")
+        check_fields(self, "compression: ")
+        if self.block % 2:
+            raise ValueError(f"compression: block={self.block} must be an even number.")
 
     def check(self, config: EngineConfig) -> None:
         """Raise a ValueError if the engine's other options contradict this configuration."""
@@ -402,9 +378,9 @@ def config_of(option: str, value: Any, kind: type[Config], names: Iterable[str])
     if not isinstance(value, Mapping):
         allowed = ", ".join(["None", *map(repr, names)])
         a_config = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
-        raise ValueError(f"{option}={value!r} must be {allowed}, {a_config} or a mapping of its fields.")
+        raise ValueError(f"{option}={shown(value)} must be {allowed}, {a_config} or a mapping of its fields.")
     known = names_of_options(kind)
-    if unknown := sorted(set(value) - set(known)):
+    if unknown := sorted(set(value) - set(known), key=str):
         raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
     return kind(**value) if value else None
 
@@ -431,11 +407,11 @@ def stage_number(stage: int | str) -> int:
         ValueError: if there is no such stage.
     """
     key = _STAGE_NAMES.get(stage.lower().strip(), stage) if isinstance(stage, str) else stage
-    if isinstance(key, str) and key.isdigit():
+    if isinstance(key, str) and key.isdecimal():
         key = int(key)
-    if isinstance(key, bool) or key not in (1, 2, 3):
+    if isinstance(key, bool) or not isinstance(key, int) or key not in (1, 2, 3):
         raise ValueError(
-            f"stage={stage!r} is not a ZeRO stage: write 1, 2 or 3, or the paper's name 'os', 'os+g' or "
+            f"stage={shown(stage)} is not a ZeRO stage: write 1, 2 or 3, or the paper's name 'os', 'os+g' or "
             "'os+g+p'. For stage 0, use Lightning's strategy='ddp'."
         )
     return int(key)
@@ -450,21 +426,21 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
     if reduce_dtype is None:
         return None
     for name, dtype in _WIRE_DTYPES.items():
-        if reduce_dtype in (name, dtype):
+        if isinstance(reduce_dtype, (str, torch.dtype)) and reduce_dtype in (name, dtype):
             return dtype
     raise ValueError(
-        f"reduce_dtype={reduce_dtype!r} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None for the "
-        "dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."
+        f"reduce_dtype={shown(reduce_dtype)} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None "
+        "for the dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."
     )
 
 
 def _check_modules(option: str, wanted: Any, word: str) -> None:
-    is_classes = isinstance(wanted, Iterable) and not isinstance(wanted, str) and bool(wanted)
-    if wanted == word or callable(wanted) or (is_classes and all(isinstance(each, type) for each in wanted)):
+    is_classes = isinstance(wanted, Collection) and matches(wanted, Iterable[type]) and len(wanted) > 0
+    if is_classes or callable(wanted) or matches(wanted, Literal[word]):
         return
     raise TypeError(
-        f"{option}={wanted!r} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a predicate "
-        f"({option}=lambda name, module: ...)."
+        f"{option}={shown(wanted)} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a "
+        f"predicate ({option}=lambda name, module: ...)."
     )
 
 

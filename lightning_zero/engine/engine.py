@@ -19,13 +19,20 @@ from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
-from lightning_zero.engine.compat import flatten_weights, running_calls
+from lightning_zero.engine.compat import flatten_weights, not_copied, running_calls
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
-from lightning_zero.engine.init.sources import Source, agree_on_sources, check_frozen, check_ordinary, common_device
+from lightning_zero.engine.init.sources import (
+    Source,
+    agree_on_sources,
+    check_frozen,
+    check_ordinary,
+    common_device,
+    move_own_kinds,
+)
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers
@@ -49,6 +56,7 @@ if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_NOT_COPIED = not_copied(lambda value: isinstance(value, (OwnHook, JoinedMethod)))
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -110,8 +118,11 @@ class Engine(Optimizers):
         check_ordinary(module, may_be_divided=mesh is not None)
         self._scripted = torchscript_parameters(module)
         check_frozen(self._scripted)
+        if device is not None:
+            device = torch.device(device)
+            move_own_kinds(module, device)
         plans = plan_units(module, config.units, config.unit_numel)
-        device = torch.device(device) if device is not None else common_device(plans)
+        device = device or common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
 
         self._module = weakref.ref(module)
@@ -188,6 +199,8 @@ class Engine(Optimizers):
             self.reducer,
         ]
         _engines[module] = weakref.ref(self)
+        for patch in _NOT_COPIED:
+            patch.hold(self)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 

@@ -1,1 +1,1 @@
-"""Files on disk and their replacement, labels that identify a file's creator, sizes and suggestions as text."""
+"""Files and their replacement, labels of creators, values as text and JSON, checks of values, and suggestions."""

@@ -100,6 +100,39 @@ def make_private_folder(path: str) -> None:
         )
 
 
+def make_own_folder(path: str) -> None:
+    """Create a folder in an existing one, for files that only this user may write and read.
+
+    Raises:
+        PermissionError: as ``check_own_folder``, if the folder exists.
+    """
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    check_own_folder(path)
+
+
+def check_own_folder(path: str) -> None:
+    """Check that no other user can have put files into a folder, or can replace it.
+
+    Raises:
+        PermissionError: if another user could.
+    """
+    found, parent = os.lstat(path), os.stat(os.path.dirname(os.path.abspath(path)))
+    reason = None
+    if not stat.S_ISDIR(found.st_mode):
+        reason = "the path is a link or a file"
+    elif found.st_uid != os.geteuid():
+        reason = f"the folder belongs to user {found.st_uid}"
+    elif found.st_mode & 0o077:
+        reason = f"other users have access to the folder (mode {stat.S_IMODE(found.st_mode):04o} instead of 0700)"
+    elif parent.st_uid not in (os.geteuid(), 0):
+        reason = f"the parent folder belongs to user {parent.st_uid}, who might replace the folder"
+    elif parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
+        reason = "every user may replace the folder in its parent folder"
+    if reason is not None:
+        raise PermissionError(errno.EACCES, f"{reason}, so its files cannot be trusted", path)
+
+
 class DirectFile:
     """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow it.
 

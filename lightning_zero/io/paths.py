@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import json
 import os
 import shutil
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from lightning_zero.io.labels import new_label
 
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2
 
@@ -29,6 +35,39 @@ def replace(new: str, place: str, aside: str) -> None:
     except OSError:
         os.rename(aside, place)
         raise
+
+
+def write_anew(path: Path, text: str) -> None:
+    """Write a text file as a new file that replaces the old one at once. A link at ``path`` is replaced, not followed.
+
+    Raises:
+        OSError: if the file cannot be written; the old file is then unchanged.
+    """
+    new = f"{path}.{new_label()}"
+    try:
+        with open(new, "x", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(new, path)
+    except BaseException:
+        with suppress(OSError):
+            os.remove(new)
+        raise
+
+
+def read_json(path: str | Path) -> dict[str, Any]:
+    """Read a file with a JSON object.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if the file contains something else; the message names the file.
+    """
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} cannot be read: it contains no JSON object")
+    return found
 
 
 def is_folder(path: str) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 import time
@@ -20,6 +19,8 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.compat import is_compiled, tree_leaves
 from lightning_zero.engine.plan.placement import replicated_bytes
+from lightning_zero.io.annotations import check_arguments
+from lightning_zero.io.paths import read_json
 from lightning_zero.monitoring.band import Band
 from lightning_zero.monitoring.flops import FlopCounter
 from lightning_zero.monitoring.measured import (
@@ -90,7 +91,7 @@ class Monitor:
         metrics: the figures from the last observation, by name, on rank 0.
 
     Raises:
-        ValueError: if an argument is out of range, or the file does not state the FLOP/s.
+        ValueError: if an argument has a wrong type or is out of range, or the file does not state the FLOP/s.
         OSError: if the file cannot be read.
     """
 
@@ -106,10 +107,8 @@ class Monitor:
         window: int = 50,
         band_width: float = 8.0,
     ) -> None:
-        given = {"every_n_steps": every_n_steps, "top_units": top_units, "window": window, "band_width": band_width}
-        for (name, value), least in zip(given.items(), (1, 0, 2, 1)):
-            if value < least:
-                raise ValueError(f"ZeroMonitor: {name} must be at least {least}, not {value}.")
+        least = {"every_n_steps": 1, "top_units": 0, "window": 2, "band_width": 1}
+        check_arguments(Monitor.__init__, locals(), "ZeroMonitor", **least)
         self.every_n_steps, self._top_units = every_n_steps, top_units
         self._batch_size_fn, self._length_fn = batch_size_fn or _first_dimension, length_fn
         self._given_flops, self._available_flops = flops_per_batch, _flops_a_second(available_flops)
@@ -438,8 +437,8 @@ def _flops_a_second(given: float | str | Path | None) -> float | None:
     if not isinstance(given, (str, Path)):
         return given
     try:
-        return float(json.loads(Path(given).read_text())["resources"]["flops"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return float(read_json(given)["resources"]["flops"])
+    except (ValueError, KeyError, TypeError):
         raise ValueError(
             f"ZeroMonitor: the file {str(given)!r} does not state the FLOP/s: available_flops must be a number, or a "
             "file written by `lightning-zero doctor --json > FILE`."

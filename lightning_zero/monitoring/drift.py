@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zipfile
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +13,8 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torchmetrics import CatMetric
+
+from lightning_zero.io.annotations import check_arguments
 
 _BINS = 10
 _LEAST = 1e-4  # minimum fraction of values assumed for a bin, since an empty bin would make the index infinite
@@ -88,6 +92,7 @@ class DriftMonitor(Callback):
         drifted: the entries of ``found`` for quantities that have drifted.
 
     Raises:
+        ValueError: if an argument has a wrong type, or the reference is not a file that a ``DriftMonitor`` has saved.
         OSError: if the reference cannot be read.
     """
 
@@ -101,6 +106,7 @@ class DriftMonitor(Callback):
         ks_above: float = 0.1,
         on_drift: Callable[[dict[str, Drift]], Any] | None = None,
     ) -> None:
+        check_arguments(DriftMonitor.__init__, locals(), "DriftMonitor", psi_above=0, ks_above=0)
         self._values, self._save_to, self._on_drift = values, save_to, on_drift
         self._reference = read_values(reference) if reference is not None else None
         self._bounds = psi_above, ks_above
@@ -145,6 +151,14 @@ class DriftMonitor(Callback):
 
 
 def read_values(path: str | Path) -> dict[str, Any]:
-    """Read the values that a ``DriftMonitor`` has saved, by quantity name."""
-    with np.load(path) as file:
-        return dict(file)
+    """Read the values that a ``DriftMonitor`` has saved, by quantity name.
+
+    Raises:
+        ValueError: if the file contains something else, or is damaged.
+        OSError: if the file cannot be read.
+    """
+    try:
+        with np.load(path) as file:
+            return dict(file)
+    except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise ValueError(f"DriftMonitor: {path} is not a file that it has saved with save_to: {error}") from None

@@ -13,6 +13,7 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_zero.engine.comm.process_group import all_gather_objects
+from lightning_zero.io.annotations import check_arguments
 
 
 class SliceMetrics(Callback):
@@ -27,7 +28,7 @@ class SliceMetrics(Callback):
         name: the first part of the names of logged values.
 
     Raises:
-        ValueError: if there is no slice.
+        ValueError: if there is no slice, or an argument has a wrong type.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class SliceMetrics(Callback):
         arguments: Callable[[Any, Any], tuple[Tensor, ...]],
         name: str = "slices",
     ) -> None:
+        check_arguments(SliceMetrics.__init__, locals(), "SliceMetrics")
         if not slices:
             raise ValueError("SliceMetrics: slices must contain at least one slice, as in {'name': function_of_batch}.")
         self._slices, self._arguments, self._name = dict(slices), arguments, name

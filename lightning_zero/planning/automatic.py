@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from lightning_zero.engine.config import stages_allowed
 from lightning_zero.engine.plan.mesh import Mesh
 from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
+from lightning_zero.io.annotations import check_value
+from lightning_zero.io.paths import read_json
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 if TYPE_CHECKING:
@@ -197,10 +198,12 @@ def _total(plan: Plan) -> int:
 
 
 def _declared(resources: str | Path | dict[str, float]) -> Resources:
-    from lightning_zero.planning.timeline import Resources
+    from lightning_zero.planning.timeline import resources_of
 
-    values = resources if isinstance(resources, dict) else json.loads(Path(resources).read_text())["resources"]
-    return Resources(**values)
+    check_value("resources", resources, str | Path | dict[str, Any])
+    if isinstance(resources, dict):
+        return resources_of(resources, "resources")
+    return resources_of(read_json(resources).get("resources"), resources)
 
 
 def sample_batch(trainer: Trainer) -> Any:

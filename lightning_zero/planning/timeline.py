@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.tensor_parallel import are_divided
 from lightning_zero.engine.compat import TorchDispatchMode, nbytes_of, tree_leaves
+from lightning_zero.io.annotations import check_fields
 from lightning_zero.monitoring.flops import flops_of
 
 
@@ -34,21 +35,35 @@ class Resources:
         memory: the device's memory in bytes, on a CPU this rank's share of the host's; None if unknown.
     """
 
-    flops: float
-    memory_bandwidth: float
-    operator_seconds: float = 5e-6
-    link_bandwidth: float = 10e9
-    machine_bandwidth: float | None = None
-    link_seconds: float = 30e-6
-    host_bandwidth: float = 10e9
-    disk_bandwidth: float = 2e9
+    flops: float = field(metadata={"least": 0})
+    memory_bandwidth: float = field(metadata={"least": 0})
+    operator_seconds: float = field(default=5e-6, metadata={"least": 0})
+    link_bandwidth: float = field(default=10e9, metadata={"least": 0})
+    machine_bandwidth: float | None = field(default=None, metadata={"least": 0})
+    link_seconds: float = field(default=30e-6, metadata={"least": 0})
+    host_bandwidth: float = field(default=10e9, metadata={"least": 0})
+    disk_bandwidth: float = field(default=2e9, metadata={"least": 0})
     overlaps: bool = True
-    memory: float | None = None
+    memory: float | None = field(default=None, metadata={"least": 0})
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            if value is not None and not (isinstance(value, (int, float)) and value >= 0):
-                raise ValueError(f"{name}={value!r} must be a number that is at least 0.")
+        check_fields(self)
+
+
+def resources_of(values: Any, where: str | Path) -> Resources:
+    """Return the resources with the values under ``"resources"`` in the output of ``lightning-zero doctor --json``.
+
+    Args:
+        values: the values, by name.
+        where: where they come from, for the error's message.
+
+    Raises:
+        ValueError: if the values are not those of a machine.
+    """
+    try:
+        return Resources(**values)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where} does not state resources as lightning-zero doctor --json does: {error}") from None
 
 
 class Event(NamedTuple):

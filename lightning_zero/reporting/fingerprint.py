@@ -1,7 +1,4 @@
-"""Fingerprints of training data: hashes that show whether data have changed. Large data are read only in part.
-
-The hash is BLAKE2b from Python's standard library; xxh3 would require another package.
-"""
+"""Fingerprints of training data: hashes that show whether data have changed. Large data are read only in part."""
 
 from __future__ import annotations
 
@@ -23,34 +20,29 @@ from lightning_zero.engine.compat import tree_leaves
 
 MOST_BYTES = 2**30
 """Maximum number of bytes read from files."""
-MOST_FILES = 10_000
-"""Maximum number of files whose contents are read; names and sizes of all files are hashed."""
 MOST_SAMPLES = 2_000
 """Maximum number of samples read from a dataset. Fewer are read if this many samples would exceed ``SAMPLE_BYTES``."""
 LEAST_SAMPLES = 16
 SAMPLE_BYTES = 2**26
+_BLOCK = 2**20
 
 
 class _Hash:
     def __init__(self) -> None:
-        self._state = hashlib.blake2b(digest_size=16)
+        self.digest = hashlib.blake2b(digest_size=16)
         self.nbytes = 0
 
     def add(self, *parts: bytes) -> None:
         for part in parts:
-            self._state.update(len(part).to_bytes(8, "little"))  # so that ("ab", "c") differs from ("a", "bc")
-            self._state.update(part)
+            self.digest.update(len(part).to_bytes(8, "little"))  # so that ("ab", "c") differs from ("a", "bc")
+            self.digest.update(part)
             self.nbytes += len(part)
-
-    def hex(self) -> str:
-        return self._state.hexdigest()
 
 
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """Fingerprint files, including all files in folders, by relative path, size and content.
 
-    Beyond ``MOST_BYTES`` or ``MOST_FILES`` in total, only a part is read: files at regular intervals, and of a large
-    file only the beginning and the end.
+    Beyond ``MOST_BYTES`` in total, only the beginning and the end of large files are read.
 
     Raises:
         FileNotFoundError: if a path does not exist.
@@ -64,27 +56,26 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
         else:
             found += [(file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file()]
     found.sort(key=lambda each: each[0])
-    state, read = _Hash(), 0
     sizes = [file.stat().st_size for _, file in found]
-    opened = set(_spread(len(found), MOST_FILES))
-    is_whole = sum(sizes) <= MOST_BYTES and len(found) <= MOST_FILES
-    most = MOST_BYTES // max(1, len(opened))
-    for index, ((name, file), size) in enumerate(zip(found, sizes)):
+    most = MOST_BYTES if sum(sizes) <= MOST_BYTES else MOST_BYTES // len(found)
+    state, read = _Hash(), 0
+    for (name, file), size in zip(found, sizes):
         state.add(name.encode(), size.to_bytes(8, "little"))
-        if index not in opened:
-            continue
+        length = size if size <= most else most // 2
         with file.open("rb") as stream:
-            if is_whole or size <= most:
-                while block := stream.read(2**20):
-                    state.add(block)
-                read += size
-            else:
-                state.add(stream.read(most // 2))
-                stream.seek(size - most // 2)
-                state.add(stream.read(most // 2))
-                read += most // 2 * 2
+            for start in (0,) if size <= most else (0, size - length):
+                stream.seek(start)
+                for begin in range(0, length, _BLOCK):
+                    state.add(stream.read(min(_BLOCK, length - begin)))
+                read += length
     method = "BLAKE2b of file names, sizes and contents"
-    return {"fingerprint": state.hex(), "method": method, "files": len(found), "bytes": sum(sizes), "bytes_read": read}
+    return {
+        "fingerprint": state.digest.hexdigest(),
+        "method": method,
+        "files": len(found),
+        "bytes": sum(sizes),
+        "bytes_read": read,
+    }
 
 
 def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
@@ -109,12 +100,12 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
             if len(dataset):
                 _add(state, dataset[0])  # this sample's size determines how many samples are read
             most = max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // max(1, state.nbytes - before)))
-            indices = _spread(len(dataset), most)
-            for index in indices[1:]:
-                _add(state, dataset[index])
-            read += len(indices)
+            count = min(len(dataset), most)
+            for index in range(1, count):
+                _add(state, dataset[index * len(dataset) // count])
+            read += count
     return {
-        "fingerprint": state.hex(),
+        "fingerprint": state.digest.hexdigest(),
         "method": "BLAKE2b of evenly spread samples and the number of samples",
         "samples": length,
         "samples_read": read,
@@ -124,11 +115,6 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
 def datasets_of(loaders: Any) -> list[Any]:
     """Return the datasets of a loader or collection of loaders; a loader without a ``dataset`` counts as a dataset."""
     return [getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)]
-
-
-def _spread(count: int, most: int) -> list[int]:
-    """Return at most ``most`` indices below ``count``, beginning with 0, at regular intervals."""
-    return list(range(count)) if count <= most else [index * count // most for index in range(most)]
 
 
 def _add(state: _Hash, value: Any) -> None:

@@ -1,144 +1,147 @@
-"""The page of a report: one HTML file without external resources. Requires jinja2 and matplotlib."""
+"""A report's page, an HTML file without scripts and external resources, and a run's model card. All data is escaped."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from datetime import datetime, timedelta
-from importlib import resources
-from typing import Any, NamedTuple
+import base64
+import io
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
+from lightning_zero.io.plain import as_html, as_markdown, on_one_line
 from lightning_zero.io.sizes import in_bytes
-from lightning_zero.reporting import figures
-from lightning_zero.reporting.records import flat
-from lightning_zero.reporting.summary import CATEGORIES, groups_of, is_detail
+from lightning_zero.reporting.records import Curve, Run
 
-MAIN_PACKAGES = ("python", "torch", "lightning", "pytorch-lightning", "lightning_zero", "torchmetrics", "hydra-core")
+CARD = "README.md"
+MARK = "<!-- lightning-zero report writes this file anew as long as this line is in it -->"
+
+_PACKAGES = ("python", "torch", "lightning", "pytorch-lightning", "lightning_zero")
+_BYTES = re.compile(r"(^|[._])(bytes|peak|at_rest|formula|replicated)([._]|$)")
+_MOST_FIGURES, _MOST_POINTS = 24, 500
+_DETAILS = ("memory/", "communication/", "time/", "wait/")
+"""How ZeroMonitor's many metrics begin. They are drawn last, and not compared."""
+# Text stays text, which is searchable, and a "$" in a name does not begin a formula.
+_FIGURES = {"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "text.parse_math": False, "axes.grid": True}
+_HEAD = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
+<style>
+body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1100px; margin: auto;
+  padding: 1rem; overflow-wrap: anywhere; }
+table { border-collapse: collapse; font-size: .9rem; display: block; overflow-x: auto; }
+th, td { text-align: left; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid #eee; vertical-align: top; }
+section { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 1rem; }
+figure { margin: 0; } img { width: 100%; } summary { cursor: pointer; font-weight: 600; }
+</style>
+"""
 
 
-class Drawing(NamedTuple):
-    """A figure with its caption."""
+def page_of(runs: Sequence[Run], title: str) -> str:
+    """Return a page with a table of the runs, a figure for each metric, and the records of each run."""
+    rows = [
+        {"job": run.name, "overrides": " ".join(run.overrides), "status": _status_of(run), **_last_of(run)}
+        for run in runs
+    ]
+    columns = dict.fromkeys(name for row in rows for name in row)
+    parts = [f"<title>{as_html(title)}</title></head><body><h1>{as_html(title)}</h1>"]
+    parts.append(_table([list(columns), *([row.get(name, "") for name in columns] for row in rows)]))
+    parts.append(f"<section>{''.join(_figures(runs))}</section>")
+    for run in runs:
+        parts.append(f"<details{' open' * (len(runs) == 1)}><summary>{as_html(run.name)}</summary>")
+        parts += [f"<h3>{as_html(name)}</h3>{_table(rows)}" for name, rows in _tables_of(run)]
+        parts.append("</details>")
+    return f"{_HEAD}{''.join(parts)}</body></html>\n"
 
-    title: str
-    svg: str
 
+def card_of(run: Run) -> str:
+    """Return a run's README.md for the Hugging Face Hub: metadata with the metrics, and the run's records."""
+    from huggingface_hub import EvalResult, ModelCardData
 
-def render(summary: Mapping[str, Any], title: str) -> str:
-    """Return a summary's page as HTML."""
-    jobs = summary["jobs"]
-    return _template().render(
-        title=title,
-        summary=summary,
-        jobs=jobs,
-        comparison=list(_comparison(jobs)) if len(jobs) > 1 else [],
-        columns=columns_of(jobs),
-        drawings=[{part: list(draw(job)) for part, draw in _PARTS.items()} for job in jobs],
-        main_packages=MAIN_PACKAGES,
+    known = {name: _text_of(value) for name, value in _flat(run.manifest)}
+    model = known.get("model.class", run.name).rpartition(":")[2]
+    data = known.get("data.class", "unknown")
+    metadata = ModelCardData(
+        library_name="lightning",
+        tags=["lightning_zero"],
+        model_name=model,
+        eval_results=[
+            EvalResult(
+                task_type="other",  # the Hub's value for an unknown task
+                dataset_type=data,
+                dataset_name=data,
+                dataset_revision=known.get("data.fingerprint"),
+                metric_type=_text_of(name),
+                metric_value=value,
+            )
+            for name, value in _last_of(run).items()
+        ],
     )
+    parts = [f"---\n{metadata.to_yaml()}\n---\n{MARK}\n\n# {as_markdown(model)}\n"]
+    for name, rows in _tables_of(run):
+        shown = [row for row in rows if name != "packages" or row[0] in _PACKAGES]
+        lines = (f"| {as_markdown(key)} | {as_markdown(value)} |\n" for key, value in shown)
+        parts.append(f"## {as_markdown(name)}\n\n| | |\n| --- | --- |\n{''.join(lines)}")
+    return "\n".join(parts)
 
 
-def columns_of(jobs: list[dict[str, Any]]) -> dict[str, list[str]]:
-    """Return the columns of the table of jobs: for each heading, one text per job."""
-    names = dict.fromkeys(name for job in jobs for name in job["validation"])
-    last = dict.fromkeys(name for job in jobs for name in job["last"] if not is_detail(name))
-    metrics = {f"validation {name}": [number(job["validation"].get(name)) for job in jobs] for name in names}
-    if not names:
-        metrics = {f"last {name}": [number(job["last"].get(name)) for job in jobs] for name in last}
-    columns = {
-        "status": [job["status"] for job in jobs],
-        "strategy": [job["strategy"] or "" for job in jobs],
-        **metrics,
-        "sparsity": ["" if job["sparsity"] is None else f"{job['sparsity']:.1%}" for job in jobs],
-        "throughput": [rate(job) for job in jobs],
-        "peak memory a rank": [
-            in_bytes(sum(job["memory"]["measured"].values())) if job["memory"]["measured"] else "" for job in jobs
-        ],
-        "predicted": [
-            in_bytes(sum(job["memory"]["predicted"]["peak_bytes"].values())) if job["memory"]["predicted"] else ""
-            for job in jobs
-        ],
-        "time": [duration(job["seconds"]) for job in jobs],
-    }
-    return {name: texts for name, texts in columns.items() if any(texts)}
+def _status_of(run: Run) -> str:
+    return dict(_flat(run.manifest)).get("end.status", "no end was recorded")
 
 
-def _comparison(jobs: list[dict[str, Any]]) -> Iterator[Drawing]:
-    """Yield figures that compare jobs: one for each metric that several jobs have, and one for memory."""
-    names = dict.fromkeys(name for job in jobs for name in job["metrics"] if not is_detail(name))
-    for name in names:
-        series = {job["label"]: job["metrics"][name] for job in jobs if name in job["metrics"]}
-        if len(series) > 1:
-            yield Drawing(name, figures.curves(series, name))
-    held = {job["label"]: job["memory"]["measured"] for job in jobs if job["memory"]["measured"]}
-    if held:
-        yield Drawing("measured peak memory of rank 0", figures.memory_bars(held, {}))
+def _last_of(run: Run) -> dict[str, float]:
+    """The last value of each metric."""
+    return {name: curve[-1][1] for name, curve in run.metrics.items() if not name.startswith(_DETAILS)}
 
 
-def _metrics(job: dict[str, Any]) -> Iterator[Drawing]:
-    for group, series in groups_of(job["metrics"]).items():
-        shown = (
-            series
-            if not group.startswith("memory")
-            else {n: c for n, c in series.items() if n not in (*CATEGORIES, "peak")}
-        )
-        if shown:
-            yield Drawing(group, figures.curves(shown, group))
+def _tables_of(run: Run) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+    """Yield the headings of tables, and their rows: a run's results, its manifest's single values and its mappings."""
+    mappings = {name: value for name, value in run.manifest.items() if isinstance(value, Mapping)}
+    others = {name: value for name, value in run.manifest.items() if name not in mappings}
+    for heading, values in {"metrics": _last_of(run), "results": run.results, "run": others, **mappings}.items():
+        if values:
+            yield heading, [(name, _text_of(value, name)) for name, value in _flat(values)]
 
 
-def _memory(job: dict[str, Any]) -> Iterator[Drawing]:
-    memory = job["memory"]
-    shares = {"measured": memory["measured"]} if memory["measured"] else {}
-    if memory["predicted"]:
-        shares["predicted"] = memory["predicted"]["peak_bytes"]
-    names = {"formula": "the paper's formula", "ddp": "model states under DDP"}
-    lines = {words: memory[name] for name, words in names.items() if memory[name]}
-    if shares:
-        yield Drawing("peak memory of rank 0", figures.memory_bars(shares, lines))
-    if memory["over_time"]:
-        peak = sum(memory["predicted"]["peak_bytes"].values()) if memory["predicted"] else None
-        yield Drawing("memory over time", figures.memory_over_time(memory["over_time"], peak))
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the value of each entry in nested mappings."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
-def _communication(job: dict[str, Any]) -> Iterator[Drawing]:
-    if job["communication"]:
-        moved = {f"{each['kind']}, {each['link']}": each["bytes"] / 1e6 for each in job["communication"]}
-        yield Drawing("bytes moved", figures.bars(moved, "MB"))
+def _text_of(value: Any, name: str = "") -> str:
+    """A value as text; its name says whether it is a number of bytes."""
+    return in_bytes(value) if type(value) is int and _BYTES.search(name) else on_one_line(value)
 
 
-_PARTS = {"metrics": _metrics, "memory": _memory, "communication": _communication}
+def _figures(runs: Sequence[Run]) -> Iterator[str]:
+    names = dict.fromkeys(name for run in runs for name in _last_of(run)) | dict.fromkeys(runs[0].metrics)
+    for name in list(names)[:_MOST_FIGURES]:
+        image = _image_of({run.name: run.metrics[name] for run in runs if name in run.metrics})
+        yield f'<figure><figcaption>{as_html(name)}</figcaption><img alt="{as_html(name)}" src="{image}"></figure>'
 
 
-def number(value: Any) -> str:
-    """Format a number with at most five significant digits."""
-    return "" if value is None else f"{value:.5g}"
+def _image_of(curves: Mapping[str, Curve]) -> str:
+    """Draw curves over steps, and return the URL of an SVG image. A script in an image is not executed."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure  # without pyplot, which may need a display
+
+    file = io.BytesIO()
+    with rc_context(_FIGURES):  # type: ignore[arg-type]
+        figure = Figure(figsize=(5.2, 2.8), layout="constrained")
+        axes = figure.add_subplot(xlabel="step")
+        for name, curve in curves.items():
+            points = curve[:: len(curve) // _MOST_POINTS + 1]
+            dots = "o" if len(points) < 20 else None
+            axes.plot(*zip(*points), marker=dots, markersize=3, label=f" {name}")  # not omitted if it begins with "_"
+        if len(curves) > 1:
+            axes.legend(fontsize=8)
+        figure.savefig(file, format="svg", metadata={"Date": None})
+    return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
-def rate(job: Mapping[str, Any]) -> str:
-    """Return a job's throughput as text, such as "1,200 samples a second"."""
-    found = job["throughput"]
-    return "" if found is None else f"{found['per_second']:,.0f} {found['counted']} a second"
-
-
-def duration(seconds: float | None) -> str:
-    """Format a duration in seconds if it is below one minute, otherwise in hours, minutes and seconds."""
-    if seconds is None:
-        return ""
-    return f"{seconds:.1f} s" if seconds < 60 else str(timedelta(seconds=round(seconds)))
-
-
-def when(text: str | None) -> str:
-    """Format a UTC time that is given as an ISO string."""
-    return "" if text is None else f"{datetime.fromisoformat(text):%Y-%m-%d %H:%M:%S} UTC"
-
-
-def percent(measured: float, predicted: float) -> str:
-    """Format the relative error of a prediction, in percent."""
-    return f"{100 * (predicted - measured) / measured:+.1f} %" if measured else ""
-
-
-def _template() -> Any:
-    from jinja2 import Environment, StrictUndefined
-
-    made = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
-    made.filters |= {each.__name__: each for each in (duration, flat, in_bytes, number, rate, when)}
-    made.globals["percent"] = percent
-    return made.from_string((resources.files(__package__) / "page.html.jinja").read_text())
+def _table(rows: Sequence[Sequence[Any]]) -> str:
+    cells = ("".join(f"<td>{as_html(value)}</td>" for value in row) for row in rows)
+    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

@@ -200,7 +200,8 @@ class FabricStrategy(ZeroProcesses):
             about = {CHECKPOINT_KEY: {"masters": masters}} if masters else {}
             collected = {key: self._state_of(value, leaf) for key, value in state.items()}
             if not self._saves_in_parts and (not self._has_default_io or storage_options is not None):
-                super().save_checkpoint(path, {**collected, **about}, storage_options, filter)
+                whole, save = self._gathered({**collected, **about}), super().save_checkpoint
+                self._on_rank_0(lambda: save(path, whole, storage_options, filter))
                 return
             converted = self._convert_stateful_objects_in_state(collected, filter=filter or {})
             if not self._saves_in_parts:

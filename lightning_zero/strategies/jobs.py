@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -15,7 +16,7 @@ from multiprocessing.util import Finalize
 
 from fsspec.core import url_to_fs
 
-from lightning_zero.io.disk import make_private_folder
+from lightning_zero.io.disk import check_own_folder, make_own_folder, make_private_folder
 from lightning_zero.io.labels import is_of_the_dead, label_of
 
 _FORGOTTEN = 3600.0
@@ -42,7 +43,7 @@ def name_of_job() -> str | None:
     else:  # the default id "none" is the same for all jobs, so torchrun's process id is used
         name = run if run != "none" else f"torchrun-{label_of(os.getppid()).rpartition('-')[0]}"
     program = zlib.crc32("\0".join([os.getcwd(), *sys.argv]).encode())
-    return "".join(each if each.isalnum() or each in "-." else "_" for each in name)[:80] + f"-{program:08x}"
+    return re.sub(r"[^A-Za-z0-9-]", "_", name)[:80] + f"-{program:08x}"
 
 
 class JobFolder:
@@ -55,14 +56,14 @@ class JobFolder:
         of_machine: the number of the job's ranks on this machine.
 
     Raises:
-        OSError: if the folder cannot be used, or processes of another launcher are using it.
+        OSError: if the folder cannot be used, another user has prepared it, or processes of another launcher use it.
     """
 
     def __init__(self, parent: str, name: str, rank: int, of_machine: int) -> None:
         make_private_folder(parent)
-        _clear_leftovers(parent, name)
         self.path = os.path.join(parent, name)
-        os.makedirs(self.path, 0o700, exist_ok=True)
+        make_own_folder(self.path)
+        _clear_leftovers(parent, name)
         self._rank, self._of_machine, self._is_running = rank, of_machine, True
         self._others: list[str] = []
         launcher = label_of(os.getppid())
@@ -72,7 +73,7 @@ class JobFolder:
         own = os.path.join(self.path, f"{_PROCESS}{rank}")
         if os.path.exists(own):
             _end_orphan(own, launcher)
-        self._file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = os.open(own, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _lock(self._file, _OWNED)  # held until this process ends; forked processes do not inherit the lock
         about = json.dumps([os.getpid(), launcher]).encode()
         try:
@@ -149,7 +150,7 @@ def _end_orphan(path: str, launcher: str) -> None:
         OSError: if the process does not end, or belongs to another launcher that is still running.
     """
     deadline, process = time.monotonic() + _PATIENCE, 0
-    with suppress(FileNotFoundError), open(path, "rb") as opened:
+    with suppress(FileNotFoundError), os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as opened:
         file = opened.fileno()
         while time.monotonic() < deadline:
             if _is_owners(file, _NOTED):
@@ -176,9 +177,10 @@ def _process_in(label: str) -> int:
 def _clear_leftovers(parent: str, own: str) -> None:
     """Remove the folders of other jobs whose launchers have ended and whose files have not changed for a while."""
     for job in os.scandir(parent):
-        if job.name == own or not job.is_dir(follow_symlinks=False):
+        if job.name == own:
             continue
         with suppress(OSError, ValueError):
+            check_own_folder(job.path)
             launchers = []
             for entry in os.scandir(job.path):
                 if entry.name.startswith(_PROCESS):

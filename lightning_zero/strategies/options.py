@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, cast, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, get_type_hints
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
+from lightning_zero.io.annotations import check_fields
 from lightning_zero.strategies.resilience_config import ResilienceConfig, resilience_config
 
 _Class = TypeVar("_Class", bound=type)
@@ -41,27 +42,22 @@ class StrategyOptions:
     async_save: bool = False
     process_group_backend: str | None = None
     timeout: timedelta | float | None = default_pg_timeout
-    tensor_parallel_size: Literal["auto"] | int | None = None
-    data_parallel_size: Literal["auto"] | int = "auto"
+    tensor_parallel_size: Literal["auto"] | int | None = field(default=None, metadata={"least": 1})
+    data_parallel_size: Literal["auto"] | int = field(default="auto", metadata={"least": 1})
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
     def __post_init__(self) -> None:
-        for name, known in (("tensor_parallel_size", "None, 'auto'"), ("data_parallel_size", "'auto'")):
-            size = getattr(self, name)
-            is_default = size == "auto" or (size is None and name == "tensor_parallel_size")
-            if not is_default and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-                raise ValueError(f"{name}={size!r} must be {known} or a positive number of ranks.")
+        check_fields(self)
         if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size!r} has no effect without tensor_parallel_size: set both, "
                 "or leave both out."
             )
-        for name, kind in get_type_hints(type(self)).items():
-            if get_origin(kind) is Literal and getattr(self, name) not in get_args(kind):
-                *others, last = map(repr, get_args(kind))
-                raise ValueError(f"{name}={getattr(self, name)!r} must be {', '.join(others)} or {last}.")
-        is_time = isinstance(self.timeout, (timedelta, int, float)) and not isinstance(self.timeout, bool)
-        if self.timeout is not None and not (is_time and cast(timedelta, self.group_timeout) > timedelta(0)):
+        try:
+            is_above_0 = self.group_timeout is None or self.group_timeout > timedelta(0)
+        except (ValueError, OverflowError):  # from timedelta, for NaN and too large a number
+            is_above_0 = False
+        if not is_above_0:
             raise ValueError(f"timeout={self.timeout!r} must be None, or a timedelta or number of seconds above 0.")
 
     @property
@@ -91,8 +87,8 @@ class TrainerOptions(StrategyOptions):
     resilience: Literal["memory"] | ResilienceConfig | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         object.__setattr__(self, "resilience", resilience_config(self.resilience))
+        super().__post_init__()
 
     @property
     def keeps(self) -> ResilienceConfig | None:

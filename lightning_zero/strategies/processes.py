@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
+from pickle import PicklingError
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -23,6 +24,7 @@ from lightning.fabric.utilities.init import _EmptyInit
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.checkpoint.on_rank_0 import on_rank_0
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
@@ -323,7 +325,7 @@ class ZeroProcesses(ParallelStrategy):
 
         def own(tensor: Tensor) -> Tensor:
             value = on_cpu(tensor) if keeps else on_meta(tensor)
-            self._saver.made(value)
+            self._saver.made(value, tensor)
             return value
 
         return own
@@ -341,7 +343,9 @@ class ZeroProcesses(ParallelStrategy):
                 "write checkpoint='full' with a CheckpointIO that accepts them."
             )
         self._alike(self._saver.finish)
-        self._saver.save_in_parts(tree, rest, path, self._written_by, self.global_rank, self.all_gather_values)
+        self._saver.save_in_parts(
+            tree, rest, path, self._written_by, self.global_rank, self.all_gather_values, self._on_rank_0
+        )
 
     def _save_whole(self, checkpoint: dict[str, Any], path: Any, communicator: Communicator | None = None) -> None:
         """Write one file on rank 0. Collective: every rank raises if this save, or an earlier background save, failed.
@@ -350,11 +354,24 @@ class ZeroProcesses(ParallelStrategy):
         """
         self._alike(self._saver.finish)
         if communicator is not None:
-            self._saver.save_whole_later(checkpoint, path, self.global_rank, communicator.background_group())
+            group = communicator.background_group()
+            self._saver.save_whole_later(checkpoint, path, self.global_rank, group, self._on_rank_0)
             return
+        whole = self._gathered(checkpoint)
+        self._on_rank_0(lambda: self._saver.save_whole(whole, path))
+
+    def _gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+        """Gather the sharded tensors that hooks may have added to a checkpoint. Collective."""
         leaf = self._leaf(parts=False, keeps=self.is_global_zero)
-        whole = self._alike(lambda: walk(checkpoint, leaf, is_in_parts))  # hooks may have added sharded tensors
-        self._alike(lambda: self._saver.save_whole(whole, path) if self.is_global_zero else None)
+        return self._alike(lambda: walk(checkpoint, leaf, is_in_parts))
+
+    def _on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:
+        """Call ``act``, which saves objects, on rank 0. The other ranks take part in gathers that the objects need.
+
+        Collective: if ``act`` fails, every rank raises.
+        """
+        gather = None if self._is_alone else self.all_gather_values
+        return self._alike(lambda: on_rank_0(act, self.global_rank, gather, self._saver.made_values))
 
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open and verify a checkpoint in any format. Collective: an error on one rank is raised on every rank."""
@@ -376,8 +393,8 @@ class ZeroProcesses(ParallelStrategy):
         except Exception as raised:
             error = raised
         kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, UnsafeFileError]
-        kinds += [CheckpointNotSavedError]
-        kinds += [FileNotFoundError, OSError]
+        kinds += [CheckpointNotSavedError, FileNotFoundError, OSError]
+        kinds += [RuntimeError, TypeError, AttributeError, PicklingError]
         kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
         said = self.all_gather_values(None if error is None else (kind, str(error)))
         if error is not None:

@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckp
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError, CopyBuffer
 from lightning_zero.checkpoint.slots import About, KeptState, SlotWriter
+from lightning_zero.io.disk import make_own_folder
 from lightning_zero.strategies.global_batch import GLOBAL_BATCH, keep_global_batch
 from lightning_zero.strategies.jobs import JobFolder
 from lightning_zero.strategies.kept_states import KeptStates, Strategy, recorded, write_record
@@ -94,13 +95,13 @@ class Resilience:
 
     def _job_folder_at(self, job: str) -> JobFolder:
         """Return the job's folder, which all fits of this process share. Collective."""
-        parent = self._config.path or os.path.join(_MEMORY, f"lightning_zero-{os.getuid()}")
+        parent = str(self._config.path or os.path.join(_MEMORY, f"lightning_zero-{os.getuid()}"))
         path, error = os.path.join(parent, job), None
         try:
             if path not in _jobs:
                 _jobs[path] = JobFolder(parent, job, self._rank, self._of_machine)
             _jobs[path].begin()
-            os.makedirs(self._folder_in(path), 0o700, exist_ok=True)
+            make_own_folder(self._folder_in(path))
         except OSError as raised:
             error = f"on rank {self._rank}: {raised}", raised.errno == errno.ENOSPC
         if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:

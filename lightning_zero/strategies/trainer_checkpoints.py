@@ -20,6 +20,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAM
 from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.checkpoint.slots import KeptState, kept_state_of
+from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
@@ -174,7 +175,9 @@ class TrainerCheckpoints(ZeroProcesses):
         if self._takes_parts:
             self._save_in_parts(self._tree_in(checkpoint), checkpoint, filepath, storage_options)
         elif not self._has_default_io or storage_options is not None:
-            super().save_checkpoint(checkpoint, filepath, storage_options)
+            whole, save = self._gathered(checkpoint), super().save_checkpoint
+            writes_later = isinstance(self.checkpoint_io, self.lightning.plugins.AsyncCheckpointIO)
+            self._on_rank_0(lambda: save(snapshot(whole) if writes_later else whole, filepath, storage_options))
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
             self._save_whole(checkpoint, filepath, communicator)

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
+from lightning_zero.commands.compare import labels_of
 from lightning_zero.zoo.gpt import LanguageModel
 from tests.app.commands import REPOSITORY, TINY, finish, start, succeed
 from tests.support.warm import warm_python
@@ -107,6 +108,12 @@ def test_stage_3_learns_what_ddp_learns_and_only_stage_3_counts_traffic(sweep: t
     assert sum(ddp["peak_bytes"].values()) == pytest.approx(16 * ddp["parameters"], rel=0.01)
     assert ddp["ddp_bytes"] == ddp["formula_bytes"] == stage3["ddp_bytes"] == 16 * stage3["parameters"]
     assert sum(stage3["units"].values()) == stage3["parameters"] and ddp["units"] == {}
+
+
+def test_jobs_are_labelled_by_the_overrides_that_differ_and_by_as_much_of_their_paths_as_differs() -> None:
+    one, two = Path("a/0"), Path("b/0")
+    assert labels_of({one: ["x=1", 'y="2"'], two: ["x=1", 'y="3"']}) == {one: "y=2", two: "y=3"}
+    assert labels_of({one: ["x=1"], two: ["x=1"]}) == {one: "a/0", two: "b/0"}
 
 
 def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:

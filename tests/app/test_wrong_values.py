@@ -82,7 +82,7 @@ WRONG = [
         "stage.compression='zip' must be None, 'exact', 'int8', 'int4', a CompressionConfig or a mapping of its fields",
     ),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme', an OffloadConfig or a mapping"),
-    ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be None, 'cpu' or 'nvme'"),
+    ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be 'cpu', 'nvme' or None"),
     ("stage.units=some", "stage.units='some' must be 'auto', a module class"),
     ("stage.units=[", "stage.units=[: no viable alternative"),
 ]
@@ -103,6 +103,25 @@ def test_wrong_value_ends_with_one_line_that_names_the_key(
     errors = capfd.readouterr().err
     assert code == 2
     assert errors.startswith(f"lightning-zero train: {line}") and errors.count("\n") == 1, errors
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"model: [1,", "a configuration file in FOLDER is damaged: while parsing a flow node"),
+        (b"\xff\xfe", "a configuration file in FOLDER is damaged: 'utf-8' codec can't decode byte 0xff"),
+        (b"# @package _global_\nmodel: 3", "model=3: expected a mapping"),
+    ],
+)
+def test_a_damaged_configuration_file_ends_with_one_line_that_names_it(
+    content: bytes, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "own.yaml").write_bytes(content)
+    arguments = ["--config-dir", str(tmp_path), "experiment=own"]
+    test_wrong_value_ends_with_one_line_that_names_the_key(
+        " ".join(arguments), line.replace("FOLDER", str(tmp_path)), monkeypatch, tmp_path, capfd
+    )
 
 
 @pytest.mark.parametrize(

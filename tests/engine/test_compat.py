@@ -234,13 +234,12 @@ def test_backward_hooks_of_a_module_are_found(name):
     assert compat.has_backward_hooks(module)
 
 
-@pytest.mark.parametrize("refresh", [compat.refresh_flat_weights, compat.flatten_weights])
-def test_a_recurrent_modules_list_of_replaced_parameters_can_be_refreshed(refresh):
+def test_a_recurrent_modules_list_of_replaced_parameters_can_be_refreshed():
     module = nn.LSTM(2, 2)
     for name in list(module._parameters):
         module._parameters[name] = nn.Parameter(torch.zeros_like(module._parameters[name]))
     assert all(weight.any() for weight in getattr(module, compat.FLAT_WEIGHTS))
-    refresh(module)
+    compat.flatten_weights(module)
     assert all(one is other for one, other in zip(getattr(module, compat.FLAT_WEIGHTS), module.parameters()))
 
 
@@ -362,10 +361,9 @@ def test_nested_values_are_flattened_and_unflattened():
     assert compat.tree_map_only(int, lambda n: n + 1, nested)["b"] == (4,)
 
 
-def test_torchs_distributed_checkpoints_name_nested_values_by_their_paths():
-    flatten, place, version = compat.dcp_internals()
-    flat, paths = flatten({"a": {"b": 1}, "c": [2, 3]})
-    assert flat["a.b"] == 1 and paths["a.b"] == ("a", "b") and isinstance(version, str)
+def test_torchs_distributed_checkpoints_record_where_values_are():
+    place, version = compat.dcp_internals()
+    assert isinstance(version, str)
     assert pickle.loads(pickle.dumps(place("file", 1, 2))).offset == 1
 
 
@@ -390,6 +388,8 @@ def unpatched():
             torch.autograd._engine_run_backward,
             torch.autograd.graph.disable_saved_tensors_hooks,
             tuple(_foreach_utils._foreach_supported_types),
+            nn.Module.__reduce_ex__,
+            torch.utils.hooks.RemovableHandle.__getstate__,
         )
 
     return now
@@ -401,7 +401,7 @@ def test_torch_is_patched_only_while_an_engine_exists(unpatched):
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     engines = [Engine(module, stage=3) for module in modules]
     patched = unpatched()
-    assert all(one is not other for one, other in zip(before[:2], patched)) and ShardedTensor in patched[2]
+    assert all(one is not other for one, other in zip(before, patched)) and ShardedTensor in patched[2]
     for left in (1, 0):
         engines.pop().close()
         modules.pop()

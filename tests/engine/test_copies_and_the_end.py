@@ -39,6 +39,10 @@ def same(ours, theirs):
     torch.testing.assert_close(value.detach(), theirs.detach(), rtol=0, atol=0)
 
 
+def hooks_of(module):
+    return [value for inner in module.modules() for name, value in vars(inner).items() if "_hooks" in name and value]
+
+
 def copied_modules(stage):
     module, reference, optimizer, engine = make(stage)
     module(INPUTS)
@@ -46,6 +50,7 @@ def copied_modules(stage):
     train(module, optimizer)
     gathers = engine.report().calls.get("all_gather", 0)
     for other in (copied, unpickled):
+        assert not hooks_of(other)
         same(other(INPUTS), reference(INPUTS))
         other(INPUTS).sum().backward()
     assert all(type(p) is nn.Parameter and p.grad is not None for p in unpickled.parameters())
@@ -115,6 +120,107 @@ def convert_copies(stage):
             same(ours, theirs.to(dtype))
 
 
+def count_calls(module, *_):
+    module.calls = getattr(module, "calls", 0) + 1
+
+
+class Copying(nn.Linear):
+    """Copies its attributes one by one, as projects' own ``__deepcopy__`` do."""
+
+    def __deepcopy__(self, memo):
+        other = type(self).__new__(type(self))
+        memo[id(self)] = other
+        vars(other).update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
+        return other
+
+
+class CopiedInForward(nn.Linear):
+    def forward(self, x):
+        self.weight.gain = 2
+        self.found = copy.deepcopy(self), pickle.dumps(self)
+        return super().forward(x)
+
+
+def copies_in_forward(stage):
+    module, reference, optimizer, engine = make(stage, nn.Sequential(CopiedInForward(7, 5), nn.Linear(5, 3)))
+    expected = nn.functional.linear(INPUTS, reference[0].weight, reference[0].bias)
+    module(INPUTS).sum().backward()
+    copied, pickled = module[0].found
+    assert b"lightning_zero" not in pickled and len(pickled) < 9000, "the engine or its buffer was pickled"
+    unpickled = pickle.loads(pickled)
+    assert unpickled.weight.gain == 2
+    optimizer.step()
+    for other in (copied, unpickled):
+        assert type(other.weight) is nn.Parameter
+        other.weight.data = other.weight.data.clone()
+        same(nn.functional.linear(INPUTS, other.weight, other.bias), expected)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_copies_made_in_a_layers_own_forward_are_ordinary(run_on, world_size, stage):
+    run_on(world_size, copies_in_forward, stage=stage)
+
+
+class CopyingInEvaluation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 8, 0.0, batch_first=True)
+
+    def forward(self, x):
+        if not self.training:
+            self.found = copy.deepcopy(self.layer), pickle.dumps(self.layer)
+        return self.layer(x)
+
+
+def copies_in_evaluation(stage):
+    module, reference, _, engine = make(stage, CopyingInEvaluation())
+    inputs = torch.ones(1, 3, 8)
+    with torch.no_grad():
+        ours, theirs = module.eval()(inputs), reference.eval()(inputs)
+        same(ours, theirs)
+        copied, pickled = module.found
+        assert b"lightning_zero" not in pickled
+        for other in (copied, pickle.loads(pickled)):
+            assert not any(
+                value for inner in other.modules() for name, value in vars(inner).items() if "_hooks" in name
+            )
+            same(other(inputs), theirs)
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_copies_made_in_an_evaluation_are_ordinary(run_on, world_size, stage):
+    run_on(world_size, copies_in_evaluation, stage=stage)
+
+
+def copies_with_own_hooks(stage):
+    module, reference, _, engine = make(stage, nn.Sequential(Copying(7, 5), nn.Tanh(), nn.Linear(5, 3)))
+    module[2].handle = module[2].register_forward_hook(count_calls)
+    pickled = pickle.dumps(module)
+    assert b"lightning_zero" not in pickled and b"lightning_zero" not in pickle.dumps(copy.deepcopy(module)[0])
+    for other in (copy.deepcopy(module), pickle.loads(pickled)):
+        for _ in range(2):
+            same(other(INPUTS), reference(INPUTS))
+        other[2].handle.remove()
+        other(INPUTS)
+        assert other[2].calls == 2 and not other[2]._forward_hooks
+        other[2].register_forward_hook(count_calls)
+        other(INPUTS)
+        assert other[2].calls == 3
+    module(INPUTS)
+    assert module[2].calls == 1
+    engine.close()
+
+
+@STAGES
+@WORLDS
+def test_copies_keep_the_users_hooks_and_their_handles(run_on, world_size, stage):
+    run_on(world_size, copies_with_own_hooks, stage=stage)
+
+
 @pytest.mark.behaviour("The module", "`copy.deepcopy` and `pickle` of a module in mid-run")
 @STAGES
 @WORLDS
@@ -128,9 +234,11 @@ def compile_with_torchscript(stage):
     copied = copy.deepcopy(module)
     with lightning_zero.full_parameters(module):
         traced = torch.jit.trace(module, INPUTS)
-        for each in (module, module[0], copied, copy.deepcopy(module)):
+        for each in (module, module[0]):
             with pytest.raises(AttributeError, match=r"torch\.jit\.script after the run"):
                 torch.jit.script(each)
+    for each in (copied, copy.deepcopy(module)):
+        same(torch.jit.script(each)(INPUTS), expected)
     same(traced(INPUTS), expected)
     engine.close()
     same(torch.jit.script(module)(INPUTS), expected)

@@ -177,8 +177,8 @@ def test_the_error_for_an_impossible_group_lists_the_possible_ones(machines, wit
     ("options", "said"),
     [
         ({"stage": 2}, "shard_within='node' requires stage 3: at stage 2 every rank keeps all parameters"),
-        ({"shard_within": "nodes"}, "shard_within='nodes' must be 'node', None, or a number of ranks >= 2"),
-        ({"shard_within": 1}, "shard_within=1 must be 'node', None, or a number of ranks >= 2"),
+        ({"shard_within": "nodes"}, "shard_within='nodes' must be 'node', an integer of at least 2 or None"),
+        ({"shard_within": 1}, "shard_within=1 must be 'node', an integer of at least 2 or None"),
         ({"shard_within": True}, "shard_within=True must be"),
         ({"offload": {"optimizer": "cpu", "parameters": "cpu"}}, "parameters='cpu' would offload them"),
     ],

@@ -344,12 +344,12 @@ def automatic(module):
 @pytest.mark.parametrize(
     "widths, expected",
     [
-        ([128] * 6, ["0", "1", "2", "3", "4", "5"]),  # two would be more than a quarter
-        ([128] * 8, ["0 to 1", "2 to 3", "4 to 5", "6 to 7"]),
-        ([128] * 12, ["0 to 2", "3 to 5", "6 to 8", "9 to 11"]),
-        ([256] * 3, ["0", "1", "2"]),
-        ([512, 8, 8, 8], ["0", "1", "2", "3"]),  # one layer has nearly all elements
-        ([512, 8, 8, 8, 8, 8], ["0", "1 to 2", "3 to 4", "5"]),
+        ([512] * 6, ["0", "1", "2", "3", "4", "5"]),  # two would be more than a quarter
+        ([512] * 8, ["0 to 1", "2 to 3", "4 to 5", "6 to 7"]),
+        ([512] * 12, ["0 to 2", "3 to 5", "6 to 8", "9 to 11"]),
+        ([1024] * 3, ["0", "1", "2"]),
+        ([2048, 8, 8, 8], ["0", "1", "2", "3"]),  # one layer has nearly all elements
+        ([2048, 8, 8, 8, 8, 8], ["0", "1 to 2", "3 to 4", "5"]),
         ([512] * 40, [f"{first} to {first + 3}" for first in range(0, 40, 4)]),  # 2**20 elements each
     ],
 )
@@ -361,29 +361,28 @@ def test_merging_leaves_four_units_next_to_a_large_root_unit():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.embeddings = nn.ModuleList(nn.Embedding(1000, 128) for _ in range(3))  # none is large
+            self.embeddings = nn.ModuleList(nn.Embedding(4000, 128) for _ in range(3))  # none is large
             self.layers = tower(*[64] * 8)
 
     plans = plan_units_of(Model())
     assert [plan.name for plan in plans] == ["", *(f"layers.{i} to layers.{i + 1}" for i in range(0, 8, 2))]
 
 
-def test_units_stay_gathered_for_the_step_in_a_tiny_model_only():
-    tiny, larger = plan_units_of(tower(*[128] * 4)), plan_units_of(tower(*[128] * 4, 1))
-    assert [(plan.name, plan.is_resident) for plan in tiny] == [(str(i), True) for i in range(4)]
-    assert [(plan.name, plan.is_resident) for plan in larger][:3] == [(str(i), False) for i in range(3)]
+def test_a_model_of_up_to_a_million_elements_is_one_unit():
+    assert [plan.name for plan in plan_units_of(tower(*[512] * 4))] == [""]
+    assert automatic(tower(*[512] * 4, 1))[:3] == ["0", "1", "2"]
 
 
 def test_layers_with_a_quarter_of_the_model_form_their_own_units():
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.one, self.two, self.small = nn.Linear(400, 400), nn.Linear(400, 400), nn.Linear(400, 10)
+            self.one, self.two, self.small = nn.Linear(800, 800), nn.Linear(800, 800), nn.Linear(800, 10)
 
     assert [plan.name for plan in plan_units_of(Model())] == ["", "one", "two"]
 
 
 def test_a_block_without_elements_does_not_end_the_search():
-    model = tower(512, 8, 8, 8)
+    model = tower(2048, 8, 8, 8)
     model.append(nn.Embedding(0, 4))
     assert automatic(model)[0] == "0"

@@ -34,14 +34,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_the_wheel_contains_yaml_files_templates_and_py_typed_and_only_this_package(
-    wheel: Path,
-) -> None:
+def test_the_wheel_contains_yaml_files_and_py_typed_and_only_this_package(wheel: Path) -> None:
     carried = set(zipfile.ZipFile(wheel).namelist())
     configuration = REPOSITORY / "conf"
     wanted = {f"lightning_zero/conf/{path.relative_to(configuration)}" for path in configuration.rglob("*.yaml")}
-    templates = {f"lightning_zero/reporting/{name}.jinja" for name in ("page.html", "card.md")}
-    assert len(wanted) > 30 and {*wanted, *templates, "lightning_zero/py.typed"} <= carried
+    assert len(wanted) > 30 and {*wanted, "lightning_zero/py.typed"} <= carried
     assert {name.partition("/")[0].partition("-")[0] for name in carried} == {"lightning_zero"}
 
 

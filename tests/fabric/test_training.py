@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam
 
 from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, state_of, train, weights
-from tests.support.models import OddModel, adam_with_large_eps, sgd_nesterov
+from tests.support.models import OddModel, Repeated, adam_with_large_eps, sgd_nesterov
 from tests.support.training import CLOSE, batch
 from tests.support.workers import rank, world_size
 
@@ -371,7 +371,7 @@ def test_several_modules_and_optimizers_give_ddps_numbers(run_on, case):
 def mixed(strategy: str) -> Any:
     """`precision="bf16-mixed"`"""
     fabric = make_fabric(strategy, precision="bf16-mixed")
-    model, optimizer = set_up(fabric)
+    model, optimizer = set_up(fabric, Repeated)
     return train(fabric, model, optimizer), weights(model)
 
 

@@ -436,7 +436,7 @@ def test_non_finite_values_are_always_outside_the_band():
 
 @pytest.mark.parametrize("argument", ["every_n_steps", "window", "band_width"])
 def test_arguments_out_of_range_are_named(argument):
-    with pytest.raises(ValueError, match=rf"^ZeroMonitor: {argument} must be at least \d, not 0\.$"):
+    with pytest.raises(ValueError, match=rf"^ZeroMonitor: {argument}=0 must be an? (integer|number) of at least \d\.$"):
         ZeroMonitor(**{argument: 0})
 
 

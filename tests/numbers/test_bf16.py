@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 from tests.support.arithmetic import difference, padded_units
-from tests.support.models import OddModel, Square, adam
+from tests.support.models import OddModel, Repeated, Square, adam
 from tests.support.trainer import Learner, fit, fit_ddp
 from tests.support.training import Recipe, batch, prepare, same_on_every_rank, same_runs, train_ddp, train_zero
 from tests.support.workers import rank
@@ -162,6 +162,19 @@ def train_beside_ddp() -> None:
 @pytest.mark.parametrize("size", [1, 2])
 def test_bf16_mixed_equals_ddp_bit_for_bit(run_on, size):
     run_on(size, train_beside_ddp)
+
+
+def train_repeated_layers(precision: str) -> None:
+    learner = partial(Learner, Repeated)
+    reference = fit_ddp(learner, precision=precision)
+    for stage in (1, 2, 3):
+        same_runs(fit(f"zero{stage}", learner, precision=precision), reference)
+
+
+@pytest.mark.behaviour("The numbers", "`bf16-mixed`: a weight used several times in a step, as often as DDP casts it")
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
+def test_gradients_of_a_weight_used_many_times_are_added_as_under_ddp(run_on, precision):
+    run_on(2, train_repeated_layers, precision=precision)
 
 
 def train_beside_fp32(stage: int) -> None:

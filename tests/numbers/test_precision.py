@@ -130,7 +130,7 @@ def test_a_subclass_of_a_lightning_precision_plugin_works_as_its_base_class(run_
 
 @pytest.mark.behaviour(
     "The numbers",
-    "TransformerEngine, bitsandbytes",
+    "Lightning's precision plugins for TransformerEngine and bitsandbytes",
     notes=dict.fromkeys((1, 2, 3), "refused; the error names alternatives"),
 )
 @pytest.mark.parametrize(

@@ -327,6 +327,31 @@ def test_wrong_arguments_are_reported_in_one_line(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"{", "FILE cannot be read as JSON: "),
+        (b"\xff", "FILE cannot be read as JSON: "),
+        (b"[" * 100_000, "FILE cannot be read as JSON: "),
+        (b"[]", "FILE cannot be read: it contains no JSON object"),
+        (b'{"resources": 3}', "FILE is not the output of lightning-zero doctor --json"),
+        (b'{"resources": {"flop": 3}}', "--flops is required if other speeds are given"),
+        (
+            b'{"resources": {"flops": 3, "flop": 3}}',
+            "FILE does not state resources as lightning-zero doctor --json does: ",
+        ),
+        (b'{"resources": {"flops": "3"}}', "FILE does not state resources as lightning-zero doctor --json does: "),
+        (b'{"resources": {"flops": NaN}}', "FILE does not state resources as lightning-zero doctor --json does: "),
+    ],
+)
+def test_a_damaged_file_of_speeds_is_named_in_one_line(capsys, tmp_path, content, message):
+    (tmp_path / "speeds").write_bytes(content)
+    assert main([*PROJECT, "--resources", str(tmp_path / "speeds")]) == 2
+    errors = capsys.readouterr().err
+    message = message.replace("FILE", str(tmp_path / "speeds"))
+    assert errors.startswith(f"lightning-zero plan: {message}") and errors.count("\n") == 1
+
+
 @pytest.mark.exhaustive
 def test_plans_use_the_speeds_that_doctor_measured(capsys, tmp_path):
     assert doctor.main(["--ranks", "2", "--disk", str(tmp_path), "--json"]) == 0
@@ -443,7 +468,7 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
             ["--option", "partition_activations=true"],
             "partition_activations=true cannot be set with --option: write --checkpointing partitioned",
         ),
-        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', None, or a number of ranks >= 2"),
+        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', an integer of at least 2 or None"),
     ],
 )
 def test_impossible_machines_and_groups_are_refused(capsys, given, said):

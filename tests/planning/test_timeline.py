@@ -59,5 +59,5 @@ def test_disk_transfers_overlap_with_the_device_and_the_host():
 
 
 def test_a_speed_that_is_not_a_number_is_refused():
-    with pytest.raises(ValueError, match="flops='fast' must be a number that is at least 0"):
+    with pytest.raises(ValueError, match="flops='fast' must be a number of at least 0"):
         Resources(flops="fast", memory_bandwidth=1.0)

@@ -168,16 +168,6 @@ def test_the_beginning_and_the_end_of_large_files_are_read(folder: Path, monkeyp
     assert fingerprint_of_files([folder])["fingerprint"] != before["fingerprint"]
 
 
-def test_of_many_files_only_evenly_spread_ones_are_opened_but_all_sizes_count(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(fingerprint, "MOST_FILES", 1)
-    before = fingerprint_of_files([folder])
-    assert (before["files"], before["bytes_read"]) == (3, 5)
-    (folder / "deep/b.txt").write_text("second!")
-    assert fingerprint_of_files([folder])["fingerprint"] != before["fingerprint"]
-
-
 def test_a_path_that_does_not_exist_is_named(tmp_path: Path):
     with pytest.raises(FileNotFoundError, match=r"^data=.*/nowhere is neither a file nor a folder$"):
         fingerprint_of_files([tmp_path / "nowhere"])

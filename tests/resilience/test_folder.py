@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from lightning_zero import ResilienceConfig
 from lightning_zero.io.labels import label_of
+from lightning_zero.strategies.jobs import JobFolder, name_of_job
 from tests.checkpoint.faults import on_a_small_disk
 from tests.resilience.jobs import SCRIPT, ended, environment, fault, options_of, run
 from tests.resilience.test_faults import flip, slots_in, started, stopped_after_kills
@@ -46,6 +48,7 @@ def test_only_forgotten_jobs_are_removed_from_the_folder(tmp_path):
     dead = subprocess.run([sys.executable, "-c", DEAD], capture_output=True, text=True, env=environment()).stdout
     for name in ("forgotten", "continued lately", "of the user"):
         (memory / name / "fit-0").mkdir(parents=True)
+        (memory / name).chmod(0o700)
         (memory / name / "fit-0" / "0.0").write_text("values")
         if name != "of the user":
             (memory / name / "process-0").write_text(json.dumps([1, dead]))
@@ -58,7 +61,7 @@ def test_only_forgotten_jobs_are_removed_from_the_folder(tmp_path):
 
 @pytest.mark.exhaustive
 def test_a_rank_takes_its_place_though_another_rank_checks_the_place_at_that_moment(tmp_path):
-    (tmp_path / "job").mkdir()
+    (tmp_path / "job").mkdir(0o700)
     with open(tmp_path / "job" / "process-0", "w+") as place:
         json.dump([1, label_of(os.getpid())], place)
         place.flush()
@@ -111,7 +114,7 @@ sys.stdin.readline()
 def test_notes_of_a_dead_attempt_are_not_taken_for_those_of_ranks_that_start(reused_by, machine, tmp_path):
     """Rank 1 looks at the files while rank 0 has locked one that still contains a note of the previous attempt, whose
     launcher has ended (no process has an id above 2**22), and whose process id is in use again."""
-    (tmp_path / "job").mkdir()
+    (tmp_path / "job").mkdir(0o700)
     other = subprocess.Popen(["sleep", "600"])
     ranks = []
     try:
@@ -144,6 +147,79 @@ def test_slots_of_a_job_on_another_number_of_ranks_are_removed(tmp_path):
     found = run(tmp_path, options | {"faults": [fault(0, 9, [0, 1], "backward")]}, 2, restarts=0)
     assert "was 4 before the restart and is 2 now" in found.output
     assert [path.name for path in slots_in(tmp_path)] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+# -- folders of others -------------------------------------------------------------------------------------------------
+
+
+def another_users(path: Path) -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    os.chown(path, 12345, 12345)
+
+
+PREPARED = {
+    "a job folder of another user": (lambda job: another_users(job), "belongs to user 12345"),
+    "a job folder that others may write to": (lambda job: job.chmod(0o777), "mode 0777 instead of 0700"),
+    "a job folder that others may read": (lambda job: job.chmod(0o755), "mode 0755 instead of 0700"),
+    "a link": (lambda job: (job.rmdir(), job.symlink_to(job.parent / "victim")), "the path is a link or a file"),
+    "a file": (lambda job: (job.rmdir(), job.touch()), "the path is a link or a file"),
+    "a link to a process's file": (
+        lambda job: (job / "process-0").symlink_to(job.parent / "victim/note"),
+        "symbolic links",
+    ),
+    "a parent of another user": (lambda job: another_users(job.parent), "the parent folder belongs to user 12345"),
+    "a parent that all may change": (lambda job: job.parent.chmod(0o777), "every user may replace the folder"),
+}
+
+
+@pytest.mark.parametrize("prepared", PREPARED)
+def test_a_folder_that_another_user_may_have_prepared_is_not_used(prepared, tmp_path):
+    memory = tmp_path / "memory"
+    (memory / "victim").mkdir(parents=True)
+    (memory / "victim" / "note").write_text("[1, 2]")
+    (memory / "job").mkdir(0o700)
+    prepare, reason = PREPARED[prepared]
+    prepare(memory / "job")
+    with pytest.raises(OSError, match=reason):
+        JobFolder(str(memory), "job", 0, 1)
+    assert os.listdir(memory / "victim") == ["note"] and (memory / "victim" / "note").read_text() == "[1, 2]"
+
+
+def test_a_fits_folder_that_is_a_link_ends_the_run_with_its_name(tmp_path):
+    (tmp_path / "memory" / "job").mkdir(0o700, parents=True)
+    (tmp_path / "victim").mkdir()
+    (tmp_path / "memory" / "job" / "fit-0").symlink_to(tmp_path / "victim")
+    found = run(tmp_path, {"epochs": 1}, restarts=0)
+    assert found.code != 0 and "resilience: " in found.output and "the path is a link or a file" in found.output
+    assert not os.listdir(tmp_path / "victim")
+
+
+def test_folders_of_others_in_a_shared_parent_are_left_alone(tmp_path):
+    """A pipe among them would hang a reader, and a folder that others may write to would be removed with its files."""
+    memory = tmp_path / "memory"
+    dead = subprocess.run([sys.executable, "-c", DEAD], capture_output=True, text=True, env=environment()).stdout
+    for name in ("open", "pipe"):
+        (memory / name).mkdir(parents=True)
+    (memory / "open" / "process-0").write_text(json.dumps([1, dead]))
+    os.mkfifo(memory / "pipe" / "process-0")
+    age(memory)
+    script = f"from lightning_zero.strategies.jobs import JobFolder; JobFolder({str(memory)!r}, 'job', 0, 1)"
+    subprocess.run([warm_python(), "-c", script], env=environment(), check=True, timeout=60)
+    assert sorted(os.listdir(memory)) == ["job", "open", "pipe"]
+
+
+@pytest.mark.parametrize("job", ["..", ".", "", "a/b", "a.b", "/etc", "a b", "\u00e9", "a\n", 5])
+def test_a_jobs_name_cannot_lead_out_of_the_folder(job):
+    with pytest.raises(ValueError, match=r"^resilience: job=.* must (be a string or None|consist of letters A to Z)"):
+        ResilienceConfig(job=job)
+
+
+@pytest.mark.parametrize("given", ["..", ".", "../../x", "a.b/\u00e9 c"])
+def test_a_jobs_name_from_the_launcher_is_a_name_of_one_folder(given, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", given)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    assert ResilienceConfig(job=name_of_job()).job
 
 
 # -- what is left ------------------------------------------------------------------------------------------------------
@@ -209,6 +285,7 @@ def test_where_there_is_no_room_states_of_the_oldest_fit_are_removed_first(free,
         for fit in ("fit-9", "fit-10"):
             (memory / "job" / fit).mkdir(parents=True)
             (memory / "job" / fit / "0.0").write_bytes(bytes(2**19))
+            (memory / "job").chmod(0o700)
         (memory / "filler").write_bytes(bytes(shutil.disk_usage(memory).free - free))
         options = {"faults": [fault(0, killed_at, [0], "backward")]}
         run(tmp_path, options, 1, restarts=0, python=sys.executable)

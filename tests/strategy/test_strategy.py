@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies import DDPStrategy, StrategyRegistry
 from lightning.pytorch.utilities import grad_norm
 from torch import nn
@@ -39,6 +39,13 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
     assert isinstance(ZeroStrategy(), DDPStrategy), "what Lightning allows DDP it allows ZeRO"
 
 
+def test_lightnings_environment_variable_names_the_strategy_unless_the_trainer_does(monkeypatch):
+    monkeypatch.setenv("PL_TRAINER_STRATEGY", "zero2")
+    own = {"accelerator": "cpu", "devices": 1, "logger": False}
+    assert Trainer(**own).strategy.stage == 2
+    assert Trainer(strategy="zero3", **own).strategy.stage == 3
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -48,8 +55,8 @@ def test_every_stage_is_registered_with_the_launch_variants_that_ddp_has():
             {"offload": {"optimiser": "cpu"}},
             r"offload: 'optimiser' is not an option. The options are optimizer,",
         ),
-        ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be None, 'cpu' or 'nvme'"),
-        ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be between 0 and 1"),
+        ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be 'cpu', 'nvme' or None"),
+        ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be a number from 0 to 1"),
         ({"offload": {"sub_group": 0}}, r"offload: sub_group=0 must be an integer of at least 1"),
         ({"offload": {"parameters": "cpu"}, "stage": 2}, r"offload: parameters='cpu' requires stage 3: at stage 2"),
         (

@@ -371,7 +371,7 @@ def test_fabric_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage)
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be None, 'auto' or a positive number of ranks"),
+        ({"tensor_parallel_size": 0}, "tensor_parallel_size=0 must be 'auto', an integer of at least 1 or None"),
         ({"data_parallel_size": 2}, "data_parallel_size=2 has no effect .* set both, or leave both out"),
         ({"tensor_parallel_size": 3}, "tensor_parallel_size=3 cannot be used with 2 ranks"),
         ({"tensor_parallel_size": 2, "data_parallel_size": 2}, "their product must equal the number of ranks"),

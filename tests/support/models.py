@@ -49,6 +49,23 @@ class OddModel(nn.Module):
         return nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
 
 
+class Repeated(OddModel):
+    """Uses each weight of two layers many times in a step: in calls of the layer, and within one call of a block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell = nn.Sequential(nn.Linear(16, 16, bias=False), nn.Tanh())
+        self.out = nn.Linear(16, 4)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x = torch.linspace(-1, 1, 16, device=tokens.device) * tokens[:, :1]
+        states = []
+        for step in range(12):
+            x = self.cell(x + step / 12) + self.cell(x)
+            states.append(self.out(x))
+        return super().forward(tokens, targets) + torch.stack(states).float().square().mean()
+
+
 class Scalars(nn.Module):
     """Three blocks of one or two elements each: on four ranks most shards are padding only."""
 

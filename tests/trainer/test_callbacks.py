@@ -13,6 +13,7 @@ from lightning.pytorch.callbacks import (
     BatchSizeFinder,
     DeviceStatsMonitor,
     EarlyStopping,
+    EMAWeightAveraging,
     LambdaCallback,
     LearningRateFinder,
     ModelCheckpoint,
@@ -21,13 +22,11 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
     ThroughputMonitor,
     Timer,
-    WeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.tuner import Tuner
 from lightning.pytorch.utilities.model_summary import summarize
 from torch import nn
-from torch.optim.swa_utils import get_ema_avg_fn
 
 from tests.support.trainer import make_trainer
 from tests.support.workers import rank, world_size
@@ -128,21 +127,14 @@ def average_at_the_end(strategy: str) -> Any:
     return trained(strategy, WithBatchNorm(), callbacks=[averaging], max_epochs=4)
 
 
-class Ema(WeightAveraging):
-    def __init__(self) -> None:
-        super().__init__(avg_fn=get_ema_avg_fn(0.7))
-
-    def should_update(self, step_idx: Any = None, epoch_idx: Any = None) -> bool:
-        return step_idx is not None and step_idx >= 1
-
-
 def average_exponentially(strategy: str) -> Any:
-    """`WeightAveraging` (EMA): used in validation, in checkpoints, when resuming, and left in the module at the end"""
+    """`EMAWeightAveraging`: used in validation, in checkpoints, when resuming, and left in the module at the end"""
     folder = shared_folder()
     results = []
     for epochs, path in ((2, None), (3, folder / "epoch=0.ckpt")):
         saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-        options = {"callbacks": [Ema(), saving], "enable_checkpointing": True, "max_epochs": epochs}
+        averaging = EMAWeightAveraging(decay=0.7, update_starting_at_step=1)
+        options = {"callbacks": [averaging, saving], "enable_checkpointing": True, "max_epochs": epochs}
         results.append(observed(*fit(strategy, WithBatchNorm(), ckpt_path=path, **options)))
     return results, files_in(folder)
 

@@ -180,11 +180,13 @@ def assign_to_buckets(
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     compression = config.compresses if shared.communicator.may_compress else None
+    # On CPUs, torch's fused encoder layer does not heed autocast.
+    may_fuse = not placements.parameters.is_sharded and shared.communicator.device.type == "cpu"
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # (unit number, kind, members)
     for of_unit, plan in enumerate(plans):
         kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters.items():
-            compute = _compute_dtype_of(parameter, plan, name, config.compute_dtype)
+            compute = _compute_dtype_of(parameter, plan.owners[name], config.compute_dtype, may_fuse)
             codec = _gradient_codec_of(parameter, compression)
             kind = compute, parameter.dtype, parameter.requires_grad, codec, is_kept_whole(name, parameter)
             kinds.setdefault(kind, []).append((name, parameter))
@@ -279,9 +281,13 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
         warnings.warn(said, stacklevel=3)
 
 
-def _compute_dtype_of(parameter: nn.Parameter, plan: UnitPlan, name: str, wanted: torch.dtype | None) -> torch.dtype:
-    is_cast = parameter.dtype == torch.float32 and all(map(_is_cast_by_autocast, plan.owners[name]))
-    return wanted if wanted is not None and is_cast else parameter.dtype
+def _compute_dtype_of(
+    parameter: nn.Parameter, owners: Sequence[Owner], wanted: torch.dtype | None, may_fuse: bool
+) -> torch.dtype:
+    is_cast = parameter.dtype == torch.float32 and all(map(_is_cast_by_autocast, owners))
+    if wanted is None or not is_cast or (may_fuse and any(owner.may_be_fused for owner in owners)):
+        return parameter.dtype
+    return wanted
 
 
 def _is_cast_by_autocast(owner: Owner) -> bool:

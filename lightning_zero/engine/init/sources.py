@@ -16,6 +16,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.init.deferred_param import defer, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
+from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
@@ -120,6 +121,14 @@ def common_device(plans: list[UnitPlan]) -> torch.device:
                     "device."
                 )
     return found or torch.device("cpu")
+
+
+def move_own_kinds(module: nn.Module, device: torch.device) -> None:
+    """Move layers with parameters of the project's own classes, since some classes quantise values that are moved."""
+    for layer in module.modules():
+        parameters = list(layer.parameters(recurse=False))
+        if any(map(project_class, parameters)) and not any(map(is_on_meta, parameters)):
+            layer.to(device)
 
 
 def leave_in_files(module: nn.Module) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 from lightning_zero.engine.optim.master import is_alone
 from lightning_zero.engine.state.slot import BucketSlot, slot_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts
+from lightning_zero.engine.tensor.wrapper import reader
 
 States = dict[Any, dict[str, Any]]
 """For each parameter, the entries of its state by name."""
@@ -109,4 +110,6 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
 
     def __reduce__(self) -> Any:
         # Copies need the state by parameter, as they hold copies of the parameters, and no masters. Collective.
-        return defaultdict, (dict,), None, None, iter(self._states.by_parameter(in_parts).items())
+        reading = reader.get()
+        states = self._states.by_parameter(in_parts) if reading is None else reading.states(self._states)
+        return defaultdict, (dict,), None, None, iter(states.items())

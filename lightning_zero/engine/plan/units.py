@@ -16,7 +16,10 @@ LARGE_LAYER = 2**20
 lower in small models: see ``share_of``."""
 
 UNIT_NUMEL = 2**20
-"""Neighbouring blocks are merged into units of up to this many elements: latency dominates in smaller messages."""
+"""Neighbouring blocks are merged into units of up to this many elements: latency dominates in smaller messages. A model
+of up to this many elements is one unit, which stays gathered for the step. Its buckets have at most a quarter of it, so
+gathered parameters and gradients in reduction take at most 8 bytes a parameter, 16 with all shards of two ranks, as
+under DDP. With more units, ordinary small models took a third longer for a step (``benchmarks/tiny.py``)."""
 
 LEAST_UNITS = 4
 """Minimum number of units after merging, if there are enough blocks. With fewer units, each would hold much of a model.
@@ -26,16 +29,22 @@ bytes as all parameters. Gradients and gathered parameters (stage 3) together ta
 1/4 and 7/16 of DDP's 16 bytes per parameter."""
 
 TINY = 2**16
-"""In models of up to this many elements, all units are resident: they stay gathered from the start of forward to the
-end of backward, as the root unit does. In such models messages dominate a step's time, and buffers take kilobytes."""
+"""A layer, or a bucket, of fewer elements than this is never cut off from its neighbours: its message would take longer
+than its values."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A module that holds a parameter, as ``module._parameters[attribute]``. Tied parameters have several owners."""
+    """A module that holds a parameter, as ``module._parameters[attribute]``. Tied parameters have several owners.
+
+    Attributes:
+        may_be_fused: whether the module is in an ``nn.TransformerEncoderLayer``, which torch may run as one kernel in
+            evaluation. The kernel reads all weights of the layer, if no module in the layer has forward hooks.
+    """
 
     module: nn.Module
     attribute: str
+    may_be_fused: bool
 
 
 @dataclass
@@ -54,7 +63,6 @@ class UnitPlan:
     blocks: list[nn.Module]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     owners: dict[str, list[Owner]] = field(default_factory=dict)
-    is_resident: bool = False  # stays gathered from the start of forward to the end of backward
 
     @property
     def is_root(self) -> bool:
@@ -75,9 +83,9 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
         root: the whole module.
         units: ``"auto"``, one or more module classes, or a predicate of (qualified name, module).
         unit_numel: neighbouring blocks in a list or sequence are merged into units of up to this many elements, and a
-            root of up to this many elements is one unit. With None, automatic units are merged up to
-            ``UNIT_NUMEL`` elements, or up to a lower limit if fewer than ``LEAST_UNITS`` units would remain besides the
-            root unit; other units are not merged.
+            root of up to this many elements is one unit. With None, this is ``UNIT_NUMEL`` for automatic units, which
+            are also merged less if fewer than ``LEAST_UNITS`` units would remain besides the root unit; other units are
+            not merged.
     """
     is_automatic = unit_numel is None and units == "auto" and UNIT_NUMEL > 0
     if unit_numel is None:
@@ -90,20 +98,20 @@ def plan_units(root: nn.Module, units: Modules = "auto", unit_numel: int | None 
     for name, block in chosen:
         first_names.setdefault(block, name)
     blocks = [(name, block) for block, name in first_names.items()]
-    if not is_automatic and _numel(root) <= unit_numel:
+    if _numel(root) <= unit_numel:
         plans = [UnitPlan("", [block for _, block in blocks])]
     else:
         merged = _merged(root, blocks, unit_numel, LEAST_UNITS if is_automatic else 1)
         plans = [UnitPlan("", []), *merged]
-    for plan in plans:
-        plan.is_resident = plan.is_root or (is_automatic and _numel(root) <= TINY)
     plan_of_module = {id(inner): plans[0] for inner in root.modules()}
     plan_of_module |= {id(inner): plan for plan in plans for block in plan.blocks for inner in block.modules()}
     owners: dict[nn.Parameter, list[Owner]] = {}
+    encoder_layers = (module for module in root.modules() if isinstance(module, nn.TransformerEncoderLayer))
+    fused = {inner for layer in encoder_layers for inner in layer.modules()}
     for module in root.modules():
         for attribute, parameter in module._parameters.items():
             if parameter is not None:
-                owners.setdefault(parameter, []).append(Owner(module, attribute))
+                owners.setdefault(parameter, []).append(Owner(module, attribute, module in fused))
     scripted = set(map(id, torchscript_parameters(root).values()))
     for name, parameter in root.named_parameters():
         if id(parameter) in scripted:

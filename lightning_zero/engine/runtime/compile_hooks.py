@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 from lightning_zero.engine.compat import never_traced, set_eval_frame
@@ -24,20 +25,8 @@ def untraced(function: Callable[[Any], Any]) -> Any:
     return never_traced(run)
 
 
-class _Unscriptable:
-    """A hook that ``torch.jit.script`` cannot compile: it compiles a module's hooks, too, and reads their names."""
-
-    @property
-    def __name__(self) -> str:
-        raise AttributeError(
-            "torch.jit.script cannot compile a module that a strategy has set up, nor a copy of it, because of its "
-            "hooks. Call torch.jit.trace within 'with lightning_zero.full_parameters(module):', or torch.jit.script "
-            "after the run."
-        )
-
-
-class OwnHook(_Unscriptable):
-    """An engine hook on a module. Copies and pickles of the module have a no-op hook instead.
+class OwnHook:
+    """An engine hook on a module. Copies and pickles of the module do not have it (see ``compat.not_copied``).
 
     Args:
         function: called with a flag that says whether compiled code calls the hook, and with the hook's arguments.
@@ -45,6 +34,14 @@ class OwnHook(_Unscriptable):
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
+
+    @property
+    def __name__(self) -> str:
+        # ``torch.jit.script`` compiles a module's hooks, too, and reads their names
+        raise AttributeError(
+            "torch.jit.script cannot compile a module that a strategy has set up, because of its hooks. Call "
+            "torch.jit.trace within 'with lightning_zero.full_parameters(module):', or torch.jit.script after the run."
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         compiler = set_eval_frame(None)  # inlined from ``untraced``, to save one call in each module's forward
@@ -54,14 +51,9 @@ class OwnHook(_Unscriptable):
             set_eval_frame(compiler)
 
     def __reduce__(self) -> Any:
-        return _NoHook, ()
+        # A class with a ``__deepcopy__`` of its own copies hooks. This standard function does nothing, and can be
+        # unpickled where this package is not installed.
+        return getattr, (nullcontext(), "__exit__")
 
 
 never_traced(OwnHook.__call__)
-
-
-class _NoHook(_Unscriptable):
-    """Replaces an ``OwnHook`` in copies of the module."""
-
-    def __call__(self, *_: Any, **__: Any) -> None:
-        pass

@@ -24,7 +24,6 @@ from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
-from lightning_zero.engine.tensor.unsharded_param import call_hooks_before_reduction
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"
@@ -140,13 +139,14 @@ class GradientReducer:
 
     def _hook(self, slot: BucketSlot, number: int) -> None:
         # weakly, since a leaf must not keep the engine alive
-        slot.take_gradient = partial(weakly(self._take), number, slot.index)
+        slot.take_gradient = partial(weakly(self._take), number, slot.index, False)
         slot.add_gradient = partial(weakly(self._add), number, slot.index)
-        for leaf in (slot.view, slot.parameter):
+        take_from_parameter = partial(weakly(self._take), number, slot.index, True)
+        for leaf, take in ((slot.view, slot.take_gradient), (slot.parameter, take_from_parameter)):
             requires_grad = leaf.requires_grad
             leaf.requires_grad_(True)  # required to register hooks; a frozen parameter may be unfrozen later
-            # ``Tensor``'s own method: sharded parameters override it for user hooks
-            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, slot.take_gradient))
+            # ``Tensor``'s own method: views and sharded parameters override it for user hooks
+            self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
             leaf.requires_grad_(requires_grad)
 
     def remove(self) -> None:
@@ -162,14 +162,15 @@ class GradientReducer:
         self._gradients[number].accumulate(index, gradient.clone())
         self._added = number, index
 
-    def _take(self, number: int, index: int, leaf: Tensor) -> None:
-        """Take the gradient of ``leaf``, which is the view that a forward used, or the sharded parameter itself."""
-        if getattr(leaf, "_hooks_before_reduction", None):
-            call_hooks_before_reduction(leaf)
-        gradients, gradient = self._gradients[number], leaf.grad
-        assert gradient is not None
+    def _take(self, number: int, index: int, is_parameter: bool, leaf: Tensor) -> None:
+        """Take the gradient of ``leaf``: the sharded parameter itself, or an ordinary tensor that a forward used."""
+        gradients = self._gradients[number]
         parameter = gradients.bucket.parameter(index)
-        is_parameter = leaf is parameter
+        if not is_parameter:
+            for hook in list(parameter.slot.hooks_before_reduction.values()):  # type: ignore[attr-defined]
+                hook(leaf)
+        gradient = leaf.grad
+        assert gradient is not None
         is_in_place = is_parameter and gradients.take_in_place(index, gradient)
         backward = self._begin(leaf)
         added, self._added = self._added, None

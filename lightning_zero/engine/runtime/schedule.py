@@ -27,7 +27,7 @@ from lightning_zero.engine.compat import (
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
-from lightning_zero.engine.runtime.scope import Call, Scope, regions
+from lightning_zero.engine.runtime.scope import Call, Entry, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
 
@@ -66,14 +66,13 @@ class Unit:
 
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
-        self.is_resident = plan.is_resident  # gathered from the start of a window to the end of the next backward
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
         self.ran: set[Scope] = set()  # scopes whose forward built a graph since the last backward
         self.ran_twice = False  # whether a scope in ``ran`` has run again since the last backward
         self.turn: Turn | None = None  # the running turn
         self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()  # whose graphs exist and have not been differentiated
         self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered between uses
-        self.held = False  # must stay gathered: a resident unit in a step, or a unit under ``torch.func``
+        self.held = False  # must stay gathered: the root unit in a step, or a unit under ``torch.func``
         self.depth = 0  # number of running forwards, one within another
         self.outstanding = False  # whether the unit ran with gradients enabled since the last backward
         self.labels: list[Any] = []  # profiler labels of the running forwards
@@ -131,7 +130,7 @@ class Schedule:
 
     def __init__(self, units: list[Unit], prefetch: int) -> None:
         self.units, self.prefetch = units, prefetch
-        self._resident = [unit for unit in units if unit.is_resident]
+        self._roots = [unit for unit in units if unit.is_root]  # gathered from a window's start to the end of backward
         self.windows = 0
         # The order in which units ran in the last window. The next window is expected to repeat this order.
         self._order: list[Unit] = []
@@ -146,6 +145,7 @@ class Schedule:
         self._watched = False  # whether saved-tensor hooks are active for the whole window
         self._keeping = 0  # number of nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
+        self._fused: list[tuple[Unit, Scope]] = []  # layers that torch may run as one kernel in evaluation
         self._ran: list[Unit] = []
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -158,21 +158,22 @@ class Schedule:
             scopes: dict[int, Scope] = {}
             for name, owners in plan.owners.items():
                 slot = slots[name]
-                parameter, view = slot.parameter, slot.view
+                to_dtensor: Callable[[Tensor], Tensor] | None = None
+                if slot.placed.placements is not None:
+                    to_dtensor = partial(slot.bucket.communicator.tensor.shown, placed=slot.placed)
                 for owner in owners:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
-                    scope.entries.append((owner.module._parameters, owner.attribute, parameter, view))
-                    if slot.placed.placements is not None:
-                        scope.shown[view] = partial(slot.bucket.communicator.tensor.shown, view, slot.placed)
-                    if isinstance(owner.module, nn.RNNBase) and weakref.ref(owner.module) not in scope.recurrent:
-                        scope.recurrent.append(weakref.ref(owner.module))
+                    holder = owner.module._parameters
+                    scope.may_be_fused = owner.may_be_fused and module is not root
+                    scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
             if unit.is_root:
                 for module in regions(root, set(scopes)):
                     scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
             for scope in scopes.values():
-                scope.refresh_recurrent()
                 self._hook(unit, scope)
+                if unit.stays and scope.may_be_fused:
+                    self._fused.append((unit, scope))
             self._scopes += scopes.values()
 
     def remove(self) -> None:
@@ -209,7 +210,7 @@ class Schedule:
                 calls.append(Call.REPLACED)
                 return
             self._enter(unit)
-            scope.swap_in()
+            scope.enter_forward()
             if is_profiling():
                 unit.labels.append(label("forward", unit.name))
                 unit.labels[-1].__enter__()
@@ -226,7 +227,7 @@ class Schedule:
             call = calls.pop()
             if call is Call.REPLACED:
                 return None
-            scope.swap_out()
+            scope.leave_forward()
             if unit.labels:
                 unit.labels.pop().__exit__(None, None, None)
             if call is Call.WATCHED:
@@ -259,8 +260,6 @@ class Schedule:
                 scope.remove()
                 self._scopes.remove(scope)
                 region.entries += scope.entries
-                region.shown |= scope.shown
-                region.recurrent += scope.recurrent
 
     def check_in_place(self, *, in_forward: bool = False) -> None:
         """Raise if the user has replaced parameters of the module: the engine would not train the new parameters.
@@ -270,11 +269,10 @@ class Schedule:
                 ``full_parameters``, ``torch.func.functional_call`` and ``torch.export``.
         """
         for scope in self._scopes:
-            for holder, attribute, parameter, _ in scope.entries:
+            for holder, attribute, parameter, slot, _ in scope.entries:
                 found = holder.get(attribute)
                 if found is parameter or not isinstance(found, nn.Parameter):
                     continue
-                slot = parameter.slot  # type: ignore[attr-defined]
                 if in_forward and (
                     not found.requires_grad
                     or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # of ``full_parameters``
@@ -305,7 +303,7 @@ class Schedule:
         self._order, self._position = order, {unit: position for position, unit in enumerate(order)}
 
     def open_window(self) -> None:
-        """Begin a step, and gather the resident units, which include the root unit."""
+        """Begin a step, and gather the root unit."""
         self.windows += 1
         if self.windows > 1:
             return
@@ -315,13 +313,18 @@ class Schedule:
             self._saved.watch()
         self._turn_to(None)
         for unit in self.units:
-            if unit.held and not unit.is_resident:  # held by ``torch.func`` in the last window
+            if unit.held and not unit.is_root:  # held by ``torch.func`` in the last window
                 unit.held = False
                 self.release_if_idle(unit)
-        for unit in self._resident:
+        for unit in self._roots:
             unit.gather()
             unit.held = True
-        if self._resident:
+        if not self._watched:
+            for unit, scope in self._fused:
+                unit.gather()
+                unit.wait()
+                scope.enter_window()
+        if self._roots:
             self._prefetch(self._order[: 2 * self.prefetch])
 
     def close_window(self) -> None:
@@ -331,6 +334,9 @@ class Schedule:
         if self._watched:
             self._saved.unwatch()
             self._watched = False
+        else:
+            for _, scope in self._fused:
+                scope.leave_window()
         if self._ran:
             self._expect(list(dict.fromkeys(self._ran)))
         last = self._current if torch.is_grad_enabled() else None
@@ -338,9 +344,9 @@ class Schedule:
             last = self._current = None
         for unit in self.units:
             unit.turn = None
-            if not unit.is_resident and unit is not last:  # backward begins with ``last``
+            if not unit.is_root and unit is not last:  # backward begins with ``last``
                 self.release_if_idle(unit)  # it may have been prefetched, but did not run
-        for unit in self._resident:
+        for unit in self._roots:
             # still outstanding if this was a forward without gradients between another forward and its backward
             unit.outstanding = unit.outstanding or torch.is_grad_enabled()
             if not unit.outstanding:
@@ -351,7 +357,7 @@ class Schedule:
         if self._keeping and not unit.stays and not unit.held:
             unit.gather()
             unit.held = True
-        elif not unit.depth and not (unit.is_resident and unit.held):
+        elif not unit.depth and not (unit.is_root and unit.held):
             is_turn = self.windows and not in_backward()  # not in a recomputation
             if is_turn:
                 begins = unit is not self._current and torch.is_grad_enabled()
@@ -469,7 +475,7 @@ class Schedule:
         for unit in self.units:
             unit.outstanding, unit.ran_twice = False, False
             unit.ran.clear()
-            if unit.is_resident and not self.windows:
+            if unit.is_root and not self.windows:
                 unit.held = False
             self.release_if_idle(unit)
 

@@ -1,4 +1,4 @@
-"""Scopes: modules that run their forward with views of the gathered buffer in place of the sharded parameters."""
+"""Scopes: modules in whose forward the sharded parameters are ordinary tensors over the gathered buffer."""
 
 from __future__ import annotations
 
@@ -6,37 +6,51 @@ import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
 from functools import cached_property
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import is_compiled, refresh_flat_weights
+from lightning_zero.engine.compat import forward_hooks, is_compiled
 from lightning_zero.engine.runtime.saved_tensors import Attributes
+from lightning_zero.engine.state.slot import BucketSlot
 
 
 class Call(Enum):
     """How a running forward of a module treats parameters."""
 
     REPLACED = "the user has replaced all parameters"
-    WATCHED = "outside a window: views replace parameters, and saved-tensor hooks are active"
-    ORDINARY = "views replace parameters"
+    WATCHED = "outside a window: parameters are ordinary tensors, and saved-tensor hooks are active"
+    ORDINARY = "parameters are ordinary tensors"
+
+
+class Entry(NamedTuple):
+    """A parameter of a scope.
+
+    Attributes:
+        holder, attribute: the dict that holds the parameter, and its key.
+        to_dtensor: makes the DTensor to compute with from the parameter's view; None unless the project made a DTensor.
+    """
+
+    holder: dict[str, Any]
+    attribute: str
+    parameter: nn.Parameter
+    slot: BucketSlot
+    to_dtensor: Callable[[Tensor], Tensor] | None
 
 
 class Scope:
-    """A module, the parameters that views replace during its forward, and the dicts that hold these parameters."""
+    """A module and the parameters that are ordinary tensors during its forward."""
 
     def __init__(self, module: nn.Module, is_root: bool) -> None:
         self.module, self.is_root = weakref.ref(module), is_root  # ``is_root``: whether the unit is the root unit
         self.handles: list[Any] = []
         self.may_take_over = False  # see ``Schedule._take_over``
-        self.entries: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        # By view: a function that returns the DTensor to use in place of the view. ``_shown_now``: DTensors in use.
-        self.shown: dict[Tensor, Callable[[], Tensor]] = {}
-        self._shown_now: list[tuple[dict[str, Any], str, nn.Parameter, Tensor]] = []
-        self.recurrent: list[weakref.ref[nn.RNNBase]] = []
+        self.may_be_fused = False  # see ``plan.units.Owner``
+        self.entries: list[Entry] = []
+        self._entered: list[tuple[BucketSlot, nn.Parameter, Tensor]] = []  # arguments of ``BucketSlot.leave_forward``
         self.calls: list[Call] = []  # running forwards of the module
+        self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
         self.depth = 0
 
     @cached_property
@@ -55,48 +69,65 @@ class Scope:
         """Whether other tensors have replaced all parameters, as in ``full_parameters``: nothing is gathered then."""
         if self.depth:
             return False
-        for holder, name, parameter, _ in self.entries:  # runs in each forward; usually the first entry decides
+        for holder, name, parameter, *_ in self.entries:  # runs in each forward; usually the first entry decides
             if holder.get(name) is parameter:
                 return False
         return True
 
-    def swap_in(self) -> None:
+    def enter_forward(self) -> None:
         self.depth += 1
         if self.depth > 1:
             return
-        for holder, attribute, parameter, view in self.entries:
+        for holder, attribute, parameter, slot, to_dtensor in self.entries:
             if holder.get(attribute) is not parameter:
-                continue  # already replaced: within ``full_parameters`` or ``torch.func.functional_call``
-            if view.dtype is not parameter.dtype and not torch.is_autocast_enabled(view.device.type):
-                continue  # gathered in autocast's dtype; outside autocast, modules use the sharded parameter
+                continue  # replaced, within ``full_parameters`` or ``torch.func.functional_call``
+            if slot.is_in_forward:
+                continue  # an outer scope, or another name of the parameter, has entered it
+            view = slot.view
+            if view.dtype is not parameter.dtype:
+                if not torch.is_autocast_enabled(view.device.type):
+                    continue  # gathered in autocast's dtype; outside autocast, modules use the sharded parameter
+                # Autocast without a cache casts the parameter at each use, so DDP adds the uses' gradients in fp32.
+                view.grad_dtype = view.dtype if torch.is_autocast_cache_enabled() else parameter.dtype
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
-            if self.shown and view in self.shown:
-                view = self.shown[view]()
-                self._shown_now.append((holder, attribute, parameter, view))
-            holder[attribute] = view
-        self.refresh_recurrent()
+            stand_in = view if to_dtensor is None else to_dtensor(view)
+            self._entered.append((slot, parameter, stand_in))
+            slot.enter_forward(parameter, stand_in)
 
-    def swap_out(self) -> None:
+    def leave_forward(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            for holder, attribute, parameter, view in chain(self.entries, self._shown_now):
-                if holder.get(attribute) is view:
-                    holder[attribute] = parameter
-            self._shown_now.clear()
-            self.refresh_recurrent()
+            while self._entered:
+                slot, parameter, stand_in = self._entered.pop()
+                slot.leave_forward(parameter, stand_in)
+
+    def enter_window(self) -> None:
+        """Like ``enter_forward``, but for a whole window, in which the module has no hooks unless users added some."""
+        self.enter_forward()
+        module = self.module()
+        if module is not None:
+            self._set_aside = [(hooks, dict(hooks)) for hooks in forward_hooks(module)]
+            for handle in self.handles:
+                for hooks, _ in self._set_aside:
+                    hooks.pop(handle.id, None)
+
+    def leave_window(self) -> None:
+        for hooks, before in self._set_aside:
+            added = {number: hook for number, hook in hooks.items() if number not in before}
+            hooks.clear()
+            hooks.update(before | added)
+        self._set_aside = []
+        self.leave_forward()
 
     def recover(self) -> None:
         """Reset to the state between two forwards."""
         self.calls.clear()
+        if self._set_aside:
+            self.leave_window()
         if self.depth:
             self.depth = 1
-            self.swap_out()
-
-    def refresh_recurrent(self) -> None:
-        for reference in self.recurrent:
-            if (module := reference()) is not None:
-                refresh_flat_weights(module)
+            self.leave_forward()
 
 
 def regions(root: nn.Module, owners: set[int]) -> Iterator[nn.Module]:

@@ -48,7 +48,8 @@ from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
-from lightning_zero.engine.tensor.unsharded_param import View, mark_seen, may_be_written, show
+from lightning_zero.engine.tensor.identity import joined, project_class
+from lightning_zero.engine.tensor.unsharded_param import View, show
 
 
 class BucketState(Enum):
@@ -95,8 +96,11 @@ class Bucket:
 
     Attributes:
         update: the last background update, until a gather of its result begins; otherwise None.
-        views: one view of ``full`` for each parameter, in the order of the layout; modules compute with these views.
-        parameters: weak references to the module's parameters; an empty list once the parameters are ordinary again.
+        views: one view of ``full`` for each parameter, in the order of the layout. While a module runs, its parameters
+            themselves are in this list: they are views then.
+        parameters: weak references to the sharded parameters. While a module runs, these are the tensors that hold its
+            parameters' sharded contents (see ``BucketSlot.enter_forward``). Empty once the parameters are ordinary.
+        is_data_read: whether a module has read ``data`` of a parameter, through which it may have written values.
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
         was_written: whether anything except updates has written values since the last ``refresh``; may differ between
             ranks.
@@ -134,7 +138,12 @@ class Bucket:
         nan = torch.full((), float("nan"), device=full.device).to(full.dtype)
         self._placeholders = [nan.expand(segment.shape) for segment in self.layout.segments]
         shown = self._buffer.segments if self.is_replicated else self._placeholders
-        self.views = [View(tensor, parameters[0].requires_grad) for tensor in shown]
+        self.views: list[Tensor] = [View(tensor, parameters[0].requires_grad) for tensor in shown]
+        for view, parameter in zip(self.views, parameters):
+            if type(view) is View and (kind := project_class(parameter)) is not None:
+                view.__class__ = joined(View, kind)
+        self._versions_seen = [-1] * len(self.views)  # versions of the views when writes were last taken over
+        self.is_data_read = False
 
     def _find_ranges(self) -> None:
         low, high = self.layout.own_range
@@ -243,7 +252,7 @@ class Bucket:
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
                 show(view, segment)
-                mark_seen(view)
+            self._mark_seen()
         self.state = BucketState.GATHERING
 
     def _own_values(self) -> Tensor | None:
@@ -311,9 +320,17 @@ class Bucket:
             self.take_over_writes()
             self._free()
 
+    def may_be_written(self, index: int) -> bool:
+        """Whether a module may have written to a parameter since writes were last taken over."""
+        return self.is_data_read or self.views[index]._version != self._versions_seen[index]
+
+    def _mark_seen(self) -> None:
+        self._versions_seen = [view._version for view in self.views]
+        self.is_data_read = False
+
     def take_over_writes(self) -> None:
         """Copy values that modules wrote to their parameters (views of ``full``) to the master weights."""
-        if self.is_in_buffer or not self.is_ready or not any(may_be_written(view) for view in self.views):
+        if self.is_in_buffer or not self.is_ready or not any(map(self.may_be_written, range(len(self.views)))):
             return
         self.wait()
         self.was_written = True
@@ -321,8 +338,7 @@ class Bucket:
             self.follow(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
             if self.part is not None:
                 self.part.values().copy_(self.full[self._gathers_from])
-        for view in self.views:
-            mark_seen(view)
+        self._mark_seen()
 
     def follow(self, part: slice, written: Tensor) -> None:
         """Copy ``written``, values that were written to a range of the parameters, to the master weights."""

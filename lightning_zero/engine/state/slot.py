@@ -12,12 +12,17 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
-from lightning_zero.engine.compat import set_accumulation_hooks, take_accumulation_hooks
+from lightning_zero.engine.compat import (
+    gradient_hooks,
+    set_accumulation_hooks,
+    set_gradient_hooks,
+    take_accumulation_hooks,
+)
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine.tensor.identity import become, exchange, exchange_memory
 from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, local_range_of
-from lightning_zero.engine.tensor.unsharded_param import may_be_written
+from lightning_zero.engine.tensor.unsharded_param import View
 
 
 class BucketSlot:
@@ -31,6 +36,9 @@ class BucketSlot:
         self.placed = Placed(self.share)
         self.find_range()
         self.hooks_after_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()
+        self.hooks_before_reduction: dict[int, Callable[[Tensor], Any]] = OrderedDict()  # registered in forward
+        self.is_in_forward = False  # whether the parameter is an ordinary tensor now
+        self.has_new_hooks = False  # whether gradient hooks were registered in the running forward
         self.take_gradient: Callable[[Tensor], None] | None = None
         self.add_gradient: Callable[[Tensor], None] | None = None
         self._derived: dict[tuple[str, int], weakref.ref[ShardedTensor]] = {}
@@ -46,7 +54,9 @@ class BucketSlot:
 
     @property
     def parameter(self) -> nn.Parameter:
-        return self.bucket.parameter(self.index)
+        parameter = self.bucket.parameters[self.index]()  # not by ``Bucket.parameter``: read several times a step
+        assert parameter is not None, f"parameter {self.name} was deleted"
+        return parameter
 
     def is_of(self, tensor: Any) -> bool:
         return self.bucket.parameters[self.index]() is tensor  # the parameter may have been deleted
@@ -54,6 +64,44 @@ class BucketSlot:
     @property
     def view(self) -> Tensor:
         return self.bucket.views[self.index]
+
+    def enter_forward(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
+        """Make the parameter an ordinary tensor, as its module is about to run.
+
+        Args:
+            parameter: the module's parameter.
+            stand_in: an ordinary tensor. It holds the sharded contents until ``leave_forward``.
+        """
+        bucket, index = self.bucket, self.index
+        self.is_in_forward = True
+        if isinstance(stand_in, View):
+            stand_in.slot = self
+            exchange_memory(parameter, stand_in)
+        else:
+            exchange(parameter, stand_in)
+        bucket.parameters[index] = weakref.ref(stand_in)  # type: ignore[arg-type]
+        if bucket.views[index] is stand_in:
+            bucket.views[index] = parameter
+
+    def leave_forward(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
+        """Undo ``enter_forward``; changes of ``requires_grad`` and of hooks made in the forward stay."""
+        bucket, index = self.bucket, self.index
+        self.is_in_forward = False
+        if isinstance(parameter, View):
+            requires_grad = parameter.requires_grad
+            exchange_memory(parameter, stand_in)
+            del stand_in.slot  # type: ignore[attr-defined]  # it would form a reference cycle
+            if parameter.requires_grad is not requires_grad:
+                parameter.requires_grad_(requires_grad)
+        else:
+            exchange(parameter, stand_in)
+        bucket.parameters[index] = weakref.ref(parameter)
+        if bucket.views[index] is parameter:
+            bucket.views[index] = stand_in
+        if self.has_new_hooks:
+            self.has_new_hooks = False
+            for tensor in (parameter, stand_in):  # autograd's hooks were exchanged with the contents
+                set_gradient_hooks(tensor, gradient_hooks(tensor))
 
     def remember(self, tensor: ShardedTensor) -> None:
         kind = "alias" if tensor.is_parameter else str(tensor.dtype)
@@ -94,7 +142,7 @@ class BucketSlot:
     def _synchronize(self) -> None:
         synchronize(self.background)  # background work may be using the shard, to which callers may write
         self.bucket.wait()  # a gather may be filling the buffer, of which the shard may be a slice
-        if may_be_written(self.bucket.views[self.index]):
+        if self.bucket.may_be_written(self.index):
             self.bucket.take_over_writes()
 
     @property
@@ -199,6 +247,7 @@ class OwnedSlot(BucketSlot):
         self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
         self.name, self.shape, self.dtype, self.share = name, shape, dtype, slot.share.of_another(shape)
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
+        self._derived, self._remembered = {}, Counter()
 
     def ranges(self) -> list[tuple[int, int]]:
         """See ``tensor.slot.Slot``."""

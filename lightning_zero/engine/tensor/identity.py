@@ -1,33 +1,74 @@
-"""Replace the contents of a tensor object that optimizers, tied modules and other code refer to."""
+"""Exchange the contents of tensor objects that optimizers, tied modules and other code refer to."""
 
 from __future__ import annotations
 
+import types
+from functools import cache
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gradient_hooks, slot_names, swap_tensor
 
 
 def become(tensor: Tensor, other: Tensor) -> None:
-    """Give ``tensor`` the contents of ``other``. ``tensor`` keeps its identity, hooks and attributes set by users.
+    """Give ``tensor`` the contents of ``other``. ``tensor`` keeps its identity, hooks, and attributes set by users.
 
-    Unlike ``torch.utils.swap_tensors``, this accepts tensors that have weak references (from weight averaging or
+    A parameter also stays an instance of the project's own class of parameters, if it has one. Unlike
+    ``torch.utils.swap_tensors``, this accepts tensors that have weak references (from weight averaging or
     ``nn.LSTM``): the references stay valid, since the object stays the same.
     """
-    own = {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
-    hooks = gradient_hooks(tensor)
-    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+    hooks, kind = gradient_hooks(tensor), project_class(tensor)
+    exchange(tensor, other)
+    if kind is not None:
+        tensor.__class__ = joined(type(tensor), kind)
+    if hooks is not None:
+        set_gradient_hooks(tensor, hooks)  # autograd's hooks were exchanged with the contents
+
+
+def exchange(tensor: Tensor, other: Tensor) -> None:
+    """Exchange class and contents of two tensors. Attributes set by users stay with ``tensor``."""
+    own = attributes_of_users(tensor)
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
+    exchange_memory(tensor, other)
     for name in slot_names(type(tensor)):  # a DTensor has attributes in ``__slots__``
         of_tensor, of_other = (_taken(each, name) for each in (tensor, other))
         for each, values in ((tensor, of_other), (other, of_tensor)):
             for value in values:
                 setattr(each, name, value)
-    swap_tensor(tensor, other)
     tensor.__dict__.update(own)
-    if hooks is not None:
-        set_gradient_hooks(tensor, hooks)  # autograd's hooks were swapped with the contents
+
+
+def exchange_memory(tensor: Tensor, other: Tensor) -> None:
+    """Exchange class, memory and autograd's data of two tensors, which both keep their Python attributes."""
+    try:
+        swap_tensor(tensor, other)
+    except RuntimeError:  # torch refuses tensors to which the cache of ``torch.autocast`` has weak references
+        torch.clear_autocast_cache()
+        swap_tensor(tensor, other)
+    tensor.__class__, other.__class__ = other.__class__, tensor.__class__
+
+
+def project_class(tensor: Tensor) -> Any:
+    """The project's own subclass of ``nn.Parameter`` that a parameter was constructed with; None if there is none."""
+    kind: Any = type(tensor)
+    kind = getattr(kind, "project_class", kind)
+    return kind if issubclass(kind, nn.Parameter) and kind is not nn.Parameter else None
+
+
+@cache
+def joined(kind: type, project_class: Any) -> Any:
+    """A subclass of a class of this package and of a project's class of parameters, which it is shown as."""
+    if kind is nn.Parameter:
+        return project_class
+    names = {"project_class": project_class, "__module__": project_class.__module__}
+    return types.new_class(project_class.__name__, (kind, project_class), exec_body=lambda body: body.update(names))
+
+
+def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
+    """The attributes that code of users has set on a tensor."""
+    return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
 
 
 def _taken(tensor: Tensor, name: str) -> list[Any]:
@@ -38,4 +79,4 @@ def _taken(tensor: Tensor, name: str) -> list[Any]:
     return values
 
 
-_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source"}
+_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source", "_base_tensor", "_steps"}

@@ -17,7 +17,8 @@ from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.slot import Deferred, Slot
-from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper
+from lightning_zero.engine.tensor.unsharded_param import check_same_shape
+from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, reader
 
 if TYPE_CHECKING:  # importing these takes a while, and only checkpoints need them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
@@ -37,8 +38,8 @@ class ShardedTensor(WrapperTensor):
     """
 
     slot: Slot
-    _local: Tensor | None
-    keep: Any
+    _local: Tensor | None = None
+    keep: Any = None
 
     @staticmethod
     def __new__(
@@ -82,6 +83,8 @@ class ShardedTensor(WrapperTensor):
         return self._local is None
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
+        if (reading := reader.get()) is not None:
+            return reading.whole(self).to(self.device, dtype or self.dtype)
         return self.slot.whole_parameter(dtype or self.dtype) if self.is_parameter else None
 
     def whole(self) -> Tensor:
@@ -89,7 +92,8 @@ class ShardedTensor(WrapperTensor):
         return self.slot.collect(self.local).to(self.dtype) if value is None else value
 
     def alias(self) -> Tensor:
-        return type(self)(self.slot, self._local, self.dtype, keep=self.keep)
+        kind = ShardedDTensor if isinstance(self, ShardedDTensor) else ShardedTensor  # not the project's own class
+        return kind(self.slot, self._local, self.dtype, keep=self.keep)
 
     def write_whole(self, value: Tensor) -> None:
         if self.is_parameter:
@@ -158,8 +162,11 @@ class ShardedTensor(WrapperTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         if id(self) not in memo:
-            with torch.no_grad():  # the copy is sharded, too, so that a copied module takes only a shard's memory
-                copy: Tensor = ShardedTensor(self.slot, self.local.clone(), self.dtype)
+            with torch.no_grad():
+                if (reading := reader.get()) is not None:
+                    copy = reading.whole(self).clone()
+                else:  # the copy is sharded, too, so that a copied module takes only a shard's memory
+                    copy = ShardedTensor(self.slot, self.local.clone(), self.dtype)
             is_parameter = isinstance(self, torch.nn.Parameter)
             memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
         return memo[id(self)]
@@ -187,12 +194,7 @@ class ShardedTensor(WrapperTensor):
                 f"{value.dtype}. Convert the module before the strategy sets it up, or choose Trainer(precision=...); "
                 "or convert a copy of the module, as in copy.deepcopy(module).half()."
             )
-        if value.shape != self.shape:
-            raise ValueError(
-                f"{self.slot.name}: .data of shape {tuple(self.shape)} cannot be replaced by a tensor of shape "
-                f"{tuple(value.shape)} while the module is sharded. Change shapes before the strategy sets up "
-                "the module."
-            )
+        check_same_shape(self.slot.name, self, value)
         WrapperTensor.data.__set__(self, value)  # type: ignore[attr-defined]
 
 

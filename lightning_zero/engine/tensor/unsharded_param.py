@@ -1,8 +1,7 @@
-"""The unsharded parameter that modules compute with instead of the sharded parameter; detects writes by modules."""
+"""What a sharded parameter is while its module runs: an ordinary parameter over the gathered buffer."""
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -10,58 +9,71 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_zero.engine.tensor.identity import attributes_of_users
+
 _data: Any = nn.Parameter.data
 
 
 class View(nn.Parameter):
-    """A parameter that is a view of a bucket's gathered buffer.
+    """A parameter over a bucket's gathered buffer; the module's own parameter in its forward (see ``exchange``).
 
     A module may write to its parameters in forward. A write in place changes the tensor's version; a write through
     ``data`` does not, so this class records each access to ``data``.
+
+    Attributes:
+        slot: the parameter's slot; exists only in forward.
     """
 
-    _asked = False
-    _version_seen = -1
-    _hooks_before_reduction: OrderedDict[int, Callable[[Tensor], Any]] | None = None
+    slot: Any
+
+    def register_hook(self, hook: Callable[[Tensor], Any]) -> Any:
+        """Register a hook, which stays with the parameter after the forward."""
+        if (slot := self.__dict__.get("slot")) is not None:
+            slot.has_new_hooks = True
+        return super().register_hook(hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[Tensor], Any]) -> Any:
-        """Register a hook; modules call this in forward. The hook runs before the reduction, when ``grad`` is local."""
-        if self._hooks_before_reduction is None:
-            self._hooks_before_reduction = OrderedDict()
-        handle = RemovableHandle(self._hooks_before_reduction)
-        self._hooks_before_reduction[handle.id] = hook
+        """Register a hook in forward. The hook runs before the reduction, when ``grad`` is local."""
+        hooks = self.slot.hooks_before_reduction
+        handle = RemovableHandle(hooks)
+        hooks[handle.id] = hook
         return handle
 
     @property
     def data(self) -> Tensor:
-        self._asked = True
+        if (slot := self.__dict__.get("slot")) is not None:
+            slot.bucket.is_data_read = True
         return _data.__get__(self)
 
     @data.setter
     def data(self, value: Tensor) -> None:
+        check_same_shape(self.slot.name, self, value)
         with torch.no_grad():
             self.copy_(value)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        if id(self) not in memo:
+            memo[id(self)] = nn.Parameter(self.detach().clone(), self.requires_grad)
+        return memo[id(self)]
 
-# Functions, not methods: a view of a fake tensor (``lightning_zero.planning``) is a FakeTensor, not a ``View``.
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        value = nn.Parameter(self.detach().clone(), self.requires_grad)
+        value.__dict__.update(attributes_of_users(self))
+        return value.__reduce_ex__(protocol)
+
+
+def check_same_shape(name: str, parameter: Tensor, value: Tensor) -> None:
+    """Raise a ValueError if a value that user code assigns to a parameter's ``data`` has another shape."""
+    if value.shape != parameter.shape:
+        raise ValueError(
+            f"{name}: .data of shape {tuple(parameter.shape)} cannot be replaced by a tensor of shape "
+            f"{tuple(value.shape)} while the module is sharded. Change shapes before the strategy sets up the module."
+        )
 
 
 def show(view: Tensor, tensor: Tensor) -> None:
-    """Make the view refer to another tensor of the same shape."""
+    """Make the view refer to another tensor of the same shape.
+
+    A function, not a method: a view of a fake tensor (``lightning_zero.planning``) is a FakeTensor, not a ``View``.
+    """
     _data.__set__(view, tensor)
-
-
-def mark_seen(view: Any) -> None:
-    """Mark all writes so far as handled; ``may_be_written`` then detects only later writes."""
-    view._asked, view._version_seen = False, view._version
-
-
-def call_hooks_before_reduction(view: Any) -> None:
-    """Call the hooks that modules have registered on the view in forward."""
-    for hook in list(view._hooks_before_reduction.values()):
-        hook(view)
-
-
-def may_be_written(view: Any) -> bool:
-    """Whether the view may have been written to since the last ``mark_seen``."""
-    return getattr(view, "_asked", False) or view._version != getattr(view, "_version_seen", -1)

@@ -3,12 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from contextvars import ContextVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.compat import disabled_torch_function, make_wrapper
+from lightning_zero.engine.tensor.identity import attributes_of_users
+
+
+class Reader(Protocol):
+    """Provides values while one rank alone reads sharded tensors, so that user code there needs no collective."""
+
+    def whole(self, tensor: Any) -> Tensor:
+        """The full value of a sharded tensor, in memory that all readers share."""
+
+    def states(self, states: Any) -> dict[Any, dict[str, Any]]:
+        """An optimizer's state by parameter, given its ``MasterStates``."""
+
+
+reader: ContextVar[Reader | None] = ContextVar("reader", default=None)
+"""The reader in effect in this thread; None in ordinary code, whose reads every rank makes."""
 
 
 class WrapperTensor(torch.Tensor):
@@ -92,11 +108,17 @@ class WrapperTensor(torch.Tensor):
     def __format__(self, format_spec: str) -> str:
         return self.whole().__format__(format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
+    def ordinary(self) -> Tensor:
+        """An ordinary tensor or parameter with the same values and attributes, as a pickle has it."""
+        shared = self.whole_at_hand() if reader.get() is not None else None
+        value = self.whole().detach().clone() if shared is None else shared.detach()
+        is_parameter = isinstance(self, torch.nn.Parameter)
+        value = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(value, self.requires_grad)
+        value.__dict__.update(attributes_of_users(self))
+        return value
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = self.whole().detach().clone()
-        if isinstance(self, torch.nn.Parameter):
-            value = torch.nn.Parameter(value, self.requires_grad)
-        return value.__reduce_ex__(protocol)
+        return self.ordinary().__reduce_ex__(protocol)
 
 
 class NoMemory(torch.UntypedStorage):

@@ -1,0 +1,169 @@
+"""Serialise objects on rank 0 alone, although they refer to sharded tensors: the other ranks join its gathers.
+
+Only rank 0 decides what is gathered, since objects such as hyperparameters may differ between ranks. Tensors are
+gathered one by one, to CPU memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.engine import engines
+from lightning_zero.engine.optim.state import MasterStates
+from lightning_zero.engine.state.gradient_shard import ShownGradient
+from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import identity, on_cpu, on_meta
+from lightning_zero.engine.tensor.wrapper import Reader, reader
+
+Gather = Callable[[Any], list[Any]]
+"""All-gather of a picklable value: returns the values in the order of ranks. Collective."""
+
+_Result = TypeVar("_Result")
+_Place = tuple[Any, ...]
+"""Identifies a tensor or an optimizer's state on every rank: the engine's name, a kind, and what the kind requires."""
+
+
+def on_rank_0(
+    act: Callable[[], _Result],
+    rank: int = 0,
+    gather: Gather | None = None,
+    written: Callable[[], Mapping[Any, Tensor]] = dict,
+) -> _Result | None:
+    """Call ``act`` on rank 0 and return its result; None on the other ranks. Collective.
+
+    Reads of sharded tensors by ``act``, also in pickles and deep copies, return full values in CPU memory.
+
+    Args:
+        gather: all-gathers a value; None if there is no other rank.
+        written: returns full values that the checkpoint contains anyway, by the ``identity`` of the sharded tensor.
+            Equal values that ``act`` reads share their memory, so that ``torch.save`` writes them once.
+    """
+    if rank != 0:
+        if gather is not None:
+            _follow(gather)
+        return None
+    try:
+        with _reading_by(_Leader(gather, written)):
+            return act()
+    finally:
+        if gather is not None:
+            gather(None)
+
+
+def _follow(gather: Gather) -> None:
+    """Take part in rank 0's gathers until rank 0 has finished, even after an error, which is raised at the end."""
+    error: Exception | None = None
+    while (place := gather(None)[0]) is not None:
+        join = _at(place)
+        if not all(gather(join is not None)):
+            continue
+        assert join is not None
+        try:
+            with torch.no_grad():
+                join()
+        except Exception as raised:
+            error = error or raised
+    if error is not None:
+        raise error
+
+
+@contextmanager
+def _reading_by(reading: Reader | None) -> Iterator[None]:
+    token = reader.set(reading)
+    try:
+        yield
+    finally:
+        reader.reset(token)
+
+
+class _Leader:
+    """Reads sharded tensors for rank 0, see ``Reader``; before each gather, rank 0 sends the other ranks its place."""
+
+    def __init__(self, gather: Gather | None, written: Callable[[], Mapping[Any, Tensor]]) -> None:
+        self._gather, self._written = gather, written
+        self._values: dict[Any, Tensor] = {}
+        self._alive: list[Tensor] = []  # so that no identity in ``_values`` is used again
+
+    def whole(self, tensor: ShardedTensor) -> Tensor:
+        key = identity(tensor)
+        if key not in self._values:
+            self._alive.append(tensor)
+            with _reading_by(None), torch.no_grad():
+                value = tensor.whole_at_hand()
+                if value is None:
+                    self._ask(_place_of(tensor), f"'{tensor.slot.name}'")
+                    value = _collected(tensor)
+            value = value.detach().to("cpu", copy=True)
+            saved = self._written().get(key)
+            is_saved = saved is not None and saved.dtype == value.dtype and torch.equal(saved, value)
+            self._values[key] = saved if saved is not None and is_saved else value
+        return self._values[key]
+
+    def states(self, states: MasterStates) -> dict[Any, dict[str, Any]]:
+        with _reading_by(None), torch.no_grad():
+            self._ask(_place_of_states(states), f"the state of {type(states.optimizer).__name__}")
+            return states.by_parameter(on_cpu)
+
+    def _ask(self, place: _Place | None, what: str) -> None:
+        if self._gather is None:
+            return
+        if place is not None:
+            self._gather(place)
+        if place is None or not all(self._gather(True)):
+            raise RuntimeError(
+                f"{what}, or a tensor derived from it, cannot be gathered for an object in the checkpoint, because not "
+                "every rank has it. Derive tensors on every rank (not inside 'if rank == 0:')."
+            )
+
+
+def _collected(tensor: ShardedTensor) -> Tensor:
+    return tensor.slot.collect(tensor.local).to(tensor.dtype)
+
+
+def _place_of(tensor: ShardedTensor) -> _Place | None:
+    """The place of a tensor; None if other ranks cannot find the tensor, as for a part of an optimizer's state."""
+    slot: Any = tensor.slot
+    engine = slot.bucket.communicator.everyone.name
+    if tensor.is_parameter:
+        return engine, "parameter", slot.name
+    if isinstance(tensor.keep, ShownGradient):
+        return engine, "gradient", slot.name
+    key = next((key for key, each in slot.derived.items() if each is tensor), None)
+    return None if key is None else (engine, "derived", slot.name, key, slot.remembered)
+
+
+def _place_of_states(states: MasterStates) -> _Place | None:
+    for engine in engines():
+        for number, masters in enumerate(engine.masters):
+            if masters.states is states:
+                return engine.communicator.everyone.name, "optimizer", number
+    return None
+
+
+def _at(place: _Place) -> Callable[[], Any] | None:
+    """Return the function that takes part in the gather of what is at a place; None if there is nothing."""
+    name, kind, which, *more = place
+    engine = next((each for each in engines() if each.communicator.everyone.name == name), None)
+    if engine is None:
+        return None
+    if kind == "optimizer":
+        return partial(engine.masters[which].states.by_parameter, on_meta) if which < len(engine.masters) else None
+    slots = (slot for bucket in engine.buckets for slot in slots_of(bucket))
+    slot = next((slot for slot in slots if slot.name == which), None)
+    tensor = None if slot is None else _of_slot(slot, kind, *more)
+    return partial(_collected, tensor) if isinstance(tensor, ShardedTensor) else None
+
+
+def _of_slot(slot: BucketSlot, kind: str, key: Any = None, remembered: int | None = None) -> Tensor | None:
+    if kind == "parameter":
+        return slot.parameter
+    if kind == "gradient":
+        return slot.parameter.grad
+    return slot.derived.get(key) if slot.remembered == remembered else None

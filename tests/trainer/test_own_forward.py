@@ -1,0 +1,201 @@
+"""What a layer reads of its own parameters in its forward: the project's objects, as everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.optim import AdamW
+
+from tests.support.training import same_values
+from tests.trainer.cases import Net, behaviours, same_as_under_ddp, shared_folder, trained, weights
+
+
+class Gained(nn.Parameter):
+    """A project's own class of parameters."""
+
+    gain = 1.5
+
+    def scaled(self) -> Tensor:
+        return self * self.gain
+
+
+class Gain(nn.Linear):
+    """Reads class, attributes and identity of its weight, and writes an attribute that others read."""
+
+    names: dict[Any, float]
+
+    def __init__(self, *features: int) -> None:
+        super().__init__(*features)
+        self.weight = Gained(self.weight.detach())
+        self.weight.infshape = (*features, "width")  # as mup's layers have
+        self.known = {self.weight: 0.5}
+        self.address, self.hash = id(self.weight), hash(self.weight)
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight
+        assert isinstance(weight, Gained) and isinstance(weight, nn.Parameter)
+        assert id(weight) == self.address and hash(weight) == self.hash and weight.infshape[2] == "width"
+        assert [p for p in self.parameters()][0] is weight is self._parameters["weight"]
+        self.calls += 1
+        weight.calls = self.calls
+        weight.last = getattr(weight, "told", 0)
+        return nn.functional.linear(x, weight.scaled(), self.bias) * self.known[weight]
+
+
+class Gains(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = self.blocks[0][0] = Gain(6, 6)
+        self.head = Gain(6, 3)
+        self.head.weight.infshape = (6, 3, "width")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.head.weight.told = batch_idx
+        loss = super().training_step(batch, batch_idx)
+        self.seen.append((self.head.weight.calls, self.head.weight.last, self.gain.weight.infshape))
+        return loss + self.head.weight.scaled().pow(2).mean()
+
+    def on_fit_end(self) -> None:
+        assert all(isinstance(p, Gained) for p in (self.gain.weight, self.head.weight))
+
+
+def know_its_own_weights(strategy: str) -> Any:
+    """Layers that read class, attributes, identity and hash of their weights in their own forward"""
+    module = Gains()
+    before = module.head.weight
+    result = trained(strategy, module)
+    assert module.head.weight is before and type(before) is Gained
+    return result, before.calls, before.last
+
+
+class HooksInForward(Net):
+    """Registers a hook on a weight in the forward of its layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_forward_pre_hook(self.add_hook)
+
+    def add_hook(self, layer: nn.Linear, _: Any) -> None:
+        if layer.training and not hasattr(layer.weight, "watched"):
+            layer.weight.watched = layer.weight.register_hook(self.note)
+
+    def note(self, gradient: Tensor) -> Tensor:
+        self.seen.append(gradient.norm().item() > 0)
+        return gradient * 0.5
+
+
+def hook_in_forward(strategy: str) -> Any:
+    """A gradient hook that a layer registers on its weight in its own forward, once"""
+    return trained(strategy, HooksInForward())
+
+
+class Autocasts(Net):
+    """Enters autocast itself, so that autocast keeps the weights that it has cast."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().training_step(batch, batch_idx)
+
+
+def enter_autocast(strategy: str) -> Any:
+    """`torch.autocast` entered by the module itself, in fp32 training"""
+    return trained(strategy, Autocasts())
+
+
+@behaviours("The module", know_its_own_weights, hook_in_forward, enter_autocast)
+def test_in_its_own_forward_a_layer_has_the_projects_parameters(run_on, case):
+    run_on(2, same_as_under_ddp, case=case)
+
+
+class LoRA(nn.Module):
+    """A quantised layer beside a trained product of two thin matrices."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__()
+        from bitsandbytes.nn import Linear4bit
+
+        self.base = Linear4bit(inputs, outputs, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
+        self.down, self.up = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + self.up(self.down(x))
+
+
+class Quantised(Net):
+    """Saves the state of the quantisation beside the weights, as `Linear4bit` does, and ignores it when it loads."""
+
+    def __init__(self, is_quantised: bool) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block[0] = LoRA(6, 6)
+        if is_quantised:
+            self.to("cpu")  # quantises; otherwise the strategy's own move does
+
+    @property
+    def strict_loading(self) -> bool:
+        return False
+
+    def configure_optimizers(self) -> Any:
+        return AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
+
+
+def adapt_quantised_layers(strategy: str) -> Any:
+    """bitsandbytes' `Linear4bit` layers with LoRA: fit, save, resume"""
+    options = {"limit_val_batches": 0}  # on some CPUs, bitsandbytes changes the weights' shapes in evaluation
+    saving = ModelCheckpoint(shared_folder(), save_last=True)
+    first = trained(strategy, Quantised(is_quantised=False), callbacks=[saving], enable_checkpointing=True, **options)
+    saved = torch.load(shared_folder() / "last.ckpt", weights_only=False)["state_dict"]
+    module = Quantised(is_quantised=True)
+    resumed = trained(strategy, module, ckpt_path=shared_folder() / "last.ckpt", max_epochs=3, **options)
+    return first, saved, resumed, weights(module)
+
+
+@behaviours("The module", adapt_quantised_layers)
+def test_quantised_layers_train_as_under_ddp(run_on, case):
+    run_on(2, same_as_under_ddp, case=case)
+
+
+class Encodes(Net):
+    """Evaluates encoder layers, which torch runs as one kernel if none of their modules has hooks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+        self.blocks = nn.Sequential(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False), nn.Linear(6, 6))
+
+    def loss(self, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(self(batch[0].unsqueeze(1)).squeeze(1).float(), batch[1])
+
+    def validation_step(self, batch: Any, batch_idx: int) -> Any:
+        encoder = self.blocks[0]
+        encoded = encoder(batch[0].unsqueeze(1))
+        self.seen += [str(encoded.dtype), type(encoded.grad_fn).__name__, encoded.float().sum().item()]
+        if batch_idx == 1:
+            handle = encoder.layers[0].linear1.register_forward_hook(lambda *_: self.seen.append("hooked"))
+            encoder(batch[0].unsqueeze(1))
+            handle.remove()
+        return super().validation_step(batch, batch_idx)
+
+
+def evaluate_encoders(stage: int, precision: str) -> None:
+    torch.manual_seed(0)
+    expected = trained("ddp", Encodes(), precision=precision)
+    torch.manual_seed(0)
+    module = Encodes()
+    found = trained(f"zero{stage}", module, precision=precision)
+    same_values(found, expected, f"stage {stage}")
+    assert "hooked" in expected["seen"]
+
+
+@pytest.mark.behaviour(
+    "The module", "`nn.TransformerEncoderLayer` as one kernel in evaluation", notes={3: "layer by layer"}
+)
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("stage", [1, 2])
+def test_encoder_layers_are_evaluated_as_under_ddp(run_on, stage, precision):
+    run_on(2, evaluate_encoders, stage=stage, precision=precision)
