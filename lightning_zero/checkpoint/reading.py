@@ -127,6 +127,14 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         ) from error
 
 
+def open_for_run(path: str | os.PathLike[str], weights_only: bool | None) -> OpenedCheckpoint:
+    """Call ``open_checkpoint`` for the Trainer or Fabric, whose ``weights_only=False`` loads what is more than data."""
+    try:
+        return open_checkpoint(path, weights_only=weights_only)
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{str(error).rstrip('.')}; if you do, pass weights_only=False.") from None
+
+
 # -- one file ----------------------------------------------------------------------------------------------------------
 
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.on_rank_0 import on_rank_0
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_checkpoint
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine import Engine
@@ -375,10 +375,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open and verify a checkpoint in any format. Collective: an error on one rank is raised on every rank."""
-        try:
-            opened = self._alike(lambda: open_checkpoint(path, weights_only=weights_only))
-        except UnsafeFileError as error:
-            raise UnsafeFileError(f"{str(error).rstrip('.')}; if you do, pass weights_only=False.") from None
+        opened = self._alike(lambda: open_for_run(path, weights_only))
         ranks = 1 if self._is_alone else process_group.world_size()
         self._alike(lambda: opened.verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
         if self.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
