@@ -13,8 +13,7 @@ from typing import IO, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.restricted import load_torch
-from lightning_zero.engine.compat import unpickle_weights
+from lightning_zero.checkpoint.restricted import load_tensor, load_torch
 
 SMALL = 2**16
 """Maximum size in bytes of a small tensor: writing its values takes less time than the overhead of ``torch.save``."""
@@ -46,6 +45,8 @@ def records_of(archive: IO[bytes]) -> list[Record]:
     try:
         with zipfile.ZipFile(archive) as zipped:
             end = zipped.start_dir
+        if sum(info.file_size for info in zipped.infolist()) > end:
+            raise BrokenArchiveError("its records overlap or are compressed")
         for info in zipped.infolist():
             name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
             archive.seek(info.header_offset)
@@ -124,8 +125,8 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
         return buffer[records[name].start :][: records[name].length]
 
     if "byteorder" in records and bytes(bytes_of("byteorder")) != sys.byteorder.encode():
-        return load_torch(stream_over(buffer), may_have_configuration=False)
-    tensor = unpickle_weights(io.BytesIO(bytes_of("data.pkl")), lambda key: bytes_of(f"data/{key}"))
+        return load_torch(stream_over(buffer))
+    tensor = load_tensor(bytes(bytes_of("data.pkl")), lambda key: bytes_of(f"data/{key}"))
     numel = tensor.untyped_storage().nbytes() // tensor.itemsize
     if numel and type(tensor) is Tensor and not tensor.is_conj() and not tensor.is_neg():
         head = bytes(buffer[: records["data/0"].start])

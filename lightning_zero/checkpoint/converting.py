@@ -117,7 +117,7 @@ def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str
 
 
 def _is_lightnings(opened: OpenedCheckpoint) -> bool:
-    return not {"state_dict", "pytorch-lightning_version"}.isdisjoint(opened.as_saved)
+    return "state_dict" in opened.as_saved or "pytorch-lightning_version" in opened.as_saved
 
 
 def _is_optimizers(value: Any) -> bool:

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import sys
+import tempfile
 from typing import IO
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
+
+from lightning_zero.io.untrusted import inside, open_regular
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)  # new in Python 3.13
 _PRIVATE = mmap.MAP_PRIVATE | _NO_RESERVE
 
 
 class Files:
-    """The file or folder at a path.
+    """The file or folder at a path. Names of files in a folder must not lead out of it, through links either.
 
     Args:
         path: a local path, or an fsspec URL.
@@ -55,8 +59,12 @@ class Files:
     def open(self, name: str = "") -> IO[bytes]:
         """Open a file in the folder or, without a name, the file at the path itself."""
         if self.is_local:
-            return open(self._where(name), "rb")
+            return open_regular(self._where(name))
         return self._fs.open(self._where(name), "rb")
+
+    def downloaded(self) -> Files:
+        """Return the file as a temporary local file if its server may be unable to send parts of it (HTTP)."""
+        return _Downloaded(self) if "http" in self._fs.protocol else self
 
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
@@ -67,7 +75,7 @@ class Files:
         if not self.is_local:
             return memoryview(bytearray(self._fs.cat_file(self._where(name), start=offset, end=offset + length)))
         if name not in self._mappings:
-            with open(self._where(name), "rb") as file:
+            with open_regular(self._where(name)) as file:
                 # Writable, because torch warns about read-only memory. The mapping is never written to, so the system
                 # need not reserve memory for it, and the file may be larger than memory.
                 mapped = mmap.mmap(file.fileno(), 0, _PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE)
@@ -75,4 +83,16 @@ class Files:
         return self._mappings[name][offset : offset + length]
 
     def _where(self, name: str) -> str:
-        return f"{self._root.rstrip('/')}/{name}" if name else self._root
+        if not name:
+            return self._root
+        return inside(self._root, name) if self.is_local else f"{self._root.rstrip('/')}/{name}"
+
+
+class _Downloaded(Files):
+    def __init__(self, remote: Files) -> None:
+        self._temporary = tempfile.NamedTemporaryFile()  # removed when this object is deleted
+        with remote._fs.open(remote._root, "rb", block_size=0) as file:
+            shutil.copyfileobj(file, self._temporary, 2**20)
+        self._temporary.flush()
+        super().__init__(self._temporary.name)
+        self.path = remote.path

@@ -31,8 +31,10 @@ from lightning_zero.checkpoint.form import (
     check_format,
     check_structure,
 )
+from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.module_versions import with_versions
-from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_dcp_metadata, load_torch, with_way_out
+from lightning_zero.checkpoint.pickles import UnsafeFileError
+from lightning_zero.checkpoint.restricted import check_size, load_torch
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -90,18 +92,15 @@ def _manifest_of(files: Files, sizes: dict[str, int], metadata_bytes: bytes) -> 
 def _metadata_in(path: str, data: bytes) -> Metadata:
     try:
         metadata = load_dcp_metadata(data)
-    except ForbiddenClassError as error:
-        raise ValueError(
-            f"{path}/{DCP_METADATA} names {error}, which is not a class of DCP's metadata. None of the file's code "
-            "was run. Do not load the file by other means."
-        ) from error
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{path}/{DCP_METADATA}: {error}.") from error
+    except NotMetadataError as error:
+        raise NoCheckpointError(f"{path}/{DCP_METADATA} is not metadata written by DCP's FileSystemWriter.") from error
     except Exception as error:
         raise DamagedCheckpointError.of(
             path, f"{DCP_METADATA} cannot be read ({type(error).__name__}: {error})"
         ) from error
-    if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
-        raise NoCheckpointError(f"{path}/{DCP_METADATA} is not metadata written by DCP's FileSystemWriter.")
-    if any(getattr(place, "transform_descriptors", None) for place in metadata.storage_data.values()):
+    if any(place.transform_descriptors for place in metadata.storage_data.values()):
         raise ValueError(
             f"{path} was written by DCP with extensions (such as compression), which cannot be read here: load it with "
             "torch.distributed.checkpoint, and save it without extensions."
@@ -159,7 +158,10 @@ class Folder:
         self._chunks: dict[str, list[_Chunk]] = {}
         self._others: dict[str, Extent] = {}
         self._known: dict[Any, Layout] = {}
+        self._bytes = sum(sizes.values())
         wrong = self._locate(metadata, manifest, sizes)
+        if sum(extent.length for extent in self._others.values()) > self._bytes:
+            wrong[""] = "some of its values are stored in the same bytes"
         if wrong:
             raise DamagedCheckpointError.of(self.files.path, listed(wrong.values(), 20))
         self.pieces = {name: [chunk.extent.file for chunk in chunks] for name, chunks in self._chunks.items()}
@@ -183,7 +185,7 @@ class Folder:
                 if manifest is not None and (crc32 is None or known_length != length):
                     wrong[f"{file} {offset}"] = f"{MANIFEST} and {DCP_METADATA} disagree about {index.fqn}"
                 self._extents[key] = Extent(*key, length, crc32, names_in[key])
-            extent_of[index.fqn, _ints(index.offset)] = self._extents[key]
+            extent_of[index.fqn, None if index.offset is None else tuple(index.offset)] = self._extents[key]
             names_in[key].append(f"{index.fqn} at {tuple(index.offset)}" if any(index.offset or ()) else index.fqn)
             if size is None:
                 wrong[file] = f"{file}, which contains {index.fqn}, is missing"
@@ -200,20 +202,22 @@ class Folder:
                     wrong[name] = f"{name} is missing"
                 continue
             chunks = self._chunks[name] = []
+            if (fault := wrong_pieces(stored.size, stored.chunks)) is not None:
+                wrong[name] = f"{name} {fault}"
+                continue
             for chunk in stored.chunks:
-                offsets, shape = _ints(chunk.offsets) or (), _ints(chunk.sizes) or ()
+                offsets, shape = tuple(chunk.offsets), tuple(chunk.sizes)
                 found = extent_of.get((name, offsets))
                 if found is None:
                     wrong[name] = f"the piece of {name} at {offsets} is missing"
                     continue
+                if found.length < prod(shape) * stored.properties.dtype.itemsize:
+                    wrong[name] = f"the piece of {name} at {offsets} has only {found.length} bytes"
                 start = stop = _flat(offsets, stored.size)
                 if prod(shape):
                     last = [offset + size - 1 for offset, size in zip(offsets, shape)]
                     stop = _flat(last, stored.size) + 1
                 chunks.append(_Chunk(offsets, shape, start, stop, found))
-            lacking = prod(stored.size) - sum(prod(chunk.sizes) for chunk in chunks)
-            if lacking > 0:
-                wrong.setdefault(name, f"{name} lacks {lacking} of its {prod(stored.size)} elements")
         return wrong
 
     def tree(self) -> dict[str, Any]:
@@ -245,6 +249,7 @@ class Folder:
 
     def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
         by_pieces: dict[Any, LazyTensor] = {}
+        nbytes = 0
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
                 yield name, self._load(name, self._checked(self._others[name]))
@@ -257,13 +262,16 @@ class Folder:
             value = LazyTensor(name, stored.size, stored.properties.dtype, read, origin)
             # Tied parameters share their stored pieces, so names with the same pieces become one tensor again.
             pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in self._chunks[name])
-            yield name, by_pieces.setdefault(pieces, value) if value.numel() else value
+            if value.numel() and pieces not in by_pieces:
+                by_pieces[pieces], nbytes = value, nbytes + value.numel() * value.dtype.itemsize
+                check_size(nbytes, self._bytes)
+            yield name, by_pieces.get(pieces, value)
 
     def _load(self, what: str, data: bytes | memoryview) -> Any:
         try:
             return load_torch(io.BytesIO(data), weights_only=self._weights_only)
-        except ForbiddenClassError as error:
-            raise ValueError(f"{self.files.path}: {what}: {with_way_out(error)}.") from error
+        except UnsafeFileError as error:
+            raise UnsafeFileError(f"{self.files.path}: {what}: {error}.") from error
         except Exception as error:
             raise DamagedCheckpointError.of(
                 self.files.path, f"{what} cannot be read ({type(error).__name__}: {error})"
@@ -344,10 +352,6 @@ class Folder:
                 if record.crc32 is not None:
                     start = extent.start + record.start
                     yield replace(extent, start=start, length=record.length, crc32=record.crc32)
-
-
-def _ints(values: Any) -> tuple[int, ...] | None:
-    return None if values is None else tuple(values)
 
 
 def _flat(index: Any, shape: Any) -> int:

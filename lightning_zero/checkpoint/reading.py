@@ -23,7 +23,8 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format, check_structure
 from lightning_zero.checkpoint.module_versions import versions_in, with_versions
-from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch, with_way_out
+from lightning_zero.checkpoint.pickles import UnsafeFileError
+from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.saving import is_dense
 from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
 
@@ -99,13 +100,13 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         path: a Lightning file, or a ``torch.distributed.checkpoint`` folder written by this package, FSDP2 or another
             program; a local path or an fsspec URL.
         weights_only: ``False`` unpickles objects of any class, for example those added by hooks. Unpickling can run
-            code, so use ``False`` only for trusted checkpoints. Otherwise, such classes must be allowed with
-            ``torch.serialization.add_safe_globals``.
+            code, so use ``False`` only for checkpoints whose source you trust.
 
     Raises:
         FileNotFoundError: if the path does not exist, or is an empty folder.
         NoCheckpointError: if the path contains no checkpoint.
-        ValueError: if the checkpoint was written by a later version, or contains objects of forbidden classes.
+        UnsafeFileError: if the checkpoint contains more than data.
+        ValueError: if the checkpoint was written by a later version.
         DamagedCheckpointError: if damage is apparent without reading the whole checkpoint.
     """
     files = Files(path)
@@ -116,7 +117,22 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
             f"Checkpoint file not found: {files.path}. A checkpoint is a Lightning file, or a folder that contains "
             f"{DCP_METADATA}."
         )
-    return opened_folder(Folder(files, weights_only)) if files.is_folder else _open_file(files, weights_only)
+    try:
+        if files.is_folder:
+            return opened_folder(Folder(files, weights_only))
+        return _open_file(files.downloaded(), weights_only)
+    except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
+        raise DamagedCheckpointError.of(
+            files.path, f"its contents are not those of a checkpoint ({type(error).__name__}: {error})"
+        ) from error
+
+
+def open_for_run(path: str | os.PathLike[str], weights_only: bool | None) -> OpenedCheckpoint:
+    """Call ``open_checkpoint`` for the Trainer or Fabric, whose ``weights_only=False`` loads what is more than data."""
+    try:
+        return open_checkpoint(path, weights_only=weights_only)
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{str(error).rstrip('.')}; if you do, pass weights_only=False.") from None
 
 
 # -- one file ----------------------------------------------------------------------------------------------------------
@@ -146,8 +162,8 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             else:
                 file.seek(0)
                 checkpoint = load_torch(file, weights_only=weights_only)
-        except ForbiddenClassError as error:
-            raise ValueError(f"{files.path}: {with_way_out(error)}.") from error
+        except UnsafeFileError as error:
+            raise UnsafeFileError(f"{files.path}: {error}.") from error
         except Exception as error:
             if "PytorchStreamReader" in str(error):  # the archive lacks a record to which its pickle refers
                 raise DamagedCheckpointError.of(path, str(error).splitlines()[0]) from error

@@ -17,6 +17,7 @@ from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.engine.compat import IncompatibleKeys
 from lightning_zero.engine.init.deferred_param import give_values, may_values_wait, taking_values
 from lightning_zero.engine.init.sources import listed
+from lightning_zero.io.untrusted import inside
 
 _IN_A_FOLDER = (
     "model.safetensors",
@@ -102,16 +103,17 @@ def _read(path: Path) -> dict[str, Tensor]:
     if (path / DCP_METADATA).is_file():
         return open_checkpoint(path).checkpoint.get("state_dict", {})
     if path.is_dir():
-        found = next((path / name for name in _IN_A_FOLDER if (path / name).is_file()), None)
+        found = next((name for name in _IN_A_FOLDER if (path / name).is_file()), None)
         if found is None:
             raise FileNotFoundError(f"{path} has no weights: it must contain one of {', '.join(_IN_A_FOLDER)}.")
-        path = found
+        path = Path(inside(path, found))
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist: load_weights takes a weights file, or a folder with one.")
     if path.suffix == ".json":
         with _named_in_errors(path):
-            files = sorted(set(json.loads(path.read_text())["weight_map"].values()))
-        return {name: tensor for file in files for name, tensor in _read(path.parent / file).items()}
+            names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            files = [Path(inside(path.parent, name)) for name in names if not name.endswith(".json")]
+        return {name: tensor for file in files for name, tensor in _read(file).items()}
     if path.suffix == ".safetensors":
         try:
             from safetensors.torch import load_file
@@ -122,7 +124,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         with _named_in_errors(path):
             return load_file(path, device="cpu")
     with _named_in_errors(path):
-        loaded = load_torch(path, mmap=zipfile.is_zipfile(path), may_have_configuration=False)
+        loaded = load_torch(path, mmap=zipfile.is_zipfile(path))
         if not isinstance(loaded, dict):
             raise TypeError(f"it contains a {type(loaded).__name__} instead of a state dict")
         return loaded["state_dict"] if "pytorch-lightning_version" in loaded else loaded  # a Lightning checkpoint

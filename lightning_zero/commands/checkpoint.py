@@ -57,12 +57,6 @@ def parser() -> Parser:
         if name not in ("inspect", "verify"):
             added.add_argument("out", metavar="OUT", help="FOLDER/NAME.safetensors" if name == "export" else None)
             added.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
-        if name != "import":
-            added.add_argument(
-                "--trust",
-                action="store_true",
-                help="unpickle objects of any class in PATH, which can run any code (weights_only=False)",
-            )
         added.add_argument("--json", action="store_true", help="print the result as JSON")
         return added
 
@@ -105,14 +99,8 @@ def parser() -> Parser:
 
 def _open(options: Any) -> Any:
     from lightning_zero.checkpoint.reading import open_checkpoint
-    from lightning_zero.checkpoint.restricted import CodeToRunError, ForbiddenClassError
 
-    try:
-        return open_checkpoint(options.path, weights_only=False if options.trust else None)
-    except ValueError as error:
-        if isinstance(error.__cause__, ForbiddenClassError) and not isinstance(error.__cause__, CodeToRunError):
-            raise ValueError(f"{error} In this command, write --trust instead of weights_only=False.") from error
-        raise
+    return open_checkpoint(options.path)
 
 
 def _say(text: str) -> None:

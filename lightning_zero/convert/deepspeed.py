@@ -29,12 +29,15 @@ from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.module_versions import renamed, versions_in, with_versions
+from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.restricted import ForbiddenClassError, load_torch
+from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.io.untrusted import inside, open_regular
 
+_MOST_RANKS, _LONGEST_TAG = 2**16, 200
 _OPTIMIZER_FILE = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL_FILE = re.compile(r"(?:zero_pp_rank_(\d+)_)?mp_rank_(\d+)_model_states\.pt")
 
@@ -64,11 +67,20 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
     Raises:
         FileNotFoundError: if there is no checkpoint, or files of some ranks are missing.
         ValueError: if the checkpoint was not written by ZeRO stages 1 to 3, or the model was also split by another
-            kind of parallelism; if the files come from different saves; or if they contain objects of classes that are
-            not allowed (such objects are never created).
+            kind of parallelism; if the files come from different saves; or if a name or link leads out of the folder.
+        UnsafeFileError: if a file contains more than data.
         DamagedCheckpointError: if a file cannot be read.
     """
     folder = _folder_of_tag(Path(path))
+    try:
+        return _opened(os.fspath(path), folder)
+    except (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError) as error:
+        raise DamagedCheckpointError(
+            f"{folder} is damaged: its entries are not DeepSpeed's ({type(error).__name__}: {error})."
+        ) from error
+
+
+def _opened(path: str, folder: Path) -> OpenedCheckpoint:
     optimizer_files, model_files = _rank_files(folder)
     models = {rank: _load(file) for rank, file in model_files.items()}
     by_rank = {rank: _load(file)["optimizer_state_dict"] for rank, file in optimizer_files.items()}
@@ -110,9 +122,7 @@ def open_deepspeed(path: str | os.PathLike[str]) -> OpenedCheckpoint:
 
     written_by = {"deepspeed": str(model.get("ds_version", "")), "stage": stage, "world_size": len(saved)}
     extents = _extents([*optimizer_files.values(), *model_files.values()])
-    return OpenedCheckpoint(
-        os.fspath(path), "sharded", written_by, checkpoint, checkpoint, names, Files(folder), extents
-    )
+    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), extents)
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
@@ -127,9 +137,11 @@ def _folder_of_tag(path: Path) -> Path:
     if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
         return path
     if "latest" in names:
-        folder = path / (path / "latest").read_text().strip()
+        with open_regular(inside(path, "latest")) as file:
+            name = file.read(_LONGEST_TAG).decode(errors="replace").strip()
+        folder = Path(inside(path, name))
         if not folder.is_dir():
-            raise FileNotFoundError(f"{path}/latest names '{folder.name}', but {path} contains no such folder.")
+            raise FileNotFoundError(f"{path}/latest names '{name}', but {path} contains no such folder.")
         return folder
     for tag in (path / name for name in reversed(names)):
         if tag.is_dir() and any(map(_OPTIMIZER_FILE.fullmatch, os.listdir(tag))):
@@ -158,8 +170,8 @@ def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     if not model:
         raise FileNotFoundError(f"{folder} is incomplete: it has no file '..._model_states.pt'.")
     return (
-        dict(sorted((int(match[1]), folder / match.string) for match in optimizer)),
-        dict(sorted((int(match[1] or 0), folder / match.string) for match in model)),
+        dict(sorted((int(match[1]), Path(inside(folder, match.string))) for match in optimizer)),
+        dict(sorted((int(match[1] or 0), Path(inside(folder, match.string))) for match in model)),
     )
 
 
@@ -170,7 +182,9 @@ def _other_parallelism(folder: Path, evidence: list[str]) -> str:
     )
 
 
-def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: int) -> None:
+def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: Any) -> None:
+    if not isinstance(world_size, int) or not 0 < world_size <= _MOST_RANKS:
+        raise DamagedCheckpointError(f"{folder} is damaged: its partition_count is not a number of ranks.")
     wrong = sorted(set(ranks) ^ set(range(world_size)))
     if wrong:
         raise FileNotFoundError(
@@ -193,19 +207,21 @@ class _Inert:
         pass
 
 
+def _stand_in(name: str) -> Any:
+    """Return what takes the place of a class of this name; None if the name is not one of DeepSpeed's."""
+    if name == "argparse.Namespace":
+        return argparse.Namespace
+    if not name.startswith("deepspeed."):
+        return None
+    return int if name.endswith(".ZeroStageEnum") else _Inert
+
+
 def _load(file: Path) -> dict[str, Any]:
     """Load a DeepSpeed file with memory-mapped tensors, without importing DeepSpeed's classes."""
     try:
-        named = torch.serialization.get_unsafe_globals_in_checkpoint(file)
-        own = [
-            (int if name.endswith(".ZeroStageEnum") else _Inert, name)
-            for name in named
-            if name.startswith("deepspeed.")
-        ]
-        with torch.serialization.safe_globals([argparse.Namespace, *own]):
-            loaded = load_torch(file, mmap=True)
-    except ForbiddenClassError as error:
-        raise ValueError(f"{file}: {error}.") from error
+        loaded = load_torch(file, mmap=True, stand_in=_stand_in)
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{file}: {error}.") from error
     except Exception as error:
         raise DamagedCheckpointError(
             f"{file} ({file.stat().st_size} bytes) is damaged, or not a DeepSpeed file: {type(error).__name__}: {error}"
@@ -340,6 +356,8 @@ def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
     """Join memory-mapped parts into one lazy tensor, and convert low-precision values to fp32."""
     parts = [part.detach() for part in parts]  # masters are saved with requires_grad=True
     numel, dtype = prod(shape), parts[0].dtype if parts else torch.float32
+    if sum(part.numel() for part in parts) < numel:
+        raise DamagedCheckpointError(f"{name} is damaged: its files lack some of its {numel} elements.")
     dtype = torch.float32 if dtype in LOW_PRECISION else dtype
 
     def read(start: int, stop: int) -> Tensor:

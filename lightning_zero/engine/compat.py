@@ -35,7 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch._weights_only_unpickler import Unpickler
+from torch._weights_only_unpickler import Unpickler, _get_allowed_globals, _get_user_allowed_globals
 from torch.autograd import profiler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import optimizer as optimizers
@@ -160,6 +160,11 @@ def offset_in_file(tensor: torch.Tensor) -> int:
     offset = tensor.untyped_storage()._checkpoint_offset
     assert offset is not None
     return offset
+
+
+def allowed_globals() -> tuple[set[str], set[str]]:
+    """Dotted names that ``torch.load(weights_only=True)`` accepts: by default, and because they have been allowed."""
+    return set(_get_allowed_globals()), set(_get_user_allowed_globals())
 
 
 def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import socket
 import time
 
-LABEL = r"(?P<label>.+-\d+-[0-9a-f]{16})"
-"""Regular expression for a label within a file name. It does not match dates."""
+LABEL = r"(?P<label>.+-[1-9]\d{0,8}-[0-9a-f]{16})"
+"""Regular expression for a label within a file name. It matches neither dates nor numbers that no process can have."""
 
 _FORGOTTEN = 24 * 3600
 """Seconds without a write after which a file from another machine is treated as left over from a dead process."""
@@ -33,10 +34,10 @@ def created(label: str) -> int:
 
 
 def is_of_the_dead(label: str) -> bool | None:
-    """Whether the process that created a label has ended; None for a label from another machine."""
+    """Whether the process that created a label has ended; None for a label from another machine, or no label."""
     process, _, number = label.rpartition("-")
     machine, _, pid = process.rpartition("-")
-    if machine != this_machine():
+    if machine != this_machine() or not re.fullmatch(LABEL, label):
         return None
     if int(pid) == os.getpid():  # perhaps an earlier process: a restarted container may reuse ids
         return int(number, 16) < _FIRST

@@ -12,6 +12,7 @@ import yaml
 from lightning_zero.io.annotations import matches
 from lightning_zero.io.paths import read_json
 from lightning_zero.io.plain import plain
+from lightning_zero.io.untrusted import read_yaml
 from lightning_zero.reporting.manifest import NAME as MANIFEST
 
 Curve = list[tuple[int, float]]
@@ -54,10 +55,11 @@ def read_runs(folder: Path) -> list[Run]:
 
 def overrides_of(folder: Path) -> list[str]:
     """Hydra's overrides for the job in a folder; empty if Hydra has written none. Raises ReportError if damaged."""
+    found: Any = None
     try:
-        found = yaml.safe_load(_text_in(folder, OVERRIDES) or "[]")
-    except (yaml.YAMLError, RecursionError, ValueError):
-        found = None
+        found = read_yaml(folder / OVERRIDES) if _is_readable(folder, OVERRIDES) else []
+    except (OSError, ValueError, yaml.YAMLError):
+        pass
     if not matches(found, list[str]):
         raise ReportError(f"{folder / OVERRIDES} is not a YAML file with a list of overrides")
     return found

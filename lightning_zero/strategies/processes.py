@@ -25,7 +25,8 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.on_rank_0 import on_rank_0
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_checkpoint
+from lightning_zero.checkpoint.pickles import UnsafeFileError
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine import Engine
@@ -375,7 +376,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open and verify a checkpoint in any format. Collective: an error on one rank is raised on every rank."""
-        opened = self._alike(lambda: open_checkpoint(path, weights_only=weights_only))
+        opened = self._alike(lambda: open_for_run(path, weights_only))
         ranks = 1 if self._is_alone else process_group.world_size()
         self._alike(lambda: opened.verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
         if self.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
@@ -389,8 +390,9 @@ class ZeroProcesses(ParallelStrategy):
             result = act()
         except Exception as raised:
             error = raised
-        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, CheckpointNotSavedError]
-        kinds += [FileNotFoundError, OSError, RuntimeError, TypeError, AttributeError, PicklingError]
+        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, UnsafeFileError]
+        kinds += [CheckpointNotSavedError, FileNotFoundError, OSError]
+        kinds += [RuntimeError, TypeError, AttributeError, PicklingError]
         kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
         said = self.all_gather_values(None if error is None else (kind, str(error)))
         if error is not None:

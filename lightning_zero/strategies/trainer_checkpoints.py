@@ -280,12 +280,13 @@ class TrainerCheckpoints(ZeroProcesses):
             FileNotFoundError: if there is nothing at the path.
             DamagedCheckpointError: if the checkpoint is incomplete or altered.
             NoCheckpointError: if the path contains no checkpoint.
-            ValueError: if a newer version wrote the checkpoint, or it contains objects of forbidden classes.
+            UnsafeFileError: if the checkpoint contains more than data.
+            ValueError: if a newer version wrote the checkpoint.
         """
         self._alike(self._saver.finish)
         if self._resilience is not None and (kept := self._resilience.opened(checkpoint_path)) is not None:
             return kept
-        if not self._has_default_io or str(checkpoint_path).startswith("http"):
+        if not self._has_default_io:
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint

@@ -126,7 +126,7 @@ COMPLETIONS = {
     "lightning-zero chec": ["checkpoint"],
     "lightning-zero checkpoint ": [*CHECKPOINT_COMMANDS],
     "lightning-zero checkpoint import ": ["deepspeed", "fsdp"],
-    "lightning-zero checkpoint inspect --": ["--help", "--trust", "--json", "--all"],
+    "lightning-zero checkpoint inspect --": ["--help", "--json", "--all"],
     "lightning-zero checkpoint convert a b --to ": ["full", "sharded"],
     "lightning-zero plan --stage 1 ": ["0", "1", "2", "3"],
     "lightning-zero plan package.module:Net --ra": ["--ranks"],

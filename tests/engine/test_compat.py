@@ -260,11 +260,19 @@ def test_a_torch_file_is_read_by_record_name_and_without_values(tmp_path):
     torch.save({"w": torch.ones(3)}, path)
     reader = compat.PyTorchFileReader(path)
     assert "data.pkl" in reader.get_all_records() and zipfile.is_zipfile(path)
+    assert reader.get_record_size("data/0") == 12
     with compat.FakeTensorMode():
         found = torch.load(path, weights_only=True)
     assert found["w"].shape == (3,) and type(found["w"]) is not Tensor
     stored = Path(path).read_bytes()[compat.offset_in_file(found["w"]) :][:12]
     assert stored == torch.ones(3).numpy().tobytes()
+
+
+def test_the_names_that_torch_loads_are_known():
+    assert {"torch._utils._rebuild_tensor_v2", "collections.OrderedDict"} <= compat.allowed_globals()[0]
+    with torch.serialization.safe_globals([Path, (Path, "mine.Own")]):
+        default, allowed = compat.allowed_globals()
+    assert {f"{Path.__module__}.Path", "mine.Own"} <= allowed and "mine.Own" not in default
 
 
 def test_torch_func_transforms_can_be_detected_and_suspended():

@@ -1,0 +1,90 @@
+"""Read files that others may have prepared: names stay within their folder, and small files take little memory."""
+
+from __future__ import annotations
+
+import os
+import stat
+from typing import IO, Any
+
+import yaml
+
+_YAML_BYTES, _YAML_VALUES, _YAML_DEPTH = 2**18, 10**5, 100
+
+
+def inside(folder: str | os.PathLike[str], name: str) -> str:
+    """Return the path of a file or folder whose name was found in data or in an untrusted folder.
+
+    Args:
+        folder: the folder that must contain it. The folder itself may be reached through a link.
+        name: the name, relative to the folder.
+
+    Raises:
+        ValueError: if the name leads out of the folder: absolute, with ``..``, or through a link.
+    """
+    root = os.path.realpath(folder)
+    roots = [root]
+    parent, kind = os.path.split(os.path.dirname(root))
+    if kind == "snapshots":  # in Hugging Face's cache, the files of a snapshot are links to blobs beside the snapshots
+        roots.append(os.path.join(parent, "blobs"))
+    path = os.path.join(folder, name)
+    try:
+        place = os.path.realpath(path)
+    except ValueError:  # a null byte
+        place = ""
+    if not any(place.startswith(os.path.join(each, "")) for each in roots):
+        raise ValueError(
+            f"{os.fspath(folder)} refers to {name[:200]!r}, which leads out of this folder: copy the file into the "
+            "folder if you trust its source"
+        )
+    return path
+
+
+def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
+    """Open a regular file for reading. Reading a pipe or a device might never end.
+
+    Raises:
+        ValueError: if it is not a regular file.
+        OSError: if it cannot be opened.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ValueError(f"{os.fspath(path)} is not a regular file")
+    return open(descriptor, "rb")
+
+
+def read_yaml(path: str | os.PathLike[str]) -> Any:
+    """Read a small YAML file of plain values. Aliases are followed only if the values that they repeat are few.
+
+    Raises:
+        yaml.YAMLError: if it is not YAML, has tags other than those of plain values, or is too large.
+        ValueError, OSError: see ``open_regular``.
+    """
+    with open_regular(path) as file:
+        text = file.read(_YAML_BYTES + 1)
+    kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    depth = 0
+    for event in yaml.parse(text, kind):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _YAML_DEPTH or len(text) > _YAML_BYTES:  # libyaml's recursion would end the process
+            raise yaml.YAMLError(f"{os.fspath(path)} is large")
+    loader = kind(text)
+    try:
+        node = loader.get_single_node()
+        if node is None or _values_in(node, {}) <= _YAML_VALUES:
+            return None if node is None else loader.construct_document(node)
+    except RecursionError:
+        pass
+    finally:
+        loader.dispose()
+    raise yaml.YAMLError(f"{os.fspath(path)} repeats values")
+
+
+def _values_in(node: Any, known: dict[Any, int]) -> int:
+    """Return the number of values in a YAML node, counted each time that they occur. A cycle is a RecursionError."""
+    if not isinstance(node, yaml.CollectionNode):
+        return 1
+    if node not in known:
+        inside = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
+        known[node] = 1 + sum(_values_in(part, known) for part in inside)
+    return known[node]
