@@ -16,7 +16,7 @@ import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import chain
 from operator import attrgetter
 from types import CodeType
@@ -39,7 +39,7 @@ from torch._weights_only_unpickler import Unpickler, _get_allowed_globals, _get_
 from torch.autograd import profiler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
 from torch.optim import optimizer as optimizers
-from torch.utils import _foreach_utils
+from torch.utils import _device, _foreach_utils
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_made_of_tensors
 from torch.utils._pytree import (
@@ -324,6 +324,24 @@ def _running(code: CodeType, of: Any) -> int:
         count += frame.f_code is code and frame.f_locals.get("self") is of
         frame = frame.f_back
     return count
+
+
+def is_called_by(names: Container[str]) -> bool:
+    """Whether a function with one of these names is on the stack."""
+    frame = sys._getframe().f_back
+    while frame is not None and frame.f_code.co_name not in names:
+        frame = frame.f_back
+    return frame is not None
+
+
+def is_within_meta_device() -> bool:
+    """Whether the running operator was called within ``torch.device("meta")``, which torch has left for its time."""
+    frame, context = sys._getframe().f_back, None
+    while frame is not None:
+        if frame.f_code is _device.DeviceContext.__torch_function__.__code__:
+            context = frame.f_locals["self"]  # of several contexts, torch calls the innermost first
+        frame = frame.f_back
+    return context is not None and context.device.type == "meta"
 
 
 def is_in_functional_call() -> bool:

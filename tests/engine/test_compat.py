@@ -226,6 +226,32 @@ def test_hooks_of_an_optimizer_can_be_listed_and_ordered():
     assert compat.is_step_of_scheduler(optimizer.step)
 
 
+def test_the_device_under_which_an_operator_was_called_is_known_within_the_operator():
+    seen = []
+
+    class Watching(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func, types, args=(), kwargs=None):
+            seen.append(compat.is_within_meta_device())
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    tensor = torch.zeros(2).as_subclass(Watching)
+    for outer, inner in (("cpu", "meta"), ("meta", "cpu")):
+        with torch.device(outer):
+            tensor.add_(1)
+            with torch.device(inner):
+                tensor.add_(1)
+    tensor.add_(1)
+    assert seen == [False, True, True, False, False]
+
+
+def test_functions_on_the_stack_are_found_by_name():
+    def reset_parameters():
+        return compat.is_called_by(("reset_parameters",))
+
+    assert reset_parameters() and not compat.is_called_by(("reset_parameters",))
+
+
 @pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
 def test_backward_hooks_of_a_module_are_found(name):
     module = nn.Linear(2, 2)

@@ -16,7 +16,7 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from tests.fabric.training import make_fabric, weights
 from tests.support.models import CLASSES, VOCABULARY
 from tests.support.trainer import Learner, fit, make_trainer
-from tests.support.training import same_tensors, same_values
+from tests.support.training import same_on_every_rank, same_tensors, same_values
 
 
 class Net(nn.Module):
@@ -239,3 +239,46 @@ def refuses_what_cannot_be_recorded() -> None:
 
 def test_writes_that_cannot_be_recorded_are_refused_or_take_memory(run_on):
     run_on(1, refuses_what_cannot_be_recorded)
+
+
+class Scaled(Net):
+    """Initialises itself by ``_init_weights``, and before or after that by hand, as nanoGPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        nn.init.constant_(self.layers[0].weight, 3.0)
+        self.apply(self._init_weights)
+        nn.init.normal_(self.layers[1].weight, std=0.02)
+        self.head.weight.data[0] = 5.0
+        self.head.weight.data.mul_(2.0)
+
+
+def stand_still(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.0)
+
+
+class OnMeta(Learner):
+    def __init__(self) -> None:
+        super().__init__(model=nn.Identity, batches=2, optimizer=stand_still)
+
+    def configure_model(self) -> None:
+        if isinstance(self.model, nn.Identity):
+            with torch.device("meta"):
+                self.model = Scaled()
+            assert all(p.device.type == "meta" for p in self.model.parameters()), "something was drawn"
+
+
+def write_on_meta(stage: int, precision: str) -> None:
+    found = fit(f"zero{stage}", OnMeta, max_epochs=1, precision=precision).weights
+    assert (found["model.layers.0.weight"] == 7).all() and (found["model.table.weight"] == 7).all()
+    assert 0.01 < found["model.layers.1.weight"].float().std() < 0.03
+    assert (found["model.head.weight"][0] == 10).all() and (found["model.head.weight"][1:] == 14).all()
+    same_on_every_rank(found)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_what_a_constructor_writes_on_the_meta_device_is_repeated_after_the_modules_initialisation(
+    run_on, stage, precision
+):
+    run_on(2, write_on_meta, stage=stage, precision=precision)

@@ -216,7 +216,8 @@ class Materialiser:
         """Repeat what user code has written to a part of a new parameter, now that modules have initialised it."""
         for name, parameter in self._module.named_parameters():
             for write in self._sources[name].writes:
-                write.repeat(parameter, _of_rank_0(self._communicator, write.state))
+                state = write.state
+                write.repeat(parameter, None if state is None else _of_rank_0(self._communicator, state))
 
     def _check_all_have_values(self) -> None:
         missing = [

@@ -451,8 +451,7 @@ def _record(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
 def _act(func: Any, args: Any, kwargs: Any) -> Any:
     handler, only_reads = _kind_of(func)
     if not only_reads and _targets(func) == [0] and (lazy := _recording(args[0])) is not None:
-        if torch.get_default_device().type != "meta":  # as in torch, nothing is written within torch.device("meta")
-            return _record(lazy, func, args, kwargs)
+        return _record(lazy, func, args, kwargs)
     if only_reads and not kwargs and (at_hand := _at_hand(args)) is not None:
         return func(*at_hand)
     out = handler(func, args, kwargs) if handler is not None else NotImplemented

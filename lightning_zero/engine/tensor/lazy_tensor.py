@@ -14,8 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.compat import is_called_by, is_within_meta_device
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
+
+INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights", "reset_lora_parameters")
+"""Methods that initialise modules, by name. They are called again when a module without values is sharded."""
 
 
 @dataclass(frozen=True)
@@ -25,14 +29,14 @@ class Write:
     Attributes:
         steps: the operators that make the view; see ``RecordedView``.
         function, args, kwargs: the operator, and its arguments without the tensor.
-        state: the state of ``generator`` before the operator ran.
+        state: the state of ``generator`` before the operator ran; None if it has not run yet.
     """
 
     steps: list[tuple[Any, Any, Any]]
     function: Any
     args: Any
     kwargs: Any
-    state: Tensor
+    state: Tensor | None
 
     @property
     def generator(self) -> torch.Generator:
@@ -44,8 +48,12 @@ class Write:
 
     def repeat(self, tensor: Tensor, state: Tensor | None = None) -> None:
         """Write to another tensor with the random numbers drawn from ``state``, by default those of the first time."""
+        state = self.state if state is None else state
+        if state is None:
+            self.run(tensor)
+            return
         before = self.generator.get_state()
-        self.generator.set_state(self.state if state is None else state)
+        self.generator.set_state(state)
         try:
             self.run(tensor)
         finally:
@@ -159,10 +167,20 @@ class LazyTensor(WrapperTensor):
         return self._source.writes is not None
 
     def record(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
-        """Run an operator on a temporary tensor, so that random numbers are drawn now, and record it."""
+        """Record an operator, and run it on a temporary tensor, so that random numbers are drawn now.
+
+        Within ``torch.device("meta")`` nothing is drawn, and operators of initialisers are not recorded: these will run
+        again, and replace what the tensor held before.
+        """
         source = self._source
         writes = source.writes
         assert writes is not None
+        if is_within_meta_device():
+            if is_called_by(INITIALISERS):
+                writes.clear()
+            else:
+                writes.append(Write(steps, function, args, kwargs, None))
+            return
         values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
         if not source.is_written:
             for write in writes:
