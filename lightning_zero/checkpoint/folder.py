@@ -29,12 +29,12 @@ from lightning_zero.checkpoint.form import (
     VERSIONS,
     Manifest,
     check_format,
-    check_structure,
 )
 from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.module_versions import with_versions
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import check_size, load_torch
+from lightning_zero.checkpoint.trees import check_structure
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-
-from lightning_zero.checkpoint.checksums import NoCheckpointError
 
 FORMAT = 1
 """Format version of new checkpoints; checkpoints of this version and earlier ones can be read."""
@@ -80,43 +77,6 @@ class Manifest:
         if body.pop("crc32") != zlib.crc32(_encoded(body)):
             raise ValueError("its checksum does not match its contents")
         return cls(**{name: body.get(name) for name in ("written_by", "files", "pieces", "format")})
-
-
-def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse configurations of OmegaConf where dicts and lists are read: reading them would resolve interpolations.
-
-    Raises:
-        NoCheckpointError: if a part of the checkpoint that is not the project's own has such a configuration.
-    """
-    for name, value in _structure_of(checkpoint):
-        if type(value).__module__.partition(".")[0] == "omegaconf":
-            raise NoCheckpointError(
-                f"{path} is not a checkpoint: {name} has a {type(value).__name__}, where a dictionary, list or plain "
-                "value belongs."
-            )
-
-
-def _structure_of(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the dicts and lists that this package reads, and the names of the entries that they are in."""
-    for name in ("state_dict", "optimizer_states"):
-        yield name, checkpoint.get(name)
-    yield from ((CHECKPOINT_KEY, value) for value in _all_in(checkpoint.get(CHECKPOINT_KEY)))
-    for name, value in checkpoint.items():
-        if not str(name).startswith("optimizer_") or not isinstance(value, (dict, list)):
-            continue
-        for state in value if isinstance(value, list) else [value]:
-            groups = state.get("param_groups") if isinstance(state, dict) else None
-            parts = [state, groups, state.get("state") if isinstance(state, dict) else None]
-            for group in groups if isinstance(groups, list) else ():
-                parts += [group, group.get("params") if isinstance(group, dict) else None]
-            yield from ((name, part) for part in parts)
-
-
-def _all_in(value: Any) -> Iterator[Any]:
-    yield value
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _all_in(item)
 
 
 def check_format(path: str, number: Any) -> None:

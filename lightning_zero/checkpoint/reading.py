@@ -21,11 +21,12 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, 
 from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format, check_structure
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.module_versions import versions_in, with_versions
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.saving import is_dense
+from lightning_zero.checkpoint.trees import check_structure
 from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
 
 

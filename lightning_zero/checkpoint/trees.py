@@ -1,4 +1,4 @@
-"""Divide the contents of a checkpoint into what DCP can store and what it cannot."""
+"""Divide the contents of a checkpoint into what DCP can store and what it cannot, and check their structure."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_zero.checkpoint.checksums import NoCheckpointError
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
@@ -95,3 +97,40 @@ def _is_flattened(value: Any) -> bool:
     if isinstance(value, list):
         return any(map(_is_flattened, value))
     return isinstance(value, (dict, Tensor))
+
+
+def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
+    """Refuse configurations of OmegaConf where dicts and lists are read: reading them would resolve interpolations.
+
+    Raises:
+        NoCheckpointError: if a part of the checkpoint that is not the project's own has such a configuration.
+    """
+    for name, value in _structure_of(checkpoint):
+        if type(value).__module__.partition(".")[0] == "omegaconf":
+            raise NoCheckpointError(
+                f"{path} is not a checkpoint: {name} has a {type(value).__name__}, where a dictionary, list or plain "
+                "value belongs."
+            )
+
+
+def _structure_of(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Iterate over the dicts and lists that this package reads, and the names of the entries that they are in."""
+    for name in ("state_dict", "optimizer_states"):
+        yield name, checkpoint.get(name)
+    yield from ((CHECKPOINT_KEY, value) for value in _all_in(checkpoint.get(CHECKPOINT_KEY)))
+    for name, value in checkpoint.items():
+        if not str(name).startswith("optimizer_") or not isinstance(value, (dict, list)):
+            continue
+        for state in value if isinstance(value, list) else [value]:
+            groups = state.get("param_groups") if isinstance(state, dict) else None
+            parts = [state, groups, state.get("state") if isinstance(state, dict) else None]
+            for group in groups if isinstance(groups, list) else ():
+                parts += [group, group.get("params") if isinstance(group, dict) else None]
+            yield from ((name, part) for part in parts)
+
+
+def _all_in(value: Any) -> Iterator[Any]:
+    yield value
+    if isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _all_in(item)
