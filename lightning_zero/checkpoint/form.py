@@ -83,10 +83,10 @@ class Manifest:
 
 
 def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse configurations of OmegaConf where dicts and lists are read: reading them would resolve interpolations.
+    """Refuse OmegaConf's containers in place of dicts and lists: reading them would resolve interpolations.
 
     Raises:
-        NoCheckpointError: if a part of the checkpoint that is not the project's own has such a configuration.
+        NoCheckpointError: if a part of the checkpoint that this package reads is such a container.
     """
     for name, value in _structure_of(checkpoint):
         if type(value).__module__.partition(".")[0] == "omegaconf":
@@ -97,7 +97,7 @@ def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _structure_of(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the dicts and lists that this package reads, and the names of the entries that they are in."""
+    """Yield the values that this package reads as dicts and lists, each after the name of the entry with the value."""
     for name in ("state_dict", "optimizer_states"):
         yield name, checkpoint.get(name)
     yield from ((CHECKPOINT_KEY, value) for value in _all_in(checkpoint.get(CHECKPOINT_KEY)))

@@ -61,8 +61,8 @@ def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def flattened(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return a tree's leaves and their paths by DCP's dotted names, like ``flatten_state_dict`` of DCP.
 
-    Only dicts, and lists with dicts or tensors, are flattened. DCP also flattens other mappings, which would lose their
-    class, and of which OmegaConf's would be resolved.
+    Only dicts, and lists with dicts or tensors, are flattened. DCP also flattens other mappings, which would then lose
+    their class; OmegaConf's would be resolved.
 
     Raises:
         ValueError: if two leaves have the same name.
@@ -73,8 +73,8 @@ def flattened(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[
         name = ".".join(map(str, path))
         if name in leaves:
             raise ValueError(
-                f"Two values of the checkpoint have the name {name!r} in a sharded checkpoint: rename one of the keys, "
-                "or write ZeroStrategy(checkpoint='full')."
+                f"Two values in this sharded checkpoint have the name {name!r}: rename one of the keys, or write "
+                "ZeroStrategy(checkpoint='full')."
             )
         leaves[name], paths[name] = leaf, path
     return leaves, paths
