@@ -163,7 +163,7 @@ class NBEATS(Regression):
 
 
 class SchNet(Regression):
-    """Continuous-filter convolutions over the pairs of a molecule's atoms, which are within reach of each other."""
+    """Continuous-filter convolutions over pairs of a molecule's atoms that are within reach of each other."""
 
     def __init__(self, width: int = 64, interactions: int = 6, filters: int = 32) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ _PRIVATE = mmap.MAP_PRIVATE | _NO_RESERVE
 
 
 class Files:
-    """The file or folder at a path. Names of files in a folder must not lead out of it, through links either.
+    """The file or folder at a path. A file's name must not lead out of the folder, not even through a link.
 
     Args:
         path: a local path, or an fsspec URL.
@@ -63,7 +63,7 @@ class Files:
         return self._fs.open(self._where(name), "rb")
 
     def downloaded(self) -> Files:
-        """Return the file as a temporary local file if its server may be unable to send parts of it (HTTP)."""
+        """Return a temporary local copy of a file at an HTTP address (servers may not send parts); else this object."""
         return _Downloaded(self) if "http" in self._fs.protocol else self
 
     def read(self, name: str) -> bytes:

@@ -46,7 +46,7 @@ _CLASSES = {
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
 
 _DIMENSIONS = 8
-"""Number of dimensions along which a tensor may be divided: the check takes twice as long for each of them."""
+"""Maximum number of dimensions along which a tensor is divided: each one doubles the time that the check takes."""
 
 
 class _Record:
@@ -77,14 +77,14 @@ class _Unpickler(pickle.Unpickler):
             return OrderedDict
         if name not in _CLASSES.get(module, ()) and not (module.split(".")[0] == "pathlib" and name in _PATHS):
             raise UnsafeFileError.of(f"it contains {module}.{name}, which is not data")
-        if name not in self._classes:  # a new class, so that nothing in the file can change a class that exists
+        if name not in self._classes:  # a new class, so that nothing in the file can change an existing class
             base = _Properties if name == "TensorProperties" else _Record
             self._classes[name] = type(name, (base,), {})
         return self._classes[name]
 
 
 def load_dcp_metadata(data: bytes) -> Metadata:
-    """Load a ``.metadata`` file: the tensors, their pieces, and the files and other values.
+    """Load a ``.metadata`` file, which says which pieces of tensors and which other values are in which file.
 
     Raises:
         UnsafeFileError: if the file contains more than metadata; nothing that it names is imported or called.
@@ -141,7 +141,7 @@ def _size(values: Iterable[Any]) -> torch.Size:
 
 
 def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
-    """Return the path of each value, by its name. Lists may have gaps, but few."""
+    """Return each value's path, by its name. The lists that the paths describe may have a limited number of gaps."""
     lists: dict[tuple[str | int, ...], set[int]] = {}
     for name, path in (planner_data or {}).items():
         if not isinstance(path, tuple) or not 0 < len(path) < 100 or not {str, int}.issuperset(map(type, path)):

@@ -1,4 +1,4 @@
-"""Serialise objects on rank 0 alone, although they refer to sharded tensors: the other ranks join its gathers.
+"""Serialise objects that refer to sharded tensors on rank 0 alone, while the other ranks join rank 0's gathers.
 
 Only rank 0 decides what is gathered, since objects such as hyperparameters may differ between ranks. Tensors are
 gathered one by one, to CPU memory.
@@ -27,7 +27,7 @@ Gather = Callable[[Any], list[Any]]
 
 _Result = TypeVar("_Result")
 _Place = tuple[Any, ...]
-"""Identifies a tensor or an optimizer's state on every rank: the engine's name, a kind, and what the kind requires."""
+"""Identifies a tensor or an optimizer's state on every rank: the engine's name, a kind, and keys for that kind."""
 
 
 def on_rank_0(
@@ -42,8 +42,8 @@ def on_rank_0(
 
     Args:
         gather: all-gathers a value; None if there is no other rank.
-        written: returns full values that the checkpoint contains anyway, by the ``identity`` of the sharded tensor.
-            Equal values that ``act`` reads share their memory, so that ``torch.save`` writes them once.
+        written: returns full values that the checkpoint contains anyway, by the ``identity`` of the sharded tensor. If
+            ``act`` reads an equal value of that tensor, it gets the same memory, so that ``torch.save`` writes it once.
     """
     if rank != 0:
         if gather is not None:
@@ -84,7 +84,7 @@ def _reading_by(reading: Reader | None) -> Iterator[None]:
 
 
 class _Leader:
-    """Reads sharded tensors for rank 0, see ``Reader``; before each gather, rank 0 sends the other ranks its place."""
+    """Reads sharded tensors for rank 0, see ``Reader``; sends a tensor's place to the other ranks before a gather."""
 
     def __init__(self, gather: Gather | None, written: Callable[[], Mapping[Any, Tensor]]) -> None:
         self._gather, self._written = gather, written
@@ -119,7 +119,7 @@ class _Leader:
         if place is None or not all(self._gather(True)):
             raise RuntimeError(
                 f"{what}, or a tensor derived from it, cannot be gathered for an object in the checkpoint, because not "
-                "every rank has it. Derive tensors on every rank (not inside 'if rank == 0:')."
+                "every rank has it. Make such tensors on every rank (not inside 'if rank == 0:')."
             )
 
 
@@ -148,7 +148,7 @@ def _place_of_states(states: MasterStates) -> _Place | None:
 
 
 def _at(place: _Place) -> Callable[[], Any] | None:
-    """Return the function that takes part in the gather of what is at a place; None if there is nothing."""
+    """Return a function that takes part in the gather of the tensor or state at a place; None if there is none."""
     name, kind, which, *more = place
     engine = next((each for each in engines() if each.communicator.everyone.name == name), None)
     if engine is None:

@@ -1,7 +1,7 @@
 """Scan a pickle before it is unpickled: what it names and calls, and how much memory and time it takes.
 
 torch's restricted unpickler decides which classes may be named. It does not limit what a small file may take:
-containers that contain one another many times over, calls that allocate any number of bytes, or places far beyond the
+containers that contain one another many times over, calls that allocate any number of bytes, or indices far beyond the
 end of the memo.
 """
 
@@ -13,16 +13,16 @@ from collections.abc import Callable, Collection, Iterable
 from typing import IO, Any
 
 _DEPTH = 100
-"""Levels of nesting. Functions that walk through a checkpoint are recursive."""
+"""Maximum levels of nesting, since functions that walk through a checkpoint are recursive."""
 
 _REPETITIONS = 2**18
-"""Number of values that may be contained more than once, in addition to one for each byte of the pickle."""
+"""Maximum number of repeated values, in addition to one for each byte of the pickle."""
 
 _KEYS = 10**4
-"""Number of integers of more than 63 bits, and of tuples as keys, since any number of them may have the same hash."""
+"""Maximum number of integers of more than 63 bits and of tuples as keys: arbitrarily many may have the same hash."""
 
 _BYTES, _BYTES_PER_BYTE = 2**24, 64
-"""Size of the unpickled values in memory, as estimated: a fixed part, and a part for each byte of the pickle."""
+"""Maximum estimated size of the unpickled values in memory: a fixed number of bytes, and some for each byte read."""
 
 
 class UnsafeFileError(ValueError):
@@ -45,7 +45,7 @@ class _Node:
         parts: the elements of a tuple.
         weight: number of values in it, counted each time that they occur.
         depth: levels of nesting.
-        is_used: whether it is in another container. It must not change any more, since weights would be wrong.
+        is_used: whether another container contains this one, which must then not change, since weights would be wrong.
         tuples: number of tuples that a list contains.
     """
 
@@ -62,11 +62,11 @@ class Scan:
     """A scan of a pickle.
 
     Args:
-        own: names that the reader allows by default. Only those that make plain values may be called. The user answers
-            for the calls of all others.
+        own: names that the reader allows by default. Of these, only those that make plain values may be called. Calls
+            of other names, which the user has allowed, are not restricted.
 
     Attributes:
-        names: dotted names of all classes and functions that the pickle names.
+        names: dotted names of all classes and functions to which the pickle refers.
         value: the pickled value if it is a number or a text, otherwise a stand-in.
     """
 
@@ -82,7 +82,7 @@ class Scan:
         """Scan a pickle; a stream is then at the pickle's end.
 
         Raises:
-            UnsafeFileError: if unpickling does more than to create plain values, or takes too much memory or time.
+            UnsafeFileError: if unpickling would do more than create plain values, or take too much memory or time.
             ValueError: if this is not a pickle.
         """
         stack, memo, size = self._stack, dict[int, Any](), 0
@@ -99,7 +99,7 @@ class Scan:
                 elif act == "put":
                     index = len(memo) if argument is None else argument
                     if index > position - begin:
-                        raise UnsafeFileError.of("it numbers its values as if there were far more of them")
+                        raise UnsafeFileError.of("its memo indices are far larger than the number of its values")
                     memo[index] = stack[-1]
                 elif act == "get":
                     stack.append(value := memo[argument])
@@ -206,7 +206,7 @@ class Scan:
 
 
 def _has_known_hash(value: Any) -> bool:
-    """Whether a value is a tuple with numbers, for which others with the same hash can be found."""
+    """Whether a value is a tuple with numbers, for which other tuples with the same hash can be found."""
     return type(value) is _Node and value.made_by == "tuple" and not all(type(part) is str for part in value.parts)
 
 
@@ -221,9 +221,9 @@ _PLAIN = set(
 
 def _makes_plain_values(called: str, arguments: tuple[Any, ...], is_class: bool) -> bool:
     """Whether a call makes an object whose size in memory is at most that of its arguments."""
-    if called == "_codecs.encode":  # bytes; other codecs than this one may multiply their size
+    if called == "_codecs.encode":  # makes bytes; codecs other than this one may multiply their size
         return arguments[1:] == ("latin1",)
-    if called in ("builtins.bytearray", "builtins.bytes"):  # of a number, they would have as many bytes
+    if called in ("builtins.bytearray", "builtins.bytes"):  # given a number, these allocate as many bytes
         return all(type(argument) is _Node and argument.made_by == "_codecs.encode" for argument in arguments)
     if called.startswith(_REBUILD):
         return "_device_tensor_" not in called  # these copy a tensor, whose shape may be far larger than its storage

@@ -129,7 +129,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
 
 
 def open_for_run(path: str | os.PathLike[str], weights_only: bool | None) -> OpenedCheckpoint:
-    """Call ``open_checkpoint`` for the Trainer or Fabric, whose ``weights_only=False`` loads what is more than data."""
+    """Call ``open_checkpoint`` for the Trainer or Fabric, and name their ``weights_only=False`` in errors."""
     try:
         return open_checkpoint(path, weights_only=weights_only)
     except UnsafeFileError as error:

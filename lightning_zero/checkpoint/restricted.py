@@ -36,7 +36,7 @@ _PLAIN_TYPES |= {"collections.defaultdict": collections.defaultdict}
 """Types that OmegaConf's containers name. The scan permits no calls of them except those that make plain values."""
 
 _BYTES, _TIMES = 2**26, 8
-"""The tensors of a file may have eight times the file's size, as with views of one storage, and 64 MiB more."""
+"""The tensors of a file may take eight times the file's size, as with views of one storage, and 64 MiB more."""
 
 
 def _no_stand_in(name: str) -> Any:
@@ -50,15 +50,15 @@ def load_torch(
     mmap: bool = False,
     stand_in: Callable[[str], Any] = _no_stand_in,
 ) -> Any:
-    """Call ``torch.load`` with tensors on the CPU and, by default, no other classes than torch and the user allow.
+    """Call ``torch.load`` with tensors on the CPU and, by default, only the classes that torch and the user allow.
 
-    OmegaConf's containers are loaded as well: this does not resolve their interpolations.
+    OmegaConf's containers are loaded as well, without resolving their interpolations.
 
     Args:
         file: a path, or a stream at its start.
         weights_only: ``False`` unpickles objects of any class; only for trusted files.
         mmap: see ``torch.load``; requires a path.
-        stand_in: returns an object that takes the place of a class or function, given its dotted name, or None.
+        stand_in: returns, for the dotted name of a class or function, an object to use in its place, or None.
 
     Raises:
         UnsafeFileError: if the file contains more than data, or takes far more memory or time than its size justifies.
@@ -102,12 +102,12 @@ def _scanned(pickled: bytes | IO[bytes], stand_in: Callable[[str], Any]) -> Scan
     try:
         return scan.run(pickled)
     except ValueError:
-        _allowed(scan.names, stand_in)  # a name that is not allowed explains best why the file is refused
+        _allowed(scan.names, stand_in)  # raises if a name is not allowed, which explains the refusal best
         raise
 
 
 def _names_in(stream: IO[bytes], size: int, stand_in: Callable[[str], Any]) -> set[str]:
-    """Return the names in a file's pickles, after these have been scanned."""
+    """Scan the pickles in a file, and return the names of classes and functions in them."""
     head = stream.read(4)
     stream.seek(0)
     if head == b"PK\x03\x04":
@@ -125,7 +125,7 @@ def _names_in(stream: IO[bytes], size: int, stand_in: Callable[[str], Any]) -> s
 
 
 def _allowed(names: set[str], stand_in: Callable[[str], Any]) -> list[Any]:
-    """Return what torch has to allow in order to load these names, unless torch or the user allows them already."""
+    """Return (object, name) for each of these names that neither torch nor the user allows yet."""
     default, users = allowed_globals()
     found, unsafe = [], []
     for name in sorted(names - default - users):
@@ -151,9 +151,9 @@ def _container(name: str) -> Any:
 
 
 def check_size(nbytes: int, size: int) -> None:
-    """Refuse tensors of which copies would take far more memory, or room on a disk, than the file of this size."""
+    """Refuse tensors whose copies would take far more memory or disk space than a file of this size justifies."""
     if nbytes > _BYTES + _TIMES * size:
-        raise UnsafeFileError.of(f"its tensors would take {in_bytes(nbytes)}, but it has only {in_bytes(size)}")
+        raise UnsafeFileError.of(f"its tensors would take {in_bytes(nbytes)}, but the file has only {in_bytes(size)}")
 
 
 def _bytes_of(loaded: Any) -> int:

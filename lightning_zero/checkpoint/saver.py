@@ -154,7 +154,7 @@ class Saver:
         self._made[value] = identity(of) if is_parameters else None  # type: ignore[arg-type]
 
     def made_values(self) -> dict[Any, Tensor]:
-        """Full values of parameters, by the ``identity`` of the sharded tensor."""
+        """Return full values of parameters, by the ``identity`` of the sharded tensor."""
         return {key: value for value, key in self._made.items() if key is not None}
 
     def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
@@ -172,7 +172,7 @@ class Saver:
         Args:
             checkpoint: a dictionary with the same sharded tensors on every rank; other values are taken from rank 0.
             group: a process group that is used only by the ranks' background threads; None if there is one rank.
-            copying: calls the function with which rank 0 copies other values, which may refer to sharded tensors.
+            copying: calls a function on rank 0, which copies other values; these may refer to sharded tensors.
         """
         self.finish()
         sharded: list[ShardedTensor] = []

@@ -49,7 +49,7 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_rang
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 OnRank0 = Callable[[Callable[[], Any]], Any]
-"""Calls a function on rank 0, for which the other ranks gather sharded tensors (see ``on_rank_0``). Collective."""
+"""Calls a function on rank 0, while the other ranks join its gathers of sharded tensors (``on_rank_0``). Collective."""
 
 _StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
@@ -140,7 +140,7 @@ def content_of(
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format; it may be a state dict.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        serialising: calls the function with which rank 0 serialises other values, which may refer to sharded tensors.
+        serialising: calls a function on rank 0, which serialises other values; these may refer to sharded tensors.
     """
     hollow, sharded = split(dict(rest))
     versions = versions_in(rest) | versions_in(tree)

@@ -1,4 +1,4 @@
-"""Copy a checkpoint as a pickle would, so that training may go on while the copy is written."""
+"""Copy a checkpoint as pickling would, so that training can continue while the copy is written."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def snapshot(value: Any, constant: Container[Tensor] = ()) -> Any:
 
 
 class _Pickler(pickle.Pickler):
-    """Copies tensors, and pickles their numbers."""
+    """Copies tensors, and pickles each tensor's position in the list of copies."""
 
     def __init__(self, stream: io.BytesIO, constant: Container[Tensor]) -> None:
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)

@@ -63,8 +63,8 @@ def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
 def flattened(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
     """Return a tree's leaves and their paths by DCP's dotted names, like ``flatten_state_dict`` of DCP.
 
-    Only dicts, and lists with dicts or tensors, are flattened. DCP also flattens other mappings, which would lose their
-    class, and of which OmegaConf's would be resolved.
+    Only dicts, and lists with dicts or tensors, are flattened. DCP also flattens other mappings, which would then lose
+    their class; OmegaConf's would be resolved.
 
     Raises:
         ValueError: if two leaves have the same name.
@@ -75,8 +75,8 @@ def flattened(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[
         name = ".".join(map(str, path))
         if name in leaves:
             raise ValueError(
-                f"Two values of the checkpoint have the name {name!r} in a sharded checkpoint: rename one of the keys, "
-                "or write ZeroStrategy(checkpoint='full')."
+                f"Two values in this sharded checkpoint have the name {name!r}: rename one of the keys, or write "
+                "ZeroStrategy(checkpoint='full')."
             )
         leaves[name], paths[name] = leaf, path
     return leaves, paths
@@ -100,10 +100,10 @@ def _is_flattened(value: Any) -> bool:
 
 
 def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse configurations of OmegaConf where dicts and lists are read: reading them would resolve interpolations.
+    """Refuse OmegaConf's containers in place of dicts and lists: reading them would resolve interpolations.
 
     Raises:
-        NoCheckpointError: if a part of the checkpoint that is not the project's own has such a configuration.
+        NoCheckpointError: if a part of the checkpoint that this package reads is such a container.
     """
     for name, value in _structure_of(checkpoint):
         if type(value).__module__.partition(".")[0] == "omegaconf":
@@ -114,7 +114,7 @@ def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
 
 
 def _structure_of(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Iterate over the dicts and lists that this package reads, and the names of the entries that they are in."""
+    """Yield the values that this package reads as dicts and lists, each after the name of the entry with the value."""
     for name in ("state_dict", "optimizer_states"):
         yield name, checkpoint.get(name)
     yield from ((CHECKPOINT_KEY, value) for value in _all_in(checkpoint.get(CHECKPOINT_KEY)))

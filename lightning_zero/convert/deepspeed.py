@@ -208,7 +208,7 @@ class _Inert:
 
 
 def _stand_in(name: str) -> Any:
-    """Return what takes the place of a class of this name; None if the name is not one of DeepSpeed's."""
+    """Return a stand-in for a class in DeepSpeed's files, by its dotted name; None for other names."""
     if name == "argparse.Namespace":
         return argparse.Namespace
     if not name.startswith("deepspeed."):

@@ -163,7 +163,7 @@ def offset_in_file(tensor: torch.Tensor) -> int:
 
 
 def allowed_globals() -> tuple[set[str], set[str]]:
-    """Dotted names that ``torch.load(weights_only=True)`` accepts: by default, and because they have been allowed."""
+    """Dotted names that ``torch.load(weights_only=True)`` accepts: torch's own, and those that the user has allowed."""
     return set(_get_allowed_globals()), set(_get_user_allowed_globals())
 
 
@@ -335,7 +335,7 @@ def is_called_by(names: Container[str]) -> bool:
 
 
 def is_within_meta_device() -> bool:
-    """Whether the running operator was called within ``torch.device("meta")``, which torch has left for its time."""
+    """Whether the running operator was called within ``torch.device("meta")``; torch disables it for the operator."""
     frame, context = sys._getframe().f_back, None
     while frame is not None:
         if frame.f_code is _device.DeviceContext.__torch_function__.__code__:
@@ -399,7 +399,7 @@ def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
 
 
 def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
-    """Leave hooks and attributes that the engine has put on modules out of copies and pickles of the modules.
+    """Return patches that leave the engine's hooks and attributes on modules out of copies and pickles of the modules.
 
     The second patch does the same for the handles of users' hooks, which refer to the same dictionaries.
     """
@@ -447,7 +447,7 @@ def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
 
 
 _without_own: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""For dictionaries of hooks, what copies have in their place."""
+"""For each dictionary of hooks, the dictionary that copies have in its place."""
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:

@@ -74,7 +74,7 @@ def engines() -> list[Engine]:
 
 
 def _before_fork() -> None:
-    """Wait for updates and for gathers of replicated parameters: a forked process can read them, but not wait."""
+    """Wait for updates and gathers of replicated parameters, which a forked process can read, but cannot await."""
     if threading.current_thread() is threading.main_thread():
         synchronize()
         for bucket in (bucket for engine in engines() for bucket in engine.buckets if bucket.is_replicated):
@@ -103,7 +103,7 @@ class Engine(Optimizers):
         options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
 
     Attributes:
-        buffers_follow: whether the next step's forward begins with rank 0's buffers.
+        buffers_follow: whether the next step's forward begins by copying rank 0's buffers to all ranks.
 
     Raises:
         ValueError, TypeError: if the module, the optimizers or the options are not supported; nothing has been changed.
@@ -387,7 +387,7 @@ class Engine(Optimizers):
             self.reducer.synchronise = before
 
     def note_forward(self) -> None:
-        """Set ``buffers_follow`` after a step's forward, as DDP does: buffers follow only a synchronised backward."""
+        """Set ``buffers_follow`` after a step's forward: like DDP, only if the forward's backward is synchronised."""
         self.buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
 
     def sync_buffers(self) -> None:

@@ -83,7 +83,7 @@ def check_value(name: str, value: Any, annotation: Any, least: float | None = No
         name: the option's name, which begins the message.
         value: its value.
         annotation: its type.
-        least: the smallest number allowed; None allows all, and NaN.
+        least: the smallest number allowed; None allows every number, including NaN.
 
     Raises:
         ValueError: if the value has another type, or is a number below ``least``.
@@ -110,7 +110,7 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], what: str, **least: float) -> None:
-    """Check the arguments of a function, which calls this with its ``locals()`` before it does anything else.
+    """Check the arguments of a function. The function must call this first, with its ``locals()``.
 
     Arguments:
         function: the function, for its annotations.

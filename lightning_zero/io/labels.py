@@ -9,7 +9,7 @@ import socket
 import time
 
 LABEL = r"(?P<label>.+-[1-9]\d{0,8}-[0-9a-f]{16})"
-"""Regular expression for a label within a file name. It matches neither dates nor numbers that no process can have."""
+"""Regular expression for a label within a file name. It matches neither dates nor impossible process ids."""
 
 _FORGOTTEN = 24 * 3600
 """Seconds without a write after which a file from another machine is treated as left over from a dead process."""

@@ -15,7 +15,7 @@ def inside(folder: str | os.PathLike[str], name: str) -> str:
     """Return the path of a file or folder whose name was found in data or in an untrusted folder.
 
     Args:
-        folder: the folder that must contain it. The folder itself may be reached through a link.
+        folder: the folder that must contain the file. The folder itself may be reached through a link.
         name: the name, relative to the folder.
 
     Raises:
@@ -66,7 +66,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
     depth = 0
     for event in yaml.parse(text, kind):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _YAML_DEPTH or len(text) > _YAML_BYTES:  # libyaml's recursion would end the process
+        if depth > _YAML_DEPTH or len(text) > _YAML_BYTES:  # libyaml recurses, which would crash the process
             raise yaml.YAMLError(f"{os.fspath(path)} is large")
     loader = kind(text)
     try:
@@ -81,7 +81,7 @@ def read_yaml(path: str | os.PathLike[str]) -> Any:
 
 
 def _values_in(node: Any, known: dict[Any, int]) -> int:
-    """Return the number of values in a YAML node, counted each time that they occur. A cycle is a RecursionError."""
+    """Return the number of values in a YAML node, counted each time that they occur. Cycles raise a RecursionError."""
     if not isinstance(node, yaml.CollectionNode):
         return 1
     if node not in known:

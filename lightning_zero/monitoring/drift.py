@@ -161,4 +161,6 @@ def read_values(path: str | Path) -> dict[str, Any]:
         with np.load(path) as file:
             return dict(file)
     except (ValueError, TypeError, EOFError, zipfile.BadZipFile, zlib.error) as error:
-        raise ValueError(f"DriftMonitor: {path} is not a file that it has saved with save_to: {error}") from None
+        raise ValueError(
+            f"DriftMonitor: {path} is damaged, or was not written by DriftMonitor(save_to=...): {error}"
+        ) from None

@@ -51,14 +51,14 @@ class Resources:
 
 
 def resources_of(values: Any, where: str | Path) -> Resources:
-    """Return the resources with the values under ``"resources"`` in the output of ``lightning-zero doctor --json``.
+    """Return the resources for the values under ``"resources"`` in the output of ``lightning-zero doctor --json``.
 
     Args:
         values: the values, by name.
         where: where they come from, for the error's message.
 
     Raises:
-        ValueError: if the values are not those of a machine.
+        ValueError: if a value is missing, has an unknown name, or has a wrong type.
     """
     try:
         return Resources(**values)

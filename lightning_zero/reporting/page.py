@@ -1,4 +1,4 @@
-"""A report's page, an HTML file without scripts and external resources, and a run's model card. All data is escaped."""
+"""A report's page, an HTML file without scripts or external resources, and a run's model card. All data is escaped."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PACKAGES = ("python", "torch", "lightning", "pytorch-lightning", "lightning_zer
 _BYTES = re.compile(r"(^|[._])(bytes|peak|at_rest|formula|replicated)([._]|$)")
 _MOST_FIGURES, _MOST_POINTS = 24, 500
 _DETAILS = ("memory/", "communication/", "time/", "wait/")
-"""How ZeroMonitor's many metrics begin. They are drawn last, and not compared."""
+"""Prefixes of ZeroMonitor's many metrics, which are drawn last, and not compared."""
 # Text stays text, which is searchable, and a "$" in a name does not begin a formula.
 _FIGURES = {"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "text.parse_math": False, "axes.grid": True}
 _HEAD = """<!doctype html>
@@ -135,7 +135,7 @@ def _image_of(curves: Mapping[str, Curve]) -> str:
         for name, curve in curves.items():
             points = curve[:: len(curve) // _MOST_POINTS + 1]
             dots = "o" if len(points) < 20 else None
-            axes.plot(*zip(*points), marker=dots, markersize=3, label=f" {name}")  # not omitted if it begins with "_"
+            axes.plot(*zip(*points), marker=dots, markersize=3, label=f" {name}")  # "_" first would hide a label
         if len(curves) > 1:
             axes.legend(fontsize=8)
         figure.savefig(file, format="svg", metadata={"Date": None})

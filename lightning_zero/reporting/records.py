@@ -1,4 +1,4 @@
-"""Read what runs have written: manifests, results, a CSVLogger's metrics and Hydra's overrides. All of it is data."""
+"""Read what runs have written: manifests, results, a CSVLogger's metrics, Hydra's overrides. All are read as data."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _text_in(folder: Path, name: str) -> str | None:
 
 
 def _is_readable(folder: Path, name: str) -> bool:
-    """Whether a file exists. A link is refused: through it, a report would publish any file of the report's author."""
+    """Whether a file exists. A link is refused, since it could make a report publish any file of its author."""
     path, expected = folder / name, os.path.join(os.path.realpath(folder), name)
     if not os.path.lexists(path):
         return False

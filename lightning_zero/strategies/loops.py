@@ -93,7 +93,7 @@ def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: 
         nonlocal is_in_epoch
         is_in_epoch = True
         output = method(*args)
-        end()  # unless the last batch could not be recognised
+        end()  # in case the last batch was not recognised
         return output
 
     def on_advance_end(method: Any, *args: Any) -> Any:

@@ -19,7 +19,7 @@ class ResilienceConfig:
         every_n_steps: number of optimizer steps between two kept states.
         path: a folder in memory (tmpfs) on each machine; None for a private folder of this user in ``/dev/shm``. It
             must hold twice the model states of the machine's ranks, or four times if the job uses several machines.
-        job: the job's name (letters A to Z, digits, ``_`` and ``-``), which must be the same when the job is restarted;
+        job: the job's name (ASCII letters, digits, ``_`` and ``-``), which must be the same when the job is restarted;
             None derives a name from the command line and from SLURM's job id or torchrun's ``--rdzv-id``.
         deaths_at_one_step: after the job has died this many times without keeping a newer state, it stops with an error
             that names the step of the newest state.
@@ -40,7 +40,7 @@ class ResilienceConfig:
     def __post_init__(self) -> None:
         check_fields(self, "resilience: ")
         if self.job is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", self.job):  # it becomes a folder's name
-            raise ValueError(f"resilience: job={shown(self.job)} must consist of letters A to Z, digits, '_' and '-'.")
+            raise ValueError(f"resilience: job={shown(self.job)} must consist of ASCII letters, digits, '_' and '-'.")
 
 
 def resilience_config(resilience: Any) -> ResilienceConfig | None:

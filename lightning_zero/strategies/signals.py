@@ -82,7 +82,7 @@ class Signals:
             self._end()
 
     def end_epoch(self) -> None:
-        """Meet the other ranks at the end of a training epoch, before validation or the end's hooks. Collective."""
+        """Meet the other ranks at the end of a training epoch, before validation and the last hooks. Collective."""
         self._meet("the end of a training epoch", [False] * 3, has_ended=True)
 
     def _meet(self, what: str, noted: list[bool], *, has_ended: bool) -> list[bool]:

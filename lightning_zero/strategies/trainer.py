@@ -58,7 +58,7 @@ def _in_window(step: str) -> Callable[..., Any]:
         self._same_batches.compare(engine.communicator.tensor, module, args[0] if args else kwargs, step)
         with engine.window():
             output = run_step(*args, **kwargs)
-        # Lightning has DDP only in a fit, and with manual optimization turns its synchronisation off after each step.
+        # Lightning uses DDP only in a fit, and with manual optimization disables DDP's synchronisation after each step.
         if not module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
             engine.buffers_follow = False
         return output

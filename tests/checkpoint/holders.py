@@ -1,4 +1,4 @@
-"""Objects that refer to a module in training; this file does not import the package, like a project without it.
+"""Objects that refer to a module in training. Like a project without the package, this file does not import it.
 
 As a script: `python -m tests.checkpoint.holders EXPECTED FILE...` compares checkpoints where the package is not
 installed.
@@ -28,7 +28,7 @@ class Kept:
 
 
 class Reads:
-    """Its pickle has values in other forms than tensors, and a pickle within the pickle."""
+    """An object whose pickle contains values in forms other than tensors, and a nested pickle."""
 
     def __init__(self, layer: nn.Linear) -> None:
         self.layer = layer
@@ -97,7 +97,7 @@ def make(kind: type[Holding] = Holding, dtype: torch.dtype = torch.float32) -> H
 
 
 def described(value: Any, seen: dict[int, Any] | None = None) -> Any:
-    """All contents of an object in values that can be compared; an object that occurs again becomes its number."""
+    """Describe an object's contents by comparable values; an object that occurs again is described by its number."""
     seen = {} if seen is None else seen
     if value is None or isinstance(value, (bool, int, float, bytes)):
         return value
@@ -126,7 +126,7 @@ def described(value: Any, seen: dict[int, Any] | None = None) -> Any:
 
 
 def difference(ours: Any, theirs: Any, path: str = "") -> str:
-    """Where two descriptions differ first; empty if they are equal."""
+    """Return the first difference between two descriptions; empty if they are equal."""
     if isinstance(ours, (list, tuple)) and isinstance(theirs, (list, tuple)) and len(ours) == len(theirs):
         name = f"{path}.{ours[0]}" if ours and isinstance(ours[0], str) else path
         return next((found for pair in zip(ours, theirs) if (found := difference(*pair, name))), "")
@@ -134,14 +134,14 @@ def difference(ours: Any, theirs: Any, path: str = "") -> str:
 
 
 def held_in(path: str) -> dict[str, Any]:
-    """The entries of a checkpoint in any form that may hold objects, with the weights of a full checkpoint."""
+    """The entries that may hold objects, of a full or sharded checkpoint, and the weights of a full checkpoint."""
     file = Path(path, "meta.pt") if Path(path).is_dir() else path
     checkpoint = torch.load(file, weights_only=False)
     return {key: checkpoint[key] for key in ("state_dict", "hyper_parameters", "added") if key in checkpoint}
 
 
 def has_weights_once(checkpoint: dict[str, Any]) -> bool:
-    """Whether the parameters of a module in a file's hyperparameters are the memory of those in its state dict."""
+    """Whether a module in a file's hyperparameters shares its parameters' memory with the file's state dict."""
     weights, net = checkpoint["state_dict"], checkpoint["hyper_parameters"]["net"]
     return all(weights[f"net.{name}"].data_ptr() == value.data_ptr() for name, value in net.named_parameters())
 

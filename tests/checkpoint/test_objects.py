@@ -92,7 +92,7 @@ def test_a_module_in_16_bits_has_the_values_of_the_state_dict(run_on, tmp_path, 
 
 
 class Different(holders.Holding):
-    """Its hyperparameters differ between ranks: only rank 0 has objects, and layers in another order."""
+    """A module whose hyperparameters differ between ranks: rank 0's contain objects, and layers in another order."""
 
     def on_fit_start(self) -> None:
         self.hparams.kept = holders.Kept([self.net[3], self.net[0]]) if rank() == 0 else threading.Lock()
@@ -187,7 +187,7 @@ def test_fabric_saves_objects_as_under_ddp(run_on, tmp_path, form):
 
 
 class Acting:
-    """Holds a bound method, which a pickle makes with a call of ``getattr``."""
+    """Holds a bound method, which a pickle creates with a call of ``getattr``."""
 
     def __init__(self) -> None:
         self.act = self.acted
@@ -233,7 +233,7 @@ def configured() -> Any:
 
 
 class Configured(Net):
-    """Has configurations of OmegaConf wherever a checkpoint may have values."""
+    """A module that puts OmegaConf's containers wherever a checkpoint may have values."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Files that somebody has crafted change nothing, read nothing outside of their folder, and cost little."""
+"""Crafted files change nothing, read nothing outside of their folder, and take little memory and time."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BEGIN, STOP = b"\x80\x02", b"."
 
 
 def read_by_all_commands(path: Path) -> str:
-    """Run each command, and return what the first that failed has said."""
+    """Run each command, and return the error message of the first that fails."""
     said = ""
     for number, (command, *options) in enumerate(COMMANDS):
         out = [str(path.parent / f"out{number}" / "x.safetensors")] if command not in ("inspect", "verify") else []
@@ -117,7 +117,7 @@ def number(value: int) -> bytes:
 
 
 def doubled_tuples(levels: int = 64) -> bytes:
-    """A tuple of twice the same tuple, which consists of twice the same tuple, and so on."""
+    """A tuple that contains one tuple twice, which contains another tuple twice, and so on."""
     return b")" + put(0) + b"".join(2 * get(level) + b"\x86" + put(level + 1) for level in range(levels))
 
 
@@ -210,7 +210,7 @@ def test_a_small_pickle_takes_little_memory_and_time(tmp_path: Path, what: str, 
 
 def test_a_small_storage_is_not_expanded(tmp_path: Path) -> None:
     path = archive(tmp_path / "x.ckpt", tensor((10**5, 10**5), (0, 0)))
-    assert_refused_at_low_cost(lambda: open_checkpoint(path), "its tensors would take 40 GB, but it has only")
+    assert_refused_at_low_cost(lambda: open_checkpoint(path), "its tensors would take 40 GB, but the file has only")
     model = nn.Module()
     model.w = nn.Parameter(torch.empty(10**5, 10**5, device="meta"))
     assert_refused_at_low_cost(lambda: load_weights(model, path), "its tensors would take 40 GB")

@@ -20,7 +20,7 @@ from tests.support.training import same_on_every_rank, same_tensors, same_values
 
 
 class Net(nn.Module):
-    """Its parameters, but not its ``_init_weights``, are used: the project has its own initialisation."""
+    """A module whose ``_init_weights`` is not used: the project has its own initialisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ def writes_a_part(net: Plain) -> None:
 
 
 def in_part(stage: int) -> None:
-    """What was not written is initialised as in ordinary construction."""
+    """Elements that were not written are initialised as in ordinary construction."""
     torch.manual_seed(0)
     ordinary = Plain()
     fabric = make_fabric(f"zero{stage}")

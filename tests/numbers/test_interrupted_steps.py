@@ -17,7 +17,7 @@ INTERRUPTED = 1
 
 
 class Linear(nn.Module):
-    """A module whose gradients do not depend on its weights: only on the number of the step."""
+    """A module whose gradients depend only on the number of the step, not on the weights."""
 
     def __init__(self):
         super().__init__()
@@ -39,7 +39,7 @@ def train(module, optimizer, steps, interrupt=None):
 
 
 def call_interrupted(number, function):
-    """Call a function, and raise a KeyboardInterrupt before one line of this package; return whether it ran so far."""
+    """Call a function, and raise a KeyboardInterrupt before one line of this package; return whether it was reached."""
     lines = 0
 
     def on_line(frame, event, _):

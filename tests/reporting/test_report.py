@@ -45,7 +45,7 @@ def records_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def refused(*arguments: Any) -> str:
-    """The one line of a report that fails."""
+    """The one-line error of a report that fails."""
     code, printed, errors = reported(*arguments)
     assert (code, printed) == (2, "") and errors.count("\n") == 1, errors
     return errors.removesuffix("\n").removeprefix("lightning-zero report: ")
@@ -284,7 +284,7 @@ def test_a_report_is_not_written_through_a_link(name: str, is_there: bool, tmp_p
     output = tmp_path / "output" if name == "0" else tmp_path / "run"
     plant(output / name, target)
     assert refused(tmp_path / "run", "--output", output).endswith(
-        "is a link or in one, and is not written: choose another folder with --output"
+        "is a link, or is in a folder that is a link, and is not written: choose another folder with --output"
     )
     assert (target.read_text() if target.is_file() else None) == before
     assert not target.is_dir() or not os.listdir(target)

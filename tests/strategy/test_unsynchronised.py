@@ -1,4 +1,4 @@
-"""What differs between ranks or is left unsynchronised, as under DDP, is named in a warning."""
+"""Warnings name hyperparameters that differ between ranks, and parameters that stay unsynchronised, as under DDP."""
 
 from __future__ import annotations
 

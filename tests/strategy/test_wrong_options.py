@@ -1,4 +1,4 @@
-"""Each option refuses values of a wrong type, with one line that names the option: found by search, for all options."""
+"""Each option refuses values of a wrong type with one line that names the option; values are found by search."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_zero_auto_names_wrong_resources(resources: Any) -> None:
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", np.lib.format.magic(1, 0), b"\x80\x04N.", b"\xff" * 99])
 def test_a_damaged_reference_of_drift_is_named(content: bytes, tmp_path: Path) -> None:
     (tmp_path / "values.npz").write_bytes(content)
-    with pytest.raises(ValueError, match=f"^DriftMonitor: {tmp_path}/values.npz is not a file that it has saved with"):
+    with pytest.raises(ValueError, match=f"^DriftMonitor: {tmp_path}/values.npz is damaged, or was not written by"):
         DriftMonitor(len, reference=tmp_path / "values.npz")
 
 

@@ -1,4 +1,4 @@
-"""When buffers take rank 0's values, with DDP's oddities: each rank's own statistics enter its losses and weights."""
+"""Buffers take rank 0's values exactly when DDP copies them; each rank's statistics enter its losses and weights."""
 
 from __future__ import annotations
 

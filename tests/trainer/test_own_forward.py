@@ -1,4 +1,4 @@
-"""What a layer reads of its own parameters in its forward: the project's objects, as everywhere else."""
+"""In its own forward, a layer reads the project's parameter objects, as everywhere else."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class BackgroundWork:
     Args:
         owner: the object that the task works for. ``wait`` raises the task's error; ``synchronize`` raises it only if
             called with this owner. None if errors are reported in another way.
-        is_awaited: whether ``synchronize`` waits for the task; if False, until ``await_always`` is called.
+        is_awaited: whether ``synchronize`` waits for the task; if False, only after a call of ``await_always``.
         cut_short: function that makes the task skip inputs that have not arrived; ``synchronize`` calls it before
             waiting for the task.
     """

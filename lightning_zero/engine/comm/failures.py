@@ -213,7 +213,7 @@ class Watch:
         return Watch(self._group, self._name, list(members))
 
     def check_process(self, what: str) -> None:
-        """Raise a RuntimeError in a forked process: its connections to the other ranks belong to its parent."""
+        """Raise a RuntimeError in a forked process, whose connections to the other ranks belong to its parent."""
         if os.getpid() != self._process:
             raise RuntimeError(
                 f"{what} requires every rank, but this is a forked process, such as a DataLoader's worker, which "

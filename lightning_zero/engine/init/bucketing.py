@@ -180,7 +180,7 @@ def assign_to_buckets(
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     compression = config.compresses if shared.communicator.may_compress else None
-    # On CPUs, torch's fused encoder layer does not heed autocast.
+    # On CPUs, torch's fused encoder layer ignores autocast.
     may_fuse = not placements.parameters.is_sharded and shared.communicator.device.type == "cpu"
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # (unit number, kind, members)
     for of_unit, plan in enumerate(plans):

@@ -213,7 +213,7 @@ class Materialiser:
         return nn.Parameter(bucket.room(index), parameter.requires_grad)
 
     def _repeat_writes(self) -> None:
-        """Repeat what user code has written to a part of a new parameter, now that modules have initialised it."""
+        """Repeat user code's writes to parts of new parameters, now that modules have initialised these parameters."""
         for name, parameter in self._module.named_parameters():
             for write in self._sources[name].writes:
                 state = write.state

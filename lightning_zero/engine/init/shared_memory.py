@@ -80,7 +80,7 @@ def _has_memory(tensor: Tensor) -> bool:
     is_plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__ and not tensor.is_nested
     if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
         return False
-    return tensor.numel() > 0 and tensor.is_leaf  # a tensor with a graph is a forward's, and the next one replaces it
+    return tensor.numel() > 0 and tensor.is_leaf  # forwards replace tensors that have a graph
 
 
 def _extent(tensor: Tensor) -> int:
@@ -89,7 +89,7 @@ def _extent(tensor: Tensor) -> int:
 
 
 def _have_common_elements(first: _Place, second: _Place) -> bool:
-    """Whether two tensors whose ranges of memory overlap have an element in common; columns of a matrix have none."""
+    """Whether two tensors whose ranges of memory overlap have a common element; two columns of a matrix do not."""
     size = first.tensor.element_size()
     distance, rest = divmod(second.start - first.start, size)
     if second.tensor.element_size() != size or rest:

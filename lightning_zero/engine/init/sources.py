@@ -30,7 +30,7 @@ class Source(NamedTuple):
     values: Tensor | None  # this rank's values, if it has any
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
-    writes: Sequence[Write] = ()  # what user code has written to a part of a new parameter
+    writes: Sequence[Write] = ()  # user code's writes to parts of a new parameter
 
 
 class MappedFiles:
@@ -106,7 +106,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
 
 
 def _kind_without_flat_values(parameter: Tensor) -> str | None:
-    """What a parameter is if its values are not just the elements of an ordinary tensor; otherwise None."""
+    """Describe a parameter whose values are not just the elements of an ordinary tensor; None for others."""
     cls = type(parameter)
     is_known = is_dtensor(parameter) or isinstance(parameter, (LazyTensor, FakeTensor))
     is_plain = cls is Tensor or (issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__)
@@ -143,7 +143,7 @@ def common_device(plans: list[UnitPlan]) -> torch.device:
 
 
 def move_own_kinds(module: nn.Module, device: torch.device) -> None:
-    """Move layers with parameters of the project's own classes, since some classes quantise values that are moved."""
+    """Move layers with parameters of the project's own classes, some of which quantise their values when moved."""
     for layer in module.modules():
         parameters = list(layer.parameters(recurse=False))
         if any(map(project_class, parameters)) and not any(map(is_on_meta, parameters)):

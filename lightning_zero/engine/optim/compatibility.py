@@ -140,7 +140,7 @@ def check_not_divided(
 
 
 def warn_of_unsharded(name: str, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
-    """Warn that an optimizer updates parameters that belong to no sharded module, or were added to it in mid-run.
+    """Warn that an optimizer updates parameters that belong to no sharded module, or were added to one in mid-run.
 
     Args:
         name: the optimizer's class.

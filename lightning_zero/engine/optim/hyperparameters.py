@@ -1,4 +1,4 @@
-"""Notice hyperparameters of parameter groups that differ between ranks, without a collective of its own."""
+"""Detect hyperparameters of parameter groups that differ between ranks, without an additional collective."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PLAIN = {int, float, bool, str, type(None)}
 class Hyperparameters:
     """Compares the hyperparameters of optimizers between ranks, as part of an exchange that takes place anyway.
 
-    Each rank contributes the bits of a digest and their complements: if any rank sets a bit whose complement any rank
-    sets, digests differ. Only then do ranks exchange the hyperparameters, for one warning.
+    Each rank contributes the bits of a digest and their complements: if a rank sets a bit, and another rank
+    sets its complement, digests differ. Only then do ranks exchange the hyperparameters, for one warning.
 
     Args:
         optimizers: the optimizers; only weak references are kept.
@@ -36,7 +36,7 @@ class Hyperparameters:
         self._is_over = not self._optimizers or communicator.size == 1
 
     def flags(self) -> list[bool]:
-        """The flags to exchange: as many on every rank."""
+        """Return the flags to exchange. Every rank returns the same number of flags."""
         if self._is_over:
             return []
         values = [_values_of(group) for optimizer in self._living() for group in optimizer.param_groups]
@@ -47,7 +47,7 @@ class Hyperparameters:
         return self._bits
 
     def check(self, agreed: Sequence[bool]) -> None:
-        """Warn on rank 0 if the ranks' digests differ; the first warning is the last. Collective.
+        """Warn on rank 0, at most once, if the ranks' digests differ. Collective.
 
         Args:
             agreed: for each of ``flags``, whether any rank has set it.

@@ -17,9 +17,10 @@ lower in small models: see ``share_of``."""
 
 UNIT_NUMEL = 2**20
 """Neighbouring blocks are merged into units of up to this many elements: latency dominates in smaller messages. A model
-of up to this many elements is one unit, which stays gathered for the step. Its buckets have at most a quarter of it, so
-gathered parameters and gradients in reduction take at most 8 bytes a parameter, 16 with all shards of two ranks, as
-under DDP. With more units, ordinary small models took a third longer for a step (``benchmarks/tiny.py``)."""
+of up to this many elements is one unit, which stays gathered for the step. Each of its buckets has at most a quarter of
+the model, so gathered parameters and gradients in reduction take at most 8 bytes a parameter. On two ranks, a rank's
+shards take another 8 bytes, as much as DDP in all. With more units, steps of ordinary small models took a third longer
+(``benchmarks/tiny.py``)."""
 
 LEAST_UNITS = 4
 """Minimum number of units after merging, if there are enough blocks. With fewer units, each would hold much of a model.
@@ -29,8 +30,8 @@ bytes as all parameters. Gradients and gathered parameters (stage 3) together ta
 1/4 and 7/16 of DDP's 16 bytes per parameter."""
 
 TINY = 2**16
-"""A layer, or a bucket, of fewer elements than this is never cut off from its neighbours: its message would take longer
-than its values."""
+"""A layer, or a bucket, of fewer elements than this is never separated from its neighbours: the overhead of a message
+would exceed the time to send the values."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Owner:
 
     Attributes:
         may_be_fused: whether the module is in an ``nn.TransformerEncoderLayer``, which torch may run as one kernel in
-            evaluation. The kernel reads all weights of the layer, if no module in the layer has forward hooks.
+            evaluation, but only if no module in the layer has forward hooks. The kernel reads all weights of the layer.
     """
 
     module: nn.Module

@@ -103,7 +103,7 @@ class Scope:
                 slot.leave_forward(parameter, stand_in)
 
     def enter_window(self) -> None:
-        """Like ``enter_forward``, but for a whole window, in which the module has no hooks unless users added some."""
+        """Like ``enter_forward``, but for a whole window, during which the module has only hooks of users."""
         self.enter_forward()
         module = self.module()
         if module is not None:

@@ -97,9 +97,10 @@ class Bucket:
     Attributes:
         update: the last background update, until a gather of its result begins; otherwise None.
         views: one view of ``full`` for each parameter, in the order of the layout. While a module runs, its parameters
-            themselves are in this list: they are views then.
-        parameters: weak references to the sharded parameters. While a module runs, these are the tensors that hold its
-            parameters' sharded contents (see ``BucketSlot.enter_forward``). Empty once the parameters are ordinary.
+            themselves are views, and are in this list.
+        parameters: weak references to the sharded parameters. While a module runs, these references are to the tensors
+            that hold its parameters' sharded contents (see ``BucketSlot.enter_forward``). Empty once the parameters are
+            ordinary.
         is_data_read: whether a module has read ``data`` of a parameter, through which it may have written values.
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
         was_written: whether anything except updates has written values since the last ``refresh``; may differ between

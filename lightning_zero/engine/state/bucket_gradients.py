@@ -223,7 +223,7 @@ class BucketGradients:
         return False
 
     def drop_unshown(self) -> None:
-        """After an exception, drop the gradients of parameters that had none before this backward, and show others."""
+        """After an exception, drop gradients of parameters that had none before this backward, and show the others."""
         numbers = range(len(self._filled))
         self._filled = [index in self._resumed for index in numbers]
         self.show_unsynchronised()

@@ -54,7 +54,7 @@ class BucketSlot:
 
     @property
     def parameter(self) -> nn.Parameter:
-        parameter = self.bucket.parameters[self.index]()  # not by ``Bucket.parameter``: read several times a step
+        parameter = self.bucket.parameters[self.index]()  # without ``Bucket.parameter``, for speed
         assert parameter is not None, f"parameter {self.name} was deleted"
         return parameter
 

@@ -429,7 +429,7 @@ _LOCAL = {
 
 
 def _recording(tensor: Any) -> LazyTensor | None:
-    """The lazy tensor that records writes to ``tensor``, which is that tensor or a view of it; None if none does."""
+    """The lazy tensor that records writes to ``tensor``: ``tensor`` itself, or its base if it is a view; or None."""
     base = tensor.base if isinstance(tensor, RecordedView) else tensor
     return base if isinstance(base, LazyTensor) and base.records_writes else None
 

@@ -59,7 +59,7 @@ def project_class(tensor: Tensor) -> Any:
 
 @cache
 def joined(kind: type, project_class: Any) -> Any:
-    """A subclass of a class of this package and of a project's class of parameters, which it is shown as."""
+    """A class derived from a class of this package and from a project's parameter class, whose name it has."""
     if kind is nn.Parameter:
         return project_class
     names = {"project_class": project_class, "__module__": project_class.__module__}
@@ -67,7 +67,7 @@ def joined(kind: type, project_class: Any) -> Any:
 
 
 def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
-    """The attributes that code of users has set on a tensor."""
+    """The attributes that user code has set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
 
 

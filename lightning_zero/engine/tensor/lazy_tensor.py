@@ -1,7 +1,7 @@
 """Lazy tensors, whose values stay where they are stored, usually in a file, until they are read.
 
 A lazy tensor may also have no values yet, as on the meta device. It then records the operators that write to it, and
-repeats them when its values are read: initialising a module by hand takes memory for one parameter at a time.
+repeats them when its values are read, so initialising a module by hand takes memory for one parameter at a time.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Write:
             self.function(replay(tensor, self.steps), *self.args, **self.kwargs)
 
     def repeat(self, tensor: Tensor, state: Tensor | None = None) -> None:
-        """Write to another tensor with the random numbers drawn from ``state``, by default those of the first time."""
+        """Write to another tensor, with random numbers drawn from ``state``; by default, from ``self.state``."""
         state = self.state if state is None else state
         if state is None:
             self.run(tensor)
@@ -169,8 +169,8 @@ class LazyTensor(WrapperTensor):
     def record(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
         """Record an operator, and run it on a temporary tensor, so that random numbers are drawn now.
 
-        Within ``torch.device("meta")`` nothing is drawn, and operators of initialisers are not recorded: these will run
-        again, and replace what the tensor held before.
+        Within ``torch.device("meta")`` nothing is drawn, and operators of initialisers are not recorded: initialisers
+        will run again, and replace all earlier values.
         """
         source = self._source
         writes = source.writes
@@ -316,7 +316,7 @@ def unset(tensor: Tensor) -> Tensor:
 
 
 def is_unset(tensor: Tensor) -> bool:
-    """Whether elements are still unwritten since ``unset``; for integers, whether all of them are."""
+    """Whether any element is still unwritten since ``unset``; for integers, whether all elements are."""
     mark = _mark_of(tensor.dtype)
     if mark != mark:
         return bool(tensor.isnan().any())

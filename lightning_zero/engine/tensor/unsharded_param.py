@@ -1,4 +1,4 @@
-"""What a sharded parameter is while its module runs: an ordinary parameter over the gathered buffer."""
+"""The form of a sharded parameter while its module runs: an ordinary parameter over the gathered buffer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _data: Any = nn.Parameter.data
 
 
 class View(nn.Parameter):
-    """A parameter over a bucket's gathered buffer; the module's own parameter in its forward (see ``exchange``).
+    """A parameter over a bucket's gathered buffer; in a forward, the module's own parameters (see ``exchange``).
 
     A module may write to its parameters in forward. A write in place changes the tensor's version; a write through
     ``data`` does not, so this class records each access to ``data``.

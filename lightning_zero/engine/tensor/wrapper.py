@@ -14,17 +14,17 @@ from lightning_zero.engine.tensor.identity import attributes_of_users
 
 
 class Reader(Protocol):
-    """Provides values while one rank alone reads sharded tensors, so that user code there needs no collective."""
+    """Provides values of sharded tensors while user code on one rank reads them without the other ranks."""
 
     def whole(self, tensor: Any) -> Tensor:
-        """The full value of a sharded tensor, in memory that all readers share."""
+        """The full value of a sharded tensor, in memory that all reads of the tensor share."""
 
     def states(self, states: Any) -> dict[Any, dict[str, Any]]:
         """An optimizer's state by parameter, given its ``MasterStates``."""
 
 
 reader: ContextVar[Reader | None] = ContextVar("reader", default=None)
-"""The reader in effect in this thread; None in ordinary code, whose reads every rank makes."""
+"""The reader in effect in this thread; None in ordinary code, which reads on every rank."""
 
 
 class WrapperTensor(torch.Tensor):
@@ -109,7 +109,7 @@ class WrapperTensor(torch.Tensor):
         return self.whole().__format__(format_spec) if self.dim() == 0 else object.__format__(self, format_spec)
 
     def ordinary(self) -> Tensor:
-        """An ordinary tensor or parameter with the same values and attributes, as a pickle has it."""
+        """An ordinary tensor or parameter with the same values and attributes, for pickles."""
         shared = self.whole_at_hand() if reader.get() is not None else None
         value = self.whole().detach().clone() if shared is None else shared.detach()
         is_parameter = isinstance(self, torch.nn.Parameter)
@@ -162,7 +162,7 @@ class RecordedView(WrapperTensor):
         if isinstance(base, RecordedView):
             base, steps = base._base_tensor, base._steps + steps
         meta = replay(torch.empty(base.shape, dtype=base.dtype, device="meta"), steps)
-        device = torch.Tensor.device.__get__(base)  # that of a base without values, which shows the meta device
+        device = torch.Tensor.device.__get__(base)  # ``base.device`` is meta while it has no values
         options = {"strides": meta.stride(), "storage_offset": 0, "dtype": meta.dtype, "device": device}
         self = new_wrapper(cls, meta.shape, **options)
         self._base_tensor, self._steps = base, steps
