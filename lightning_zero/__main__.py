@@ -19,7 +19,6 @@ COMMANDS = {
     "drift": "compare data with a saved reference",
     "checkpoint": "inspect, verify, export, convert or import checkpoints",
     "bench": "run the repository's benchmarks, and compare results",
-    "completion": "print shell completion for bash, zsh or fish",
 }
 
 
@@ -34,8 +33,6 @@ def main() -> int:
     menu.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
     try:
         try:
-            if sys.argv[1:2] == ["-sc"]:  # the shell runs this when Tab is pressed
-                return menu.load("completion").answer(menu, sys.argv[1:])
             ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
             if ours[:1] == ["launch"]:
                 ours = []  # the launched script's options are not ours

@@ -1,5 +1,6 @@
 """`lightning-zero train`: a Hydra app that trains one model or, with -m, a sweep of models, and writes reports."""
 
+import argparse
 import contextlib
 import json
 import os
@@ -27,7 +28,7 @@ from lightning_zero.commands.compare import CompareJobs, compare
 from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.showing import OptionalStdout, print_json
 
-# torch and Lightning are imported within functions: help, --cfg and completion do not need them.
+# torch and Lightning are imported within functions: help and --cfg do not need them.
 
 _PATIENCE = 10.0
 """Seconds that ranks other than 0 wait after an error before they exit, so that rank 0 can report the error."""
@@ -131,9 +132,9 @@ def parser() -> Parser:
         parents=[get_args_parser()],
         add_help=False,
     )
-    # Hydra's own help for this option has several lines, which argparse cannot format.
+    # Hydra's completion is for programs without subcommands, and argparse cannot format its help.
     (completion,) = (action for action in made._actions if "-sc" in action.option_strings)
-    completion.help = "install or uninstall shell completion; see lightning-zero completion --help"
+    completion.help = argparse.SUPPRESS
     made.add_argument("--json", action="store_true", help="print the results of the job, or of a sweep's jobs, as JSON")
     return made
 
@@ -161,7 +162,7 @@ def main(arguments: list[str]) -> int:
             # Ranks started by torchrun or SLURM run the same job, whose results go only to the folder of rank 0.
             arguments = [*arguments, f"hydra.run.dir={nowhere}", f"hydra.sweep.dir={nowhere}"]
             arguments += ["hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
-        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]  # Hydra installs shell completion for this name
+        sys.argv = ["lightning-zero", *map(_quote_stage, arguments)]
         app = hydra.main(config_path="pkg://lightning_zero.conf", config_name="train", version_base="1.3")(job)
         code = 0
         try:

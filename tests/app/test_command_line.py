@@ -1,17 +1,13 @@
-"""The command line itself: help, suggestions, shell completion, JSON, closed pipes."""
+"""The command line itself: help, suggestions, JSON, closed pipes."""
 
 from __future__ import annotations
 
 import ast
 import json
 import os
-import pty
 import re
-import select
-import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -106,7 +102,6 @@ MISTAKES = {
     "doctor here": "lightning-zero doctor: unexpected argument 'here'",
     "train --jsno": "lightning-zero train: no option --jsno; did you mean --json?",
     "train --cfg jobs": "lightning-zero train: argument --cfg/-c: invalid choice: 'jobs'; did you mean job?",
-    "completion bsh": "lightning-zero completion: argument shell: invalid choice: 'bsh'; did you mean bash?",
 }
 
 
@@ -117,108 +112,6 @@ def test_a_mistake_gives_one_line_that_says_what_to_write(arguments: str) -> Non
     assert done.stderr.startswith(MISTAKES[arguments]) and done.stderr.count("\n") == 1
     command = MISTAKES[arguments].partition(":")[0]
     assert done.stderr.endswith(f"(see {command} --help)\n")
-
-
-# -- completion --------------------------------------------------------------------------------------------------------
-
-COMPLETIONS = {
-    "lightning-zero ": [*COMMANDS],
-    "lightning-zero chec": ["checkpoint"],
-    "lightning-zero checkpoint ": [*CHECKPOINT_COMMANDS],
-    "lightning-zero checkpoint import ": ["deepspeed", "fsdp"],
-    "lightning-zero checkpoint inspect --": ["--help", "--json", "--all"],
-    "lightning-zero checkpoint convert a b --to ": ["full", "sharded"],
-    "lightning-zero plan --stage 1 ": ["0", "1", "2", "3"],
-    "lightning-zero plan package.module:Net --ra": ["--ranks"],
-    "lightning-zero bench gr": ["growth"],
-    "lightning-zero bench growth --model ": ["tiny", "25m", "124m", "1.3b", "7b", "13b"],
-    "lightning-zero train stage=": [f"stage={name}" for name in "1 2 3 auto c1 c2 c3 c4 c5 ddp".split()],
-    "lightning-zero train stage=ddp model=gpt_s": ["model=gpt_small"],
-    "lightning-zero train -m --json trainer.max": ["trainer.max_epochs=", "trainer.max_steps="],
-    "lightning-zero train --j": ["--json"],
-}
-
-# What bash does at Tab: it splits the line, and calls the function that `complete` registered.
-ASK = """
-eval "$({install})"
-function=$(complete -p lightning-zero | sed 's/.*-F \\([^ ]*\\) .*/\\1/')
-while IFS= read -r COMP_LINE; do
-    COMP_POINT=${{#COMP_LINE}}
-    IFS=' ' read -r -a COMP_WORDS <<< "${{COMP_LINE//:/ : }}"
-    [[ $COMP_LINE == *' ' ]] && COMP_WORDS+=('')
-    COMP_CWORD=$((${{#COMP_WORDS[@]}} - 1))
-    COMPREPLY=()
-    $function
-    echo "${{COMPREPLY[*]}}"
-done
-"""
-
-
-@pytest.fixture(scope="module")
-def on_path(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """An environment in which `lightning-zero` is a command, as where the package is installed."""
-    folder = tmp_path_factory.mktemp("bin")
-    script = folder / "lightning-zero"
-    script.write_text(f'#!/bin/sh\nexec {sys.executable} -m lightning_zero "$@"\n')
-    script.chmod(0o700)
-    return {**ENVIRONMENT, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", "TERM": "dumb"}
-
-
-@pytest.mark.exhaustive
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-@pytest.mark.parametrize("install", ["lightning-zero completion bash", "lightning-zero train -sc install=bash"])
-def test_bash_completes_subcommands_options_and_values(install: str, on_path: dict[str, str], tmp_path: Path) -> None:
-    lines = [*COMPLETIONS] if "train" not in install else [*COMPLETIONS][-4:]
-    done = subprocess.run(
-        ["bash", "--norc", "-c", ASK.format(install=install)],
-        input="".join(f"{line}\n" for line in lines),
-        env=on_path,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
-    assert done.stderr == ""
-    found = dict(zip(lines, map(str.split, done.stdout.splitlines()), strict=True))
-    assert found == {line: COMPLETIONS[line] for line in lines}
-
-
-@pytest.mark.skipif(shutil.which("bash") is None, reason="bash is not installed")
-def test_tab_in_a_terminal_completes_options_overrides_and_paths(on_path: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "only.ckpt").touch()
-    child, terminal = pty.fork()
-    if child == 0:
-        os.chdir(tmp_path)
-        os.execvpe("bash", ["bash", "--norc", "--noprofile", "-i"], on_path)
-
-    def until(text: str) -> None:
-        said, end = "", time.monotonic() + 60
-        while text not in said:
-            assert time.monotonic() < end, said
-            if select.select([terminal], [], [], 1)[0]:
-                said += os.read(terminal, 4096).decode(errors="replace")
-
-    try:
-        os.write(terminal, b"PS1=; eval \"$(lightning-zero completion bash)\"; echo rea''dy\n")
-        until("ready")
-        os.write(terminal, b"echo lightning-zero\n")
-        until("lightning-zero\r\n")
-        for typed, shown in (
-            (b"lightning-zero --vers\t\n", f"lightning-zero {__version__}"),
-            (b"lightning-zero train --cfg job --package stage stage=dd\t\n", "DDPStrategy"),
-            (b"lightning-zero checkpoint inspect on\t\n", "only.ckpt"),
-        ):
-            os.write(terminal, typed)
-            until(shown)
-    finally:
-        os.close(terminal)  # this ends the shell
-        os.waitpid(child, 0)
-
-
-@pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_zsh_and_fish_get_a_completion_script(shell: str) -> None:
-    done = run("completion", shell)
-    assert (done.returncode, done.stderr) == (0, "") and "lightning-zero" in done.stdout and "-sc query=" in done.stdout
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
