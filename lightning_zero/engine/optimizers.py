@@ -11,7 +11,7 @@ from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.offload.updates import Updates
-from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole
+from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole, warn_of_unknown
 from lightning_zero.engine.optim.hyperparameters import Hyperparameters
 from lightning_zero.engine.optim.masters import Masters, give_owners, make_room, masters_of
 from lightning_zero.engine.plan.ownership import warn_if_uneven
@@ -50,6 +50,9 @@ class Optimizers(StateDicts):
             make_room(optimizer)
         before, known = self.masters, {masters.optimizer: masters for masters in self.masters}
         self.masters = [known.get(optimizer) or masters_of(optimizer, self) for optimizer in optimizers]
+        if self.communicator.size > 1 and self.communicator.everyone.rank == 0:
+            for optimizer in (each for each in optimizers if each not in known):
+                warn_of_unknown(optimizer, self.config)
         gone = [masters for masters in before if masters not in self.masters]
         if gone:
             synchronize(self.background)  # a removed optimizer's update may still be running

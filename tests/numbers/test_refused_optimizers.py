@@ -6,6 +6,7 @@ A single rank has full parameters, which every optimizer updates as in plain tor
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import wraps
@@ -26,6 +27,7 @@ from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
 from tests.support.whole import Layered, Together, matrices, others
+from tests.support.workers import rank
 
 
 class SignDescent(Optimizer):
@@ -150,17 +152,6 @@ def test_an_optimizer_known_to_need_other_parameters_is_refused_whatever_is_decl
     run_on(2, refuse, stage=3, kind=kind, says=says, **{option: True})
 
 
-class ByTheLargest(SignDescent):
-    """Divides by the largest gradient of all parameters."""
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> None:
-        params = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        largest = max(p.grad.abs().max() for p in params)
-        for p in params:
-            p.sub_(p.grad / largest, alpha=0.001)
-
-
 class ByTheMean(SignDescent):
     """Subtracts the mean of each parameter's gradient."""
 
@@ -172,16 +163,21 @@ class ByTheMean(SignDescent):
                     p.sub_(p.grad - p.grad.mean(), alpha=0.001)
 
 
+def warns(stage: int, declared: Any, says: str) -> None:
+    module = OddModel()
+    optimizer = by_the_mean(module)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Engine(module, [optimizer], stage=stage, whole_parameters=declared).close()
+    said = [str(warning.message) for warning in seen if "is not checked" in str(warning.message)]
+    assert len(said) == (rank() == 0) and all(says in each for each in said), said
+
+
 @pytest.mark.parametrize(
-    ("kind", "declared", "says"),
-    [
-        (ByTheLargest, True, "depends on other parameters.*strategy='ddp'"),
-        (ByTheLargest, False, "depends on other parameters"),
-        (ByTheMean, False, "halves of a matrix differ.*Pass whole_parameters=True"),
-    ],
+    ("declared", "says"), [(False, "its update of one element"), (True, "its update of one parameter")]
 )
-def test_a_declaration_that_a_trial_on_small_tensors_refutes_is_refused_with_the_reason(run_on, kind, declared, says):
-    run_on(2, refuse, stage=3, kind=kind, says=says, whole_parameters=declared)
+def test_a_warning_says_what_is_at_risk_if_the_statement_about_an_unknown_optimizer_is_wrong(run_on, declared, says):
+    run_on(2, warns, stage=3, declared=declared, says=says)
 
 
 def is_always(name: str, parameter: Tensor) -> bool:

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from lightning_zero.engine.compat import without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.optim.classes import TORCHS_ELEMENTWISE, Known, Need, known_class
-from lightning_zero.engine.optim.probe import what_refutes
 from lightning_zero.engine.plan.share import Share
 
 
@@ -28,7 +27,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
 
     Raises:
         TypeError: if an optimizer needs other parameters to update one, if its class is unknown and
-            ``whole_parameters`` is unset or refuted by a trial, or if its states cannot be sharded or offloaded.
+            ``whole_parameters`` is unset, or if its states cannot be sharded or offloaded.
     """
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
@@ -52,14 +51,6 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
                 "parameter from that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): "
                 f"each parameter is then updated by one rank. Otherwise {instead}."
             )
-        refuted = what_refutes(optimizer, is_elementwise=declared is False)
-        if refuted is not None:
-            difference, is_of_parts = refuted
-            raise TypeError(
-                f"{name} cannot be used with whole_parameters={declared}: {difference}. "
-                + ("Pass whole_parameters=True, or " if is_of_parts else "Instead, ")
-                + f"{instead}."
-            )
     if _needs_whole(known, declared) and config.offloads_to_disk:
         raise TypeError(
             f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "
@@ -76,6 +67,18 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
         raise TypeError(
             f"{name} keeps its states in CUDA unified memory, which cannot be offloaded: leave offload "
             f"out, or use {name.removeprefix('Paged')} with is_paged=False."
+        )
+
+
+def warn_of_unknown(optimizer: Optimizer, config: EngineConfig) -> None:
+    """Warn that the user's statement about an optimizer of an unknown class is not checked."""
+    if _known(optimizer) is None:
+        part = "parameter" if config.keeps_whole else "element"
+        warnings.warn(
+            f"{type(optimizer).__name__} is used with whole_parameters={config.keeps_whole!r}, which is not checked: "
+            f"if its update of one {part} depends on another one, training silently differs from DDP's. Compare a "
+            "short run with DDP, for example by lightning-zero parity.",
+            stacklevel=2,
         )
 
 
