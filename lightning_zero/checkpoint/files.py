@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import sys
 import tempfile
 from typing import IO
@@ -91,8 +90,15 @@ class Files:
 class _Downloaded(Files):
     def __init__(self, remote: Files) -> None:
         self._temporary = tempfile.NamedTemporaryFile()  # removed when this object is deleted
-        with remote._fs.open(remote._root, "rb", block_size=0) as file:
-            shutil.copyfileobj(file, self._temporary, 2**20)
+        plain = {"Accept-Encoding": "identity"}  # a compressed body might be far larger than it seems
+        announced = remote._fs.info(remote._root, headers=plain).get("size")
+        with remote._fs.open(remote._root, "rb", block_size=0, headers=plain) as file:
+            while part := file.read(2**20):
+                self._temporary.write(part)
+                if announced is not None and self._temporary.tell() > announced:
+                    raise ValueError(
+                        f"{remote.path}: the server sends more than the {announced} bytes that it announced"
+                    )
         self._temporary.flush()
         super().__init__(self._temporary.name)
         self.path = remote.path

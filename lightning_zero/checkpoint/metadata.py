@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
 from lightning_zero.engine.compat import dcp_internals
 
-_StorageInfo = dcp_internals()[-2]
+_StorageInfo, _ = dcp_internals()
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {
@@ -47,6 +47,10 @@ _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "Pure
 
 _DIMENSIONS = 8
 """Maximum number of dimensions along which a tensor is divided: each one doubles the time that the check takes."""
+
+
+_CORNERS = 2**21
+"""Maximum number of corners of all of a tensor's pieces that are compared."""
 
 
 class _Record:
@@ -168,7 +172,7 @@ def wrong_pieces(shape: Sequence[int], chunks: Sequence[ChunkStorageMetadata]) -
     if covered < numel:
         return f"lacks {numel - covered} of its {numel} elements"
     divided = [dim for dim, whole in enumerate(shape) if any(chunk.sizes[dim] != whole for chunk in chunks)]
-    if covered > numel or len(divided) > _DIMENSIONS:
+    if covered > numel or len(divided) > _DIMENSIONS or len(chunks) << len(divided) > _CORNERS:
         return f"has {len(chunks)} pieces with {covered} elements in place of {numel}"
     if not numel:
         return None

@@ -133,6 +133,8 @@ def open_for_run(path: str | os.PathLike[str], weights_only: bool | None) -> Ope
     try:
         return open_checkpoint(path, weights_only=weights_only)
     except UnsafeFileError as error:
+        if weights_only is False:  # a sharded checkpoint's metadata never need other objects
+            raise
         raise UnsafeFileError(f"{str(error).rstrip('.')}; if you do, pass weights_only=False.") from None
 
 

@@ -326,12 +326,14 @@ def _running(code: CodeType, of: Any) -> int:
     return count
 
 
-def is_called_by(names: Container[str]) -> bool:
-    """Whether a function with one of these names is on the stack."""
+def calls_on_stack(names: Container[str]) -> Iterator[tuple[str, Any]]:
+    """Yield name and first argument (or None) of each call on the stack of a function with one of these names."""
     frame = sys._getframe().f_back
-    while frame is not None and frame.f_code.co_name not in names:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in names:
+            yield code.co_name, frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
         frame = frame.f_back
-    return frame is not None
 
 
 def is_within_meta_device() -> bool:
@@ -407,8 +409,12 @@ def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
     def kept(hooks: dict[int, Any], numbers: set[int]) -> dict[int, Any]:
         if numbers.issuperset(hooks):
             return hooks
-        # always the same object, so that the copies of a module and of a handle have the same dictionary, too
-        copy = _without_own.setdefault(hooks, OrderedDict())
+        # the same object during one copy, so that the copies of a module and of a handle have the same dictionary, too
+        reference = _without_own.get(hooks)
+        copy = reference() if reference is not None else None
+        if copy is None:
+            copy = OrderedDict()
+            _without_own[hooks] = weakref.ref(copy)
         copy.clear()
         copy.update((number, hook) for number, hook in hooks.items() if number in numbers)
         return copy
@@ -447,7 +453,7 @@ def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
 
 
 _without_own: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""For each dictionary of hooks, the dictionary that copies have in its place."""
+"""For each dictionary of hooks, a weak reference to the dictionary that copies have in its place."""
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:

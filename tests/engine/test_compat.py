@@ -245,11 +245,11 @@ def test_the_device_under_which_an_operator_was_called_is_known_within_the_opera
     assert seen == [False, True, True, False, False]
 
 
-def test_functions_on_the_stack_are_found_by_name():
-    def reset_parameters():
-        return compat.is_called_by(("reset_parameters",))
+def test_functions_on_the_stack_are_found_by_name_with_their_first_argument():
+    def reset(module):
+        return list(compat.calls_on_stack(("reset", "other")))
 
-    assert reset_parameters() and not compat.is_called_by(("reset_parameters",))
+    assert reset(3) == [("reset", 3)] and not list(compat.calls_on_stack(("reset",)))
 
 
 @pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])

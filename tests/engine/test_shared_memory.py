@@ -132,6 +132,17 @@ def left_by_a_forward(net):
 ACCEPTED = [tied, flat, frozen, buffers, recurrent, normalised, mapped, scripted, left_by_a_forward]
 
 
+def warn_of_a_view():
+    net = Net()
+    left_by_a_forward(net)
+    with pytest.warns(UserWarning, match=r"^seen is a view of a\.weight, .* read 'self\.a\.weight' itself"):
+        Engine(net, stage=3)
+
+
+def test_a_warning_names_a_view_with_a_graph_which_keeps_its_values_unless_a_forward_assigns_it(run_on):
+    run_on(1, warn_of_a_view)
+
+
 def accept():
     for change in ACCEPTED:
         net = Net()

@@ -257,19 +257,44 @@ def stand_still(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=0.0)
 
 
-class OnMeta(Learner):
+def _init_weights(module: nn.Module) -> None:
+    for parameter in module.parameters(recurse=False):
+        nn.init.constant_(parameter, 3.0)
+
+
+class ByFunctions(nn.Module):
+    """Initialised by a function, and by a method without arguments, which only have names of initialisers."""
+
     def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(VOCABULARY, 6), nn.Linear(6, CLASSES)
+        self.apply(_init_weights)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        nn.init.constant_(self.head.bias, 4.0)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(self.table(tokens)).flatten(0, 1), targets.flatten())
+
+
+class OnMeta(Learner):
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__(model=nn.Identity, batches=2, optimizer=stand_still)
+        self.kind = kind
 
     def configure_model(self) -> None:
         if isinstance(self.model, nn.Identity):
             with torch.device("meta"):
-                self.model = Scaled()
+                self.model = self.kind()
             assert all(p.device.type == "meta" for p in self.model.parameters()), "something was drawn"
 
 
 def write_on_meta(stage: int, precision: str) -> None:
-    found = fit(f"zero{stage}", OnMeta, max_epochs=1, precision=precision).weights
+    found = fit(f"zero{stage}", partial(OnMeta, ByFunctions), max_epochs=1, precision=precision).weights
+    expected = {"table.weight": 3, "head.weight": 3, "head.bias": 4}
+    assert all((found[f"model.{name}"] == value).all() for name, value in expected.items()), found
+    found = fit(f"zero{stage}", partial(OnMeta, Scaled), max_epochs=1, precision=precision).weights
     assert (found["model.layers.0.weight"] == 7).all() and (found["model.table.weight"] == 7).all()
     assert 0.01 < found["model.layers.1.weight"].float().std() < 0.03
     assert (found["model.head.weight"][0] == 10).all() and (found["model.head.weight"][1:] == 14).all()

@@ -10,7 +10,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from tests.support.training import same_values
+from tests.support.training import CLOSE, same_values
 from tests.trainer.cases import Net, behaviours, same_as_under_ddp, shared_folder, trained, weights
 
 
@@ -94,6 +94,28 @@ def hook_in_forward(strategy: str) -> Any:
     return trained(strategy, HooksInForward())
 
 
+class ReadsGradient(Net):
+    """Reads the gradient of its weight, so far accumulated, in the layer's own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.register_forward_pre_hook(lambda layer, _: self.seen.append(self.of(layer.weight)))
+
+    @staticmethod
+    def of(parameter: nn.Parameter) -> float | None:
+        from lightning_zero import full_grad
+
+        gradient = full_grad(parameter) if parameter.requires_grad else None
+        return None if gradient is None else round(gradient.norm().item(), 5)
+
+
+def read_gradients_in_forward(strategy: str) -> Any:
+    """`p.grad` read in the layer's own forward, before the step that uses it"""
+    module = ReadsGradient()
+    module.optimizer_zero_grad = lambda *_, **__: None  # gradients stay for the next forward
+    return trained(strategy, module, max_epochs=1, limit_val_batches=0)
+
+
 class Autocasts(Net):
     """Enters autocast itself, so that autocast keeps the weights that it has cast."""
 
@@ -110,6 +132,11 @@ def enter_autocast(strategy: str) -> Any:
 @behaviours("The module", know_its_own_weights, hook_in_forward, enter_autocast)
 def test_in_its_own_forward_a_layer_has_the_projects_parameters(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
+
+
+@behaviours("The module", read_gradients_in_forward)
+def test_in_its_own_forward_a_layer_reads_the_gradient_of_its_weight(run_on, case):
+    run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
 
 
 class LoRA(nn.Module):
@@ -171,8 +198,18 @@ class Encodes(Net):
     def loss(self, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(self(batch[0].unsqueeze(1)).squeeze(1).float(), batch[1])
 
+    def note_once(self, *_: Any) -> None:
+        self.seen.append("noted once")
+        self.once.remove()
+
+    def on_validation_start(self) -> None:
+        self.once = self.blocks[0].layers[1].register_forward_hook(self.note_once)
+
     def validation_step(self, batch: Any, batch_idx: int) -> Any:
         encoder = self.blocks[0]
+        if not self.trainer.sanity_checking:  # while the encoder's parameters are ordinary tensors
+            states = self.trainer.strategy.optimizer_state(self.optimizers().optimizer)["state"]
+            self.seen.append(len(states))
         encoded = encoder(batch[0].unsqueeze(1))
         self.seen += [str(encoded.dtype), type(encoded.grad_fn).__name__, encoded.float().sum().item()]
         if batch_idx == 1:

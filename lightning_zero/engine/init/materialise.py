@@ -8,11 +8,10 @@ written to the shards.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +25,8 @@ from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.tensor import initialisers
+from lightning_zero.engine.tensor.initialisers import takes
 from lightning_zero.engine.tensor.lazy_tensor import in_memory, is_unset, unset
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
@@ -248,29 +249,17 @@ def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callabl
        in transformers, timm and minGPT).
     3. PEFT's ``reset_lora_parameters``, once per adapter.
     """
-    own = [getattr(module, name, None) for name in ("reset_parameters", "_reset_parameters")]
-    applied = [getattr(model, "_init_weights", None) for model in (module, *reversed(ancestors))]
-    calls: list[Callable[[], Any]] = [method for method in own if _takes(method, 0)][:1]
-    calls += [partial(method, module) for method in applied if _takes(method, 1)][:1]
-    reset_adapter: Any = getattr(module, "reset_lora_parameters", None)
+    own = [getattr(module, name, None) for name in initialisers.OWN]
+    applied = [getattr(model, initialisers.APPLIED, None) for model in (module, *reversed(ancestors))]
+    calls: list[Callable[[], Any]] = [method for method in own if takes(method, 0)][:1]
+    calls += [partial(method, module) for method in applied if takes(method, 1)][:1]
+    reset_adapter: Any = getattr(module, initialisers.OF_ADAPTERS, None)
     if callable(reset_adapter):
         configs: Any = next((m.peft_config for m in reversed(ancestors) if hasattr(m, "peft_config")), {})
         for adapter in (*module.lora_A, *module.lora_embedding_A):  # type: ignore[misc]
             how = getattr(configs.get(adapter), "init_lora_weights", True)
             calls.append(partial(reset_adapter, adapter, how))
     return calls
-
-
-def _takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
-    """Whether a method requires exactly ``count`` positional arguments."""
-    if not callable(method):
-        return False
-    try:
-        parameters = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):
-        return count == 0
-    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    return sum(p.default is p.empty for p in by_position) == count
 
 
 def _on_meta(tensor: Tensor) -> Tensor:

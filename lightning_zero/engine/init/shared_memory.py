@@ -5,6 +5,7 @@ Sharding moves each parameter to a flat buffer. Other tensors over its former me
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,7 +35,14 @@ def check_memory(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     an optimizer. Tensors may share a storage, such as a flat buffer or a mapped file, if they have no common elements.
     """
     by_device: dict[torch.device, dict[int, _Place]] = {}
+    trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
     for name, tensor in _named_tensors(module, optimizers):
+        if not tensor.is_leaf and (parameter := trained.get(id(tensor._base))) is not None:
+            warnings.warn(
+                f"{name} is a view of {parameter}, made before the module was sharded, and keeps the present values: "
+                f"unless each forward assigns it anew, read 'self.{parameter}' itself in the forward.",
+                stacklevel=2,
+            )
         if _has_memory(tensor):
             start = tensor.data_ptr()
             stop = start + _extent(tensor) * tensor.element_size()

@@ -41,7 +41,7 @@ class Hyperparameters:
             return []
         values = [_values_of(group) for optimizer in self._living() for group in optimizer.param_groups]
         if not self._bits or values != self._digested:
-            digest = zlib.crc32(repr(values).encode())
+            digest = zlib.crc32(repr(_as_floats(values)).encode())
             bits = [bool(digest >> bit & 1) for bit in range(_BITS)]
             self._digested, self._bits = values, [*bits, *(not bit for bit in bits)]
         return self._bits
@@ -92,6 +92,13 @@ def _comparable(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(_comparable(each) for each in value)
     return value if isinstance(value, (int, float)) else None
+
+
+def _as_floats(value: Any) -> Any:
+    """Nested lists and tuples with all numbers as floats, since 1 and 1.0 are equal."""
+    if isinstance(value, (list, tuple)):
+        return list(map(_as_floats, value))
+    return float(value) if isinstance(value, (int, float)) else value
 
 
 def _first_difference(ranks: list[Any]) -> tuple[str, int, str] | None:

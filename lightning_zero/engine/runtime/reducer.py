@@ -25,6 +25,7 @@ from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
+from lightning_zero.engine.tensor.unsharded_param import added_gradient, drop_added_gradient
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"
@@ -174,14 +175,14 @@ class GradientReducer:
         if not is_parameter:
             for hook in list(parameter.slot.hooks_before_reduction.values()):  # type: ignore[attr-defined]
                 hook(leaf)
-        gradient = leaf.grad
+        gradient = added_gradient(leaf)
         assert gradient is not None
         is_in_place = is_parameter and gradients.take_in_place(index, gradient)
         backward = self._begin(leaf)
         added, self._added = self._added, None
         is_taken_by_add = is_parameter and added == (number, index)
         if not is_in_place and not is_taken_by_add:
-            leaf.grad = None
+            drop_added_gradient(leaf)
             if not is_parameter and gradient_hooks(parameter):
                 gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
                 gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one

@@ -165,7 +165,7 @@ class Schedule:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
                     holder = owner.module._parameters
-                    scope.may_be_fused = owner.may_be_fused and module is not root
+                    scope.may_be_fused |= owner.may_be_fused and module is not root
                     scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
             if unit.is_root:
                 for module in regions(root, set(scopes)):
@@ -210,16 +210,16 @@ class Schedule:
                 calls.append(Call.REPLACED)
                 return
             self._enter(unit)
-            scope.enter_forward()
+            is_seen = self._watched or unit.stays or unit.held or in_backward()
+            if torch.is_grad_enabled() and not is_seen:
+                self._saved.watch()
+                calls.append(Call.WATCHED)
+            else:
+                calls.append(Call.ORDINARY)
+            scope.enter_forward()  # from here on, ``after`` undoes all of this, also after an exception
             if is_profiling():
                 unit.labels.append(label("forward", unit.name))
                 unit.labels[-1].__enter__()
-            is_seen = self._watched or unit.stays or unit.held or in_backward()
-            if torch.is_grad_enabled() and not is_seen:
-                calls.append(Call.WATCHED)
-                self._saved.watch()
-            else:
-                calls.append(Call.ORDINARY)
 
         def after(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
             if not calls:

@@ -105,18 +105,21 @@ class Scope:
     def enter_window(self) -> None:
         """Like ``enter_forward``, but for a whole window, during which the module has only hooks of users."""
         self.enter_forward()
-        module = self.module()
-        if module is not None:
-            self._set_aside = [(hooks, dict(hooks)) for hooks in forward_hooks(module)]
-            for handle in self.handles:
-                for hooks, _ in self._set_aside:
-                    hooks.pop(handle.id, None)
+        module, own = self.module(), {handle.id for handle in self.handles}
+        for hooks in forward_hooks(module) if module is not None else ():
+            self._set_aside.append((hooks, dict(hooks)))
+            for number in own.intersection(hooks):
+                del hooks[number]
 
     def leave_window(self) -> None:
+        """Undo ``enter_window``, unless ``recover`` has done so; hooks that users have added or removed stay so."""
+        if not self._set_aside:
+            return
+        own = {handle.id for handle in self.handles}
         for hooks, before in self._set_aside:
-            added = {number: hook for number, hook in hooks.items() if number not in before}
+            now = dict(hooks)
             hooks.clear()
-            hooks.update(before | added)
+            hooks.update({number: hook for number, hook in before.items() if number in own or number in now} | now)
         self._set_aside = []
         self.leave_forward()
 

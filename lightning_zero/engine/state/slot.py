@@ -317,7 +317,7 @@ def slots_of(bucket: Bucket, first: int = 0, last: int | None = None) -> list[Bu
 
 
 def slot_of(tensor: Any) -> BucketSlot | None:
-    """The slot of a sharded parameter; None for any other tensor."""
+    """The slot of a sharded parameter, also in its module's forward; None for any other tensor."""
     if isinstance(tensor, ShardedTensor) and tensor.is_parameter:
         return tensor.slot  # type: ignore[return-value]
-    return None
+    return tensor.__dict__.get("slot") if isinstance(tensor, View) else None

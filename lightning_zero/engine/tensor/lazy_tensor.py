@@ -14,12 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import is_called_by, is_within_meta_device
+from lightning_zero.engine.compat import is_within_meta_device
+from lightning_zero.engine.tensor import initialisers
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
-
-INITIALISERS = ("reset_parameters", "_reset_parameters", "_init_weights", "reset_lora_parameters")
-"""Methods that initialise modules, by name. They are called again when a module without values is sharded."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +174,7 @@ class LazyTensor(WrapperTensor):
         writes = source.writes
         assert writes is not None
         if is_within_meta_device():
-            if is_called_by(INITIALISERS):
+            if initialisers.is_running():
                 writes.clear()
             else:
                 writes.append(Write(steps, function, args, kwargs, None))

@@ -12,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.tensor.identity import attributes_of_users
 
 _data: Any = nn.Parameter.data
+_grad: Any = nn.Parameter.grad
 
 
 class View(nn.Parameter):
@@ -38,6 +39,19 @@ class View(nn.Parameter):
         handle = RemovableHandle(hooks)
         hooks[handle.id] = hook
         return handle
+
+    @property
+    def grad(self) -> Tensor | None:
+        """In forward, the parameter's gradient, which the stand-in has. The compiler looks at this tensor itself."""
+        slot = self.__dict__.get("slot")
+        return _grad.__get__(self) if slot is None or torch.compiler.is_compiling() else slot.parameter.grad
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        if (slot := self.__dict__.get("slot")) is None:
+            _grad.__set__(self, value)
+        else:
+            slot.parameter.grad = value
 
     @property
     def data(self) -> Tensor:
@@ -69,6 +83,16 @@ def check_same_shape(name: str, parameter: Tensor, value: Tensor) -> None:
             f"{name}: .data of shape {tuple(parameter.shape)} cannot be replaced by a tensor of shape "
             f"{tuple(value.shape)} while the module is sharded. Change shapes before the strategy sets up the module."
         )
+
+
+def added_gradient(leaf: Tensor) -> Tensor | None:
+    """The gradient that autograd has added to a leaf, also if this is a view in forward."""
+    gradient: Tensor | None = _grad.__get__(leaf)
+    return gradient
+
+
+def drop_added_gradient(leaf: Tensor) -> None:
+    _grad.__set__(leaf, None)
 
 
 def show(view: Tensor, tensor: Tensor) -> None:

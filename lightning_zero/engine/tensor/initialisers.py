@@ -1,0 +1,38 @@
+"""Methods that initialise modules, which are called again when a module on the meta device receives its values."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+from torch import nn
+
+from lightning_zero.engine.compat import calls_on_stack
+
+OWN = ("reset_parameters", "_reset_parameters")
+APPLIED = "_init_weights"
+OF_ADAPTERS = "reset_lora_parameters"
+
+
+def is_running() -> bool:
+    """Whether such a method is on the stack, so that what it writes now will be written again."""
+    return any(_is_called_again(name, owner) for name, owner in calls_on_stack((*OWN, APPLIED, OF_ADAPTERS)))
+
+
+def _is_called_again(name: str, owner: Any) -> bool:
+    if not isinstance(owner, nn.Module):
+        return False  # a function of the same name, or a method of another object
+    return name == OF_ADAPTERS or takes(getattr(owner, name, None), 1 if name == APPLIED else 0)
+
+
+def takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
+    """Whether a method requires exactly ``count`` positional arguments."""
+    if not callable(method):
+        return False
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return count == 0
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in by_position) == count
