@@ -80,8 +80,13 @@ def test_any_hyperparameter_is_compared(run_on):
     assert "betas=(0.9, 0.8), weight_decay=0.0 on rank 0; betas=(0.9, 0.9), weight_decay=0.5 on rank 1" in text
 
 
-def test_the_comparison_takes_no_message_of_its_own(run_on):
-    for texts, calls in run_on(2, steps_with, change=schedule):
+def write_in_another_type(optimizer):
+    optimizer.param_groups[0]["lr"] = 1 if rank() else 1.0
+
+
+@pytest.mark.parametrize("change", [schedule, write_in_another_type])
+def test_the_comparison_takes_no_message_of_its_own(run_on, change):
+    for texts, calls in run_on(2, steps_with, change=change):
         assert texts == []
         assert calls[1:] == [1, 1], "the bitmap of used parameters"
 
