@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import sys
 import tempfile
 from typing import IO
@@ -90,15 +91,11 @@ class Files:
 class _Downloaded(Files):
     def __init__(self, remote: Files) -> None:
         self._temporary = tempfile.NamedTemporaryFile()  # removed when this object is deleted
-        plain = {"Accept-Encoding": "identity"}  # a compressed body might be far larger than it seems
-        announced = remote._fs.info(remote._root, headers=plain).get("size")
+        plain = {"Accept-Encoding": "identity"}
         with remote._fs.open(remote._root, "rb", block_size=0, headers=plain) as file:
-            while part := file.read(2**20):
-                self._temporary.write(part)
-                if announced is not None and self._temporary.tell() > announced:
-                    raise ValueError(
-                        f"{remote.path}: the server sends more than the {announced} bytes that it announced"
-                    )
+            if file.r.headers.get("Content-Encoding", "identity") != "identity":  # it might expand to any size
+                raise ValueError(f"{remote.path} is compressed by its server, although uncompressed data was requested")
+            shutil.copyfileobj(file, self._temporary, 2**20)
         self._temporary.flush()
         super().__init__(self._temporary.name)
         self.path = remote.path

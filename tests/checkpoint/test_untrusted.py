@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gzip
 import http.server
 import io
 import json
@@ -672,3 +673,24 @@ def test_what_an_address_offers_is_read_as_data(tmp_path: Path, monkeypatch, ser
     if where == "http":
         with pytest.raises(FileNotFoundError, match="Checkpoint file not found: http"):
             read(f"{server}/y.ckpt")
+
+
+class Compressing(http.server.SimpleHTTPRequestHandler):
+    """Says that each file is compressed."""
+
+    def end_headers(self) -> None:
+        self.send_header("Content-Encoding", "gzip")
+        super().end_headers()
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def test_what_a_server_compresses_is_not_expanded(tmp_path: Path) -> None:
+    (tmp_path / "x.ckpt").write_bytes(gzip.compress(bytes(2**28)))
+    handler = functools.partial(Compressing, directory=tmp_path)
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{running.server_port}/x.ckpt"
+        assert_refused_at_low_cost(lambda: open_checkpoint(address), "is compressed by its server")
+        running.shutdown()
