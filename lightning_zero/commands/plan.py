@@ -35,7 +35,8 @@ def main(arguments: list[str]) -> int:
         from lightning_zero.planning.paper import CONFIGURATIONS
 
         measured = read_json(parsed.resources) if parsed.resources is not None else {}
-        if not matches(measured, dict[str, dict[str, Any]]):
+        parts = [measured.get(name, {}) for name in ("resources", "machine")] if isinstance(measured, dict) else [None]
+        if not all(isinstance(part, dict) for part in parts):
             raise ValueError(f"{parsed.resources} is not the output of lightning-zero doctor --json")
         resources = _resources(parsed, measured.get("resources", {}))
         memory = parsed.memory or (resources.memory if resources is not None else None)

@@ -329,10 +329,10 @@ def unreadable_on_one_rank(folder: Path) -> None:
     run(folder, "sharded", max_epochs=2)
     if rank() == 1:
 
-        def refused(path: Any, **_: Any) -> Any:
+        def refused(path: Any, *_: Any) -> Any:
             raise PermissionError(13, "Permission denied", str(path))
 
-        processes.open_checkpoint, opening = refused, processes.open_checkpoint
+        processes.open_for_run, opening = refused, processes.open_for_run
     for is_garbage in (False, True):
         if is_garbage and rank() == 0:
             shutil.rmtree(folder / "last.ckpt")
@@ -342,7 +342,7 @@ def unreadable_on_one_rank(folder: Path) -> None:
             run(folder, "sharded", "last", max_epochs=3)
         dist.barrier()
     if rank() == 1:
-        processes.open_checkpoint = opening
+        processes.open_for_run = opening
 
 
 def test_a_last_checkpoint_that_one_rank_cannot_read_is_an_error_on_every_rank(run_on, tmp_path):

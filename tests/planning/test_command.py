@@ -222,6 +222,7 @@ def test_a_configuration_is_planned_as_train_would_run_it(capsys):
 def test_plans_of_a_batch_of_unknown_size_are_compared_by_their_time(capsys):
     project = ["tests.planning.projects:OfTwoTensors", "--batch", "float32[4,16,64]", "float32[2,64]"]
     arguments = [*project, "--ranks", "8", "--stage", "0", "3", "--flops", "1e12", "--link-bandwidth", "1e7"]
+    arguments += ["--option", "unit_numel=0"]  # by default, so small a model is one unit
     assert main([*arguments, "--json"]) == 0
     ddp, zero3 = json.loads(capsys.readouterr().out)
     assert ddp["micro_batch"] is None and ddp["samples_per_second"] is None
@@ -266,7 +267,8 @@ def test_other_options_of_the_strategy_are_planned(capsys):
 
 @pytest.mark.exhaustive
 def test_the_table_ends_with_advice(capsys):
-    assert main([*PROJECT, "--ranks", "8", "--memory", "1GB", "--flops", "1e15", "--link-bandwidth", "1e6"]) == 0
+    speeds = ["--memory", "1GB", "--flops", "1e15", "--link-bandwidth", "1e6"]
+    assert main([*PROJECT, "--ranks", "8", *speeds, "--option", "unit_numel=0"]) == 0
     printed = capsys.readouterr().out
     assert "zero3" in printed and "ZeRO does not help here" in printed
 
@@ -422,7 +424,7 @@ SMALL = ["--ranks", "4", "--machines", "2", "--transport", "gloo", "--precision"
 @pytest.mark.exhaustive
 def test_compression_of_a_small_model_is_slower_by_the_latency_of_its_messages(capsys):
     speeds = ["--flops", "1e12", "--machine-bandwidth", "1.25e8"]  # 1 Gbit/s
-    choices = [*SMALL, *speeds, "--compression", "none", "exact"]
+    choices = [*SMALL, *speeds, "--compression", "none", "exact", "--option", "unit_numel=0"]
     (_, exact), (values, changes) = (planned(capsys, *choices, "--link-seconds", seconds) for seconds in ("0", "1e-4"))
     assert changes["leaving_bytes"] < values["leaving_bytes"]
     assert changes["samples_per_second"] < values["samples_per_second"]

@@ -240,7 +240,8 @@ def compare_with_real_ranks(
     of_ranks = run_on(ranks, held_by_real_ranks, make_module=make_module, samples=samples, cases=cases)
     sample = next(iter(DataLoader(samples, batch_size=len(samples))))
     for number, (stage, offload) in enumerate(cases):
-        run = fake_run(make_module, sample, ranks=ranks, stage=stage, offload=offload, transport="shared memory")
+        options = {"offload": offload, "transport": "shared memory", "unit_numel": 0}  # as in the real ranks of tests
+        run = fake_run(make_module, sample, ranks=ranks, stage=stage, **options)
         for held in of_ranks:
             numel, peak = held[number]
             real = {category: nbytes for category, nbytes in peak.items() if nbytes}

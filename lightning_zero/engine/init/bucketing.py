@@ -157,7 +157,7 @@ def assign_to_buckets(
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
 ) -> list[list[UncutBucket]]:
-    """Make each unit's buckets, each for parameters of one kind: (compute dtype, dtype, requires_grad, codec, whole).
+    """Make each unit's buckets, each for parameters of one kind, such as one dtype and one optimizer.
 
     A unit's parameters of one kind are split into several buckets if together they have more than
     ``config.bucket_numel`` or ``most_numel`` elements.
@@ -172,6 +172,10 @@ def assign_to_buckets(
     if config.offloads is not None:
         trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
         numel_that_stay = round((1 - config.offloads.fraction) * trained)
+    # A bucket has parameters of one optimizer: autograd would take an update of some of them for a change of all.
+    optimizer_of = {
+        id(p): number for number, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]
+    }
     groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
     group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
     fields_of = fields_by_parameter(optimizers)
@@ -188,7 +192,8 @@ def assign_to_buckets(
         for name, parameter in plan.parameters.items():
             compute = _compute_dtype_of(parameter, plan.owners[name], config.compute_dtype, may_fuse)
             codec = _gradient_codec_of(parameter, compression)
-            kind = compute, parameter.dtype, parameter.requires_grad, codec, is_kept_whole(name, parameter)
+            optimizer = optimizer_of.get(id(parameter))
+            kind = compute, parameter.dtype, parameter.requires_grad, optimizer, codec, is_kept_whole(name, parameter)
             kinds.setdefault(kind, []).append((name, parameter))
         for kind, members in kinds.items():
             # Make the parameters of one param group adjacent, so that a bucket has one master tensor for them.
@@ -198,7 +203,7 @@ def assign_to_buckets(
     to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
     owners = dict(zip(whole, balanced_owners(to_own, ranks))) if whole else {}
     units: list[list[UncutBucket]] = [[] for _ in plans]
-    for number, (of_unit, (compute, dtype, trains, codec, is_whole), part) in enumerate(parts):
+    for number, (of_unit, (compute, dtype, trains, _, codec, is_whole), part) in enumerate(parts):
         layout = BucketLayout.of(
             [(name, shares[name]) for name, _ in part],
             ranks,
