@@ -193,3 +193,20 @@ def compare_with_plain_gradients(recipe: Recipe, stage: int, unit_numel: int) ->
         assert all(b.is_replicated or not b.is_ready for b in engine.buckets), "something was left gathered"
     same_tensors(engine.full_state_dict(), dict(reference.state_dict()), CLOSE)
     engine.close()
+
+
+def states_of_all_parameters(stage: int) -> None:
+    """Also of a parameter without elements, whose neighbours in the bucket another rank owns."""
+    from lightning_zero.engine import Engine
+
+    module, optimizer = prepare(Recipe())
+    engine = Engine(module, [optimizer], stage=stage, unit_numel=UNIT_NUMELS["everything"])
+    module(*batch(0)).backward()
+    optimizer.step()
+    assert set(optimizer.state_dict()["state"]) == set(range(len(list(module.parameters()))))
+    engine.close()
+
+
+@STAGES
+def test_each_parameter_of_a_merged_unit_has_its_state(run_on, stage):
+    run_on(2, states_of_all_parameters, stage=stage)
