@@ -274,8 +274,8 @@ class MasterStates:
         of_masters: dict[Master, dict[str, Any]] = {}  # a master's parameters share its description
         for number, slot in enumerate(slots):
             master = self._master_of.get(slot)
-            is_known = slot.local_numel or (slot.share.own_shape.numel() == 0 and master is not None and master.is_here)
-            if master is not None and is_known:
+            is_empty = slot.share.own_shape.numel() == 0
+            if master is not None and (slot.local_numel or (is_empty and master.is_here)):
                 if master not in of_masters:
                     of_masters[master] = self._description(master)
                 own[number] = of_masters[master]

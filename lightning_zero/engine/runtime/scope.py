@@ -126,8 +126,7 @@ class Scope:
     def recover(self) -> None:
         """Reset to the state between two forwards."""
         self.calls.clear()
-        if self._set_aside:
-            self.leave_window()
+        self.leave_window()
         if self.depth:
             self.depth = 1
             self.leave_forward()
