@@ -280,6 +280,27 @@ def write_in_a_step(strategy: str) -> Any:
     return trained(strategy, WritesInStep())
 
 
+class Bounded(nn.Linear):
+    """Bounds its weight in each forward, as layers with a Lipschitz constant do."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+            self.bias.data.mul_(0.9)
+        return super().forward(x)
+
+
+class BoundsInForward(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks.append(Bounded(6, 6))
+
+
+def write_in_forward(strategy: str) -> Any:
+    """A layer that writes to its own weight in forward, after other layers have used theirs"""
+    return trained(strategy, BoundsInForward())
+
+
 class Looks(Net):
     """Reads weights as projects do for logs and plots."""
 
@@ -637,6 +658,7 @@ def accumulate_by_hand(strategy: str) -> Any:
     collect_parameters,
     keep_statistics,
     synchronise_statistics,
+    write_in_forward,
 )
 def test_parameters_equal_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)

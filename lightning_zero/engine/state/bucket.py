@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import increment_version
 
 from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
 from lightning_zero.engine.comm.bucket_collectives import Pending, end_with
@@ -137,7 +138,8 @@ class Bucket:
         nan = torch.full((), float("nan"), device=full.device).to(full.dtype)
         self._placeholders = [nan.expand(segment.shape) for segment in self.layout.segments]
         shown = self._buffer.segments if self.is_replicated else self._placeholders
-        self.views: list[Tensor] = [View(tensor, parameters[0].requires_grad) for tensor in shown]
+        # through ``data``, so that each has its own version: a layer that writes to its weight changes no other weight
+        self.views: list[Tensor] = [View(tensor.data, parameters[0].requires_grad) for tensor in shown]
         for view, parameter in zip(self.views, parameters):
             if type(view) is View and (kind := project_class(parameter)) is not None:
                 view.__class__ = joined(View, kind)
@@ -352,6 +354,8 @@ class Bucket:
         """Prepare for a change of the master weights: finish gathers and copies that read them."""
         self.wait()
         self.take_over_writes()
+        increment_version(self.views)  # a graph of the former values then raises autograd's usual error
+        self._mark_seen()
         self.residency.forget_fetched()
         if self._left is not None:
             self._left.synchronize()
