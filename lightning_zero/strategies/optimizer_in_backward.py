@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine, slot_of
 from lightning_zero.engine.compat import has_backward_hooks, is_step_of_scheduler, step_pre_hooks
 from lightning_zero.engine.optim.masters import Masters
+from lightning_zero.strategies.lightning_internals import should_accumulate
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +60,7 @@ def _why_to_wait(lightning: ModuleType, trainer: Any, optimizer: Optimizer | Non
     module, precision = trainer.lightning_module, trainer.precision_plugin
     if optimizer is None:
         return "manual optimization"
-    if trainer.fit_loop._should_accumulate():
+    if should_accumulate(trainer):
         return "more micro-batches come before the update"
     if trainer.gradient_clip_val:
         return "gradients are clipped"

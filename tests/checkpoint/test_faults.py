@@ -14,7 +14,7 @@ from lightning.pytorch import Trainer
 
 from lightning_zero.checkpoint import saver
 from lightning_zero.checkpoint.commit import Destination, remove
-from lightning_zero.checkpoint.newest import others_by_age
+from lightning_zero.strategies.newest import others_by_age
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
