@@ -1,51 +1,24 @@
 """ZeRO as a Lightning strategy: import this package and pass ``Trainer(strategy="zero3")``.
 
-Importing this package does not import torch or Lightning. Public names are imported on first access. Strategy names are
-registered once Lightning and this package are both imported. ``lightning_zero.engine`` works without Lightning.
+Importing this package imports Lightning, and registers the names of the strategies. For ``pytorch_lightning`` and
+``lightning_fabric``, which have registries of their own, the names are registered if the package has been imported
+before; otherwise import ``lightning_zero.pytorch_lightning`` or ``lightning_zero.lightning_fabric``.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+import importlib
+import sys
 
-from lightning_zero.strategies.after_import import after_import
+from lightning_zero import engine as engine
+from lightning_zero import fabric as fabric
+from lightning_zero import monitoring as monitoring
+from lightning_zero import pruning as pruning
+from lightning_zero.checkpoint.weights import load_weights
+from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
+from lightning_zero.engine.config import CompressionConfig, OffloadConfig
+from lightning_zero.planning.automatic import ZeroAutoStrategy
+from lightning_zero.strategies.resilience_config import ResilienceConfig
+from lightning_zero.strategies.trainer import ZeroStrategy
 from lightning_zero.version import __version__
-
-if TYPE_CHECKING:
-    from lightning_zero import engine as engine
-    from lightning_zero import fabric as fabric
-    from lightning_zero import monitoring as monitoring
-    from lightning_zero import pruning as pruning
-    from lightning_zero.checkpoint.weights import load_weights
-    from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
-    from lightning_zero.engine.config import CompressionConfig, OffloadConfig
-    from lightning_zero.planning.automatic import ZeroAutoStrategy
-    from lightning_zero.strategies.resilience_config import ResilienceConfig
-    from lightning_zero.strategies.trainer import ZeroStrategy
-
-for _package, _ours in (
-    ("lightning.fabric", "strategies.fabric"),
-    ("lightning.pytorch", "strategies.trainer"),
-    # not after lightning.pytorch: planning.automatic needs strategies.trainer, whose import may be unfinished then
-    ("lightning_zero.strategies.trainer", "planning.automatic"),
-    ("lightning_fabric", "lightning_fabric"),
-    ("pytorch_lightning", "pytorch_lightning"),
-):
-    after_import(_package, f"lightning_zero.{_ours}")
-
-_MODULE_OF = {
-    "CompressionConfig": "engine.config",
-    "OffloadConfig": "engine.config",
-    "ResilienceConfig": "strategies.resilience_config",
-    "ZeroAutoStrategy": "planning.automatic",
-    "ZeroStrategy": "strategies.trainer",
-    "full_grad": "engine.access",
-    "full_optimizer_state": "engine.access",
-    "full_parameters": "engine.access",
-    "load_weights": "checkpoint.weights",
-    "shard_of": "engine.access",
-    "uneven_forwards": "engine.access",
-}
-_SUBMODULES = ("engine", "fabric", "monitoring", "pruning")
 
 __all__ = [
     "CompressionConfig",
@@ -62,14 +35,7 @@ __all__ = [
     "uneven_forwards",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    if name in _MODULE_OF:
-        return getattr(import_module(f"lightning_zero.{_MODULE_OF[name]}"), name)
-    if name in _SUBMODULES:
-        return import_module(f"lightning_zero.{name}")
-    raise AttributeError(f"module 'lightning_zero' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return [*__all__, *_SUBMODULES]
+# Never imported here: importing pytorch_lightning replaces the logger of lightning.pytorch's messages.
+for _package in ("lightning_fabric", "pytorch_lightning"):
+    if _package in sys.modules:
+        importlib.import_module(f"lightning_zero.{_package}")

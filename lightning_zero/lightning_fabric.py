@@ -1,4 +1,4 @@
-"""The strategy for the package ``lightning_fabric``; imported right after that package, to register the strategy."""
+"""The strategy for the package ``lightning_fabric``. Importing this module registers the strategies."""
 
 from types import ModuleType
 from typing import ClassVar

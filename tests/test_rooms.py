@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import ast
+import functools
+import inspect
+import re
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+import torch.utils.data.dataloader
+import torchmetrics
+from lightning import fabric, pytorch
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = "lightning_zero"
@@ -244,3 +251,74 @@ def test_private_names_of_torch_are_used_in_one_place_only():
 )
 def test_private_names_of_torch_are_recognised_however_they_are_reached(code, name):
     assert name in set(_private_names(ast.parse(code)))
+
+
+# -- Lightning, torchmetrics and torch's data loaders -----------------------------------------------------------------
+
+LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
+INTERNALS = f"{PACKAGE}.strategies.lightning_internals"
+NOT_YET = {f"{PACKAGE}.strategies.{name}" for name in ("epoch_state", "global_batch", "resilience", "resuming")}
+"""Files that still use such names themselves."""
+
+PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
+
+
+@functools.cache
+def _lightnings_names() -> set[str]:
+    """Private names in ``lightning_internals``, and those that only Lightning, torchmetrics and data loaders define."""
+    defined = re.compile(r"(?:\bself\.|\bdef |\bclass |^)(_[A-Za-z]\w*)", re.MULTILINE)
+    sources = [Path(inspect.getfile(torch.utils.data.dataloader)), *Path(torchmetrics.__path__[0]).glob("*.py")]
+    sources += (path for package in (pytorch, fabric) for path in Path(package.__path__[0]).rglob("*.py"))
+    theirs = {name for path in sources for name in defined.findall(path.read_text(encoding="utf-8"))}
+    ours = {name for path in FILES.values() for name in defined.findall(path.read_text(encoding="utf-8"))}
+    torchs = {*dir(torch.Tensor), *dir(torch.nn.Module()), "_metadata"}  # the last belongs to state dicts
+    used = PRIVATE.findall(" ".join(_strings_and_attributes(TREES[INTERNALS])))
+    return {name for name in theirs - ours - torchs if not name.endswith("__")} | {*used}
+
+
+def _strings_and_attributes(tree: ast.Module) -> Iterator[str]:
+    """String constants without spaces, and attributes of objects other than ``self``."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " not in node.value:
+            yield node.value
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls"):
+            yield node.attr
+
+
+def _private_names_of_lightning(tree: ast.Module) -> Iterator[str]:
+    """Private names of the packages that a file imports, and the private attributes of their objects that it names."""
+    imported = (name for name in _imported_by(tree) if name.partition(".")[0] in LIGHTNING)
+    yield from filter(_is_private, imported)
+    for text in _strings_and_attributes(tree):
+        yield from _lightnings_names() & {*text.split(".")}
+
+
+def test_private_names_of_lightning_are_used_in_one_place_only():
+    """Objects in the engine are torch's, since it imports no Lightning; converters name entries of files."""
+    others = (f"{PACKAGE}.engine", f"{PACKAGE}.convert")
+    wrong = [
+        f"{module}: {name}"
+        for module, tree in TREES.items()
+        if module not in {INTERNALS, *NOT_YET} and not module.startswith(others)
+        for name in _private_names_of_lightning(tree)
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import lightning.pytorch._graveyard", "lightning.pytorch._graveyard"),
+        (
+            "from lightning.fabric.utilities.seed import _set_rng_states as s",
+            "lightning.fabric.utilities.seed._set_rng_states",
+        ),
+        ("def f(trainer): return trainer.fit_loop._data_source", "_data_source"),
+        ("results = trainer._logger_connector._first_loop_iter", "_first_loop_iter"),
+        ("getattr(metric, '_reductions')", "_reductions"),
+        ("loaders = attrgetter('_combined_loader.flattened')", "_combined_loader"),
+        ("workers = iterator._index_queues", "_index_queues"),
+    ],
+)
+def test_private_names_of_lightning_are_recognised_however_they_are_reached(code, name):
+    assert name in set(_private_names_of_lightning(ast.parse(code)))

@@ -15,13 +15,13 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
-from lightning.fabric.utilities.distributed import _set_num_threads_if_needed
 from omegaconf import DictConfig
 from torch.cuda import device_count
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from lightning_zero.commands.check import ConfigError, JobFailed
 from lightning_zero.engine.comm import process_group
+from lightning_zero.strategies.lightning_internals import set_num_threads_if_needed
 from lightning_zero.strategies.resilience_config import resilience_config
 
 Job = Callable[[DictConfig], None]
@@ -122,7 +122,7 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
         LOCAL_WORLD_SIZE=str(world_size),
         GROUP_RANK="0",
     )
-    _set_num_threads_if_needed(world_size)
+    set_num_threads_if_needed(world_size)
     try:
         job(config)
     except Exception as error:

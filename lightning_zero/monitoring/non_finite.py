@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.call import _call_strategy_hook
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_zero.engine.access import shard_of
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.monitoring.measured import elements_of
+from lightning_zero.strategies import lightning_internals as internals
 
 
 class NonFiniteError(FloatingPointError):
@@ -60,7 +58,7 @@ class Finder:
             self._step, self._window, self._losses = trainer.global_step, [], None
         if not self._window:
             self._buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
-        self._window.append(_MicroBatch(batch, batch_idx, _collect_rng_states()))
+        self._window.append(_MicroBatch(batch, batch_idx, internals.collect_rng_states()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # One tensor for any number of losses: with an optimizer that Lightning does not know, no step empties a list.
@@ -166,14 +164,14 @@ def _elements(gradient: Tensor) -> Tensor:
 
 def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Watch, list[str]]:
     """Compute a micro-batch again; return what the hooks found, and the parameters with non-finite gradients."""
-    _set_rng_states(micro_batch.rng_states)
+    internals.set_rng_states(micro_batch.rng_states)
     strategy = trainer.strategy
     no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
-    arguments = trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), micro_batch.batch, micro_batch.index)
+    arguments = internals.arguments_of_step(trainer, micro_batch.batch, micro_batch.index)
     with torch.enable_grad(), _watching(module) as watch, no_sync:
         for tensor in _floats(micro_batch.batch):
             watch.note(tensor, "the batch")
-        result = _call_strategy_hook(trainer, "training_step", *arguments.values())
+        result = internals.call_strategy_hook(trainer, "training_step", *arguments)
         loss = result["loss"] if isinstance(result, dict) else result
         watch.note(loss, "the loss")
         loss.backward()  # on every rank, since backward gathers parameters at stage 3

@@ -14,6 +14,7 @@ from torchmetrics.utilities import dim_zero_cat
 
 from lightning_zero.engine.comm.process_group import all_gather_objects
 from lightning_zero.io.annotations import check_arguments
+from lightning_zero.strategies.lightning_internals import reductions_of
 
 
 class SliceMetrics(Callback):
@@ -89,7 +90,7 @@ def _fill_lists(metrics: MetricCollection) -> None:
         {
             name: (values[0].dtype, values[0].shape[1:])
             for name, values in part.metric_state.items()
-            if isinstance(values, list) and values and part._reductions[name] is dim_zero_cat
+            if isinstance(values, list) and values and reductions_of(part)[name] is dim_zero_cat
         }
         for part in parts
     ]

@@ -24,6 +24,7 @@ from lightning_zero.engine.plan.mesh import Mesh
 from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
 from lightning_zero.io.annotations import check_value
 from lightning_zero.io.paths import read_json
+from lightning_zero.strategies.lightning_internals import training_dataloader
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def sample_batch(trainer: Trainer) -> Any:
         ValueError: if the dataset is not map-style, or if the batch sampler does not state its batch size: reading from
             a stream or a sampler would consume its first batch.
     """
-    loader = trainer.fit_loop._data_source.dataloader()
+    loader = training_dataloader(trainer)()
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         raise ValueError("planning reads a sample, which requires one DataLoader with a map-style dataset")
     sampler = loader.batch_sampler

@@ -29,6 +29,7 @@ from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.pretend import pretending
 from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
+from lightning_zero.strategies.lightning_internals import should_accumulate
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -213,7 +214,7 @@ class _PretendingDDP(_Pretending):
     def _take(self, parameter: Tensor) -> None:
         nbytes = parameter.nbytes  # also of a sparse gradient, since fake ones have no rows
         self._now["gradients"] = min(self._now["gradients"] + nbytes, self._trained_bytes)
-        if not self.lightning_module.trainer.fit_loop._should_accumulate():
+        if not should_accumulate(self.lightning_module.trainer):
             self._collected += nbytes  # Lightning runs earlier micro-batches of a step in no_sync
         if self._collected >= DDP_BUCKET_BYTES:
             self._reduce()

@@ -10,13 +10,14 @@ from typing import Any
 from lightning.pytorch import Trainer
 
 from lightning_zero.engine import Engine
+from lightning_zero.strategies.lightning_internals import BETWEEN_BATCHES, data_fetcher, is_epoch_ending
 
 TakeTurn = Callable[[int | None], None]
 
 
 def take_turns(loop: Any, take_turn: TakeTurn) -> None:
     """Make a loop call ``take_turn`` with the dataloader's index before each batch, and with None at the loop's end."""
-    fetcher = loop._data_fetcher
+    fetcher = data_fetcher(loop)
     fetcher.take_turn = take_turn
     looks_ahead = hasattr(fetcher, "iterator_wrapper")  # such a fetcher passes its iterator to the step
     mixin = _AllAtOnce if looks_ahead else _BatchByBatch
@@ -54,9 +55,6 @@ class _AllAtOnce(Iterator[Any]):
         else:
             self.iterator = chain([item], self._batches)
         return super().__next__()
-
-
-_BETWEEN_BATCHES = "_broadcast_sigterm_tensor"
 
 
 def attend(trainer: Trainer, engine: Engine) -> None:
@@ -97,11 +95,11 @@ def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: 
         return output
 
     def on_advance_end(method: Any, *args: Any) -> Any:
-        if loop._is_training_done or (trainer.should_stop and trainer.fit_loop._can_stop_early):
+        if is_epoch_ending(trainer):
             end()  # before validation
         return method(*args)
 
-    Around.put(loop, _BETWEEN_BATCHES, lambda _: meet())
+    Around.put(loop, BETWEEN_BATCHES, lambda _: meet())
     Around.put(loop, "run", run)
     Around.put(loop, "on_advance_end", on_advance_end)
 
@@ -120,7 +118,7 @@ def leave(trainer: Trainer) -> None:
     """Undo ``attend``, ``meet_between_batches`` and ``act_between_batches``."""
     for loop in _evaluation_loops(trainer):
         Around.take_off(loop, "run")
-    for name in (_BETWEEN_BATCHES, "advance", "run", "on_advance_end"):
+    for name in (BETWEEN_BATCHES, "advance", "run", "on_advance_end"):
         Around.take_off(trainer.fit_loop.epoch_loop, name)
 
 

@@ -15,12 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
-from lightning.fabric.utilities.distributed import (
-    _distributed_is_initialized,
-    _init_dist_connection,
-    _sync_ddp_if_available,
-)
-from lightning.fabric.utilities.init import _EmptyInit
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
@@ -40,6 +34,7 @@ from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import parameters_await_values
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
+from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.options import StrategyOptions, split_options
 from lightning_zero.version import __version__
 
@@ -105,7 +100,7 @@ class ZeroProcesses(ParallelStrategy):
     num_nodes = DDPStrategy.num_nodes
     num_processes = DDPStrategy.num_processes
     process_group_backend = DDPStrategy.process_group_backend
-    set_world_ranks = _set_world_ranks = DDPStrategy._set_world_ranks
+    set_world_ranks = _set_world_ranks = internals.set_world_ranks
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -188,23 +183,25 @@ class ZeroProcesses(ParallelStrategy):
             )
         if self._is_single:
             return
-        launchers = self.lightning.strategies.launchers
         if self.options.start_method == "popen":
-            cls = type("_Launcher", (_Telling, launchers._SubprocessScriptLauncher), {"strategy": weakref.ref(self)})
+            bases = _Telling, internals.subprocess_launcher(self.lightning)
+            cls = type("Launcher", bases, {"strategy": weakref.ref(self)})
             self._launcher = cls(self.cluster_environment, self.num_processes, self.num_nodes)
         else:
-            self._launcher = launchers._MultiProcessingLauncher(self, start_method=self.options.start_method)
+            cls = internals.multiprocessing_launcher(self.lightning)
+            self._launcher = cls(self, start_method=self.options.start_method)
 
     def setup_environment(self) -> None:
         self._ended_by = None
         super().setup_environment()
         self._set_world_ranks()
-        self._process_group_backend = DDPStrategy._get_process_group_backend(self)
+        self._process_group_backend = internals.get_process_group_backend(self)
         if not self._is_single:
-            if _distributed_is_initialized() and failure() is not None:
+            if internals.distributed_is_initialized() and failure() is not None:
                 renew(**self._group_options)
                 self._mesh = None  # the mesh's groups have failed, too
-            _init_dist_connection(self.cluster_environment, self._process_group_backend, **self._group_options_at_start)
+            options = self._group_options_at_start
+            internals.init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
             lifelines_over()
             self._make_mesh()
 
@@ -215,7 +212,7 @@ class ZeroProcesses(ParallelStrategy):
 
     @property
     def _group_options_at_start(self) -> dict[str, Any]:
-        if _distributed_is_initialized():
+        if internals.distributed_is_initialized():
             return {}
         environment, timeout = self.cluster_environment, self.options.group_timeout or default_pg_timeout
         assert environment is not None
@@ -244,7 +241,7 @@ class ZeroProcesses(ParallelStrategy):
     def _making_module(self, empty_init: bool | None) -> Iterator[None]:
         """Context in which new parameters are deferred (``empty_init``), or are created on the device if unsharded."""
         if empty_init:
-            with _EmptyInit(), parameters_await_values():
+            with internals.EmptyInit(), parameters_await_values():
                 yield
         else:
             device = nullcontext() if self._is_sharded else self.root_device
@@ -256,7 +253,7 @@ class ZeroProcesses(ParallelStrategy):
     @property
     def _is_alone(self) -> bool:
         """Whether this rank must not communicate: there is no process group, or the run has failed."""
-        return self._is_cut_off or not _distributed_is_initialized()
+        return self._is_cut_off or not internals.distributed_is_initialized()
 
     @property
     def _is_cut_off(self) -> bool:
@@ -293,7 +290,7 @@ class ZeroProcesses(ParallelStrategy):
         if self._is_cut_off or not isinstance(tensor, Tensor):
             return tensor
         with self._blocked_in("Strategy.reduce", everyone=process_group.is_default(group)):
-            return _sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+            return internals.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """All-gather a picklable value, and return the values in the order of ranks."""
@@ -459,7 +456,8 @@ class ZeroProcesses(ParallelStrategy):
         if self._ended_by is not None:
             return
         self._ended_by = str(exception)
-        if not self._is_single and _distributed_is_initialized() and not isinstance(exception, self._shared_exceptions):
+        is_known_to_others = self._is_single or isinstance(exception, self._shared_exceptions)
+        if not is_known_to_others and internals.distributed_is_initialized():
             first, *_ = str(exception).splitlines() or [""]
             fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
 

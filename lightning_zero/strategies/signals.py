@@ -15,18 +15,18 @@ from typing import Any
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import lifelines_over, listeners
 from lightning_zero.engine.comm.process_group import named_store, rank, world_size
+from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.resilience import Resilience
 
 _ASKED = "SIGTERM"
 _runs = itertools.count()  # numbers for the store keys of runs without an engine
-_HANDLERS = "_sigterm_notifier_fn", "_slurm_sigusr_handler_fn"
 
 
 class Signals:
     """Signal handlers of one Trainer run with several processes. Create this before the Trainer installs handlers."""
 
     def __init__(self, trainer: Any, communicator: Communicator | None, resilience: Resilience | None) -> None:
-        self._trainer, self._connector, self._communicator = trainer, trainer._signal_connector, communicator
+        self._trainer, self._connector, self._communicator = trainer, internals.signal_connector(trainer), communicator
         self._resilience = resilience
         run = f"without/{next(_runs)}" if communicator is None else communicator.everyone.name
         self._is_asked_to_end = self._is_asked_to_requeue = False
@@ -35,7 +35,6 @@ class Signals:
         self._lifelines = lifelines_over()
         self._loops = self._batches = 0
         listeners[_ASKED] = self._ask_to_end
-        requeue = type(self._connector)._slurm_sigusr_handler_fn
 
         # Functions instead of methods: a deep copy of the Trainer shares functions, but would copy a method's `self`.
         def on_sigterm(number: int, frame: FrameType | None) -> None:
@@ -48,9 +47,9 @@ class Signals:
             if trainer.training:
                 self._is_asked_to_requeue = True
             else:
-                requeue(self._connector, number, frame)
+                internals.requeue(self._connector, number, frame)
 
-        for name, handler in zip(_HANDLERS, (on_sigterm, on_requeue)):
+        for name, handler in zip(internals.SIGNAL_HANDLERS, (on_sigterm, on_requeue)):
             setattr(self._connector, name, handler)
 
     def _ask_to_end(self) -> None:
@@ -75,9 +74,9 @@ class Signals:
             keeper.keep(has_failed, is_end=is_end or ends)
         if requeues:
             self._is_asked_to_requeue = False
-            environment = self._trainer._accelerator_connector.cluster_environment
+            environment = self._trainer.strategy.cluster_environment
             with self._trainer.strategy.saving_epoch_state():
-                type(self._connector)._slurm_sigusr_handler_fn(self._connector, environment.requeue_signal, None)
+                internals.requeue(self._connector, environment.requeue_signal, None)
         if ends:
             self._end()
 
@@ -108,10 +107,9 @@ class Signals:
 
     @property
     def _is_within_step(self) -> bool:
-        loop = self._trainer.fit_loop
-        if loop._skip_backward:  # StochasticWeightAveraging's pass for batch statistics has no steps
+        if internals.skips_backward(self._trainer):  # such a pass has no steps
             return False
-        return bool(self._trainer.lightning_module.automatic_optimization and loop.epoch_loop._should_accumulate())
+        return self._trainer.lightning_module.automatic_optimization and internals.should_accumulate(self._trainer)
 
     def begin_loop(self) -> None:
         """Start counting the batches of an evaluation loop."""
@@ -140,5 +138,5 @@ class Signals:
     def close(self) -> None:
         """Restore Lightning's handlers."""
         listeners.pop(_ASKED, None)
-        for name in _HANDLERS:
+        for name in internals.SIGNAL_HANDLERS:
             vars(self._connector).pop(name, None)

@@ -11,11 +11,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 from lightning import pytorch
-from lightning.fabric.utilities.device_dtype_mixin import _update_properties
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import Trainer
-from lightning.pytorch.overrides.distributed import _sync_module_states
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
@@ -30,6 +28,7 @@ from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.io.beats import note_end, note_step
+from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.jobs import name_of_job
 from lightning_zero.strategies.loops import (
     act_between_batches,
@@ -45,7 +44,7 @@ from lightning_zero.strategies.resilience import NoRoomError, Resilience, keep_f
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.same_batches import SameBatches
 from lightning_zero.strategies.signals import Signals
-from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints, is_absent
+from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints
 
 
 def _in_window(step: str) -> Callable[..., Any]:
@@ -105,7 +104,7 @@ class TrainerStrategy(TrainerCheckpoints):
         super().setup_environment()
         reset_seed()
         if self.lightning_module is not None and self._mesh is not None:
-            self.lightning_module._device_mesh = self._mesh  # as Lightning's ``ModelParallelStrategy`` does
+            internals.set_device_mesh(self.lightning_module, self._mesh)
         if self.lightning_module is not None:
             consolidate(self.lightning_module, self._handshake_timeout)
             self._resilience = self._new_resilience()
@@ -145,8 +144,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @property
     def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
-        exceptions = self.lightning.utilities.exceptions
-        return exceptions.SIGTERMException, exceptions._TunerExitException
+        return self.lightning.utilities.exceptions.SIGTERMException, internals.tuner_exit(self.lightning)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -181,7 +179,7 @@ class TrainerStrategy(TrainerCheckpoints):
             self.engine.load_masters(self._masters)
             attend(trainer, self.engine)
         elif not self._is_single:
-            _sync_module_states(self.lightning_module)
+            internals.sync_module_states(self.lightning_module)
         if not self._is_single:
             self._signals = Signals(trainer, self._communicator, self._resilience)
             meet = partial(self._signals.agree, "the next training batch")
@@ -238,7 +236,7 @@ class TrainerStrategy(TrainerCheckpoints):
             self.engine.set_optimizers(_real(optimizers))
         self._optimizers = optimizers
         self._lightning_optimizers = [
-            self.lightning.core.optimizer.LightningOptimizer._to_lightning_optimizer(each, self) for each in optimizers
+            internals.to_lightning_optimizer(self.lightning)(each, self) for each in optimizers
         ]
 
     def _cuts(self, trainer: Trainer) -> bool:
@@ -253,7 +251,7 @@ class TrainerStrategy(TrainerCheckpoints):
         if not self._cuts(self.lightning_module.trainer):
             self.model.to(self.root_device)
             return
-        _update_properties(self.lightning_module, device=self.root_device)
+        internals.update_properties(self.lightning_module, device=self.root_device)
         self.model._apply(lambda t: t if isinstance(t, Parameter) or is_on_meta(t) else t.to(self.root_device))
 
     @contextmanager
@@ -305,7 +303,7 @@ class TrainerStrategy(TrainerCheckpoints):
             if engine is not None:
                 engine.take_turn(position)
 
-        take_turns(self.lightning_module.trainer._active_loop, take_turn)
+        take_turns(internals.active_loop(self.lightning_module.trainer), take_turn)
 
     on_test_start = on_predict_start = _take_turns
 
@@ -426,7 +424,7 @@ _layer_syncs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:
-    return [optimizer for optimizer in optimizers if not is_absent(optimizer)]
+    return [optimizer for optimizer in optimizers if not internals.is_absent(optimizer)]
 
 
 class ZeroStrategy(TrainerStrategy, ParallelStrategy):

@@ -17,7 +17,6 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckp
 from lightning_zero.checkpoint.commit import remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
-from lightning_zero.checkpoint.newest import is_last, others_by_age
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.checkpoint.slots import KeptState, kept_state_of
 from lightning_zero.checkpoint.snapshot import snapshot
@@ -28,6 +27,8 @@ from lightning_zero.engine.init.deferred_param import give_values, is_deferred, 
 from lightning_zero.engine.init.sources import leave_in_files, listed
 from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
 from lightning_zero.strategies.global_batch import GLOBAL_BATCH, global_batch
+from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
+from lightning_zero.strategies.newest import is_last, others_by_age
 from lightning_zero.strategies.options import TrainerOptions
 from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resilience import Resilience
@@ -152,7 +153,7 @@ class TrainerCheckpoints(ZeroProcesses):
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         if isinstance(optimizer, self.lightning.core.optimizer.LightningOptimizer):
-            optimizer = optimizer._optimizer
+            optimizer = optimizer.optimizer
         if not self._can_save():
             return {}
         if self.engine is None or is_absent(optimizer):
@@ -208,7 +209,7 @@ class TrainerCheckpoints(ZeroProcesses):
         Collective. The ranks must have synchronized just before.
         """
         with self._taking_parts():
-            checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+            checkpoint = dump_checkpoint(self.lightning_module.trainer)
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, is_kept=True)
             tree = {key: checkpoint.pop(key) for key in ("state_dict", "optimizer_states")}
             state = kept_state_of(tree, checkpoint, self.global_rank)
@@ -375,8 +376,3 @@ class TrainerCheckpoints(ZeroProcesses):
             self._resilience.on_train_start()
         if self._data_loading is not None:
             self._data_loading.restore()
-
-
-def is_absent(optimizer: Any) -> bool:
-    """Whether the optimizer is Lightning's placeholder for a module without optimizers."""
-    return type(optimizer).__name__ == "_MockOptimizer"

@@ -17,6 +17,7 @@ from lightning_zero import __version__
 from lightning_zero.__main__ import COMMANDS
 from lightning_zero.commands.bench import BENCHMARKS
 from tests.app.commands import REPOSITORY
+from tests.support.warm import warm_python
 
 CHECKPOINT_COMMANDS = ("inspect", "verify", "export", "convert", "import")
 EVERY = [
@@ -24,22 +25,23 @@ EVERY = [
     *(f"checkpoint {name}" for name in CHECKPOINT_COMMANDS),
     *(f"bench {name}" for name in BENCHMARKS),
 ]
-COMMAND = [sys.executable, "-m", "lightning_zero"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
 ENVIRONMENT.pop("PYTHONUNBUFFERED", None)  # without a buffer, argparse itself ignores a closed pipe
 
 
+def command(*arguments: str) -> list[str]:
+    return [warm_python(), "-m", "lightning_zero", *arguments]
+
+
 def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*COMMAND, *arguments], env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=120
-    )
+    return subprocess.run(command(*arguments), env=ENVIRONMENT, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 # -- help --------------------------------------------------------------------------------------------------------------
 
 MEASURE = """
 import sys, time
-from lightning_zero.__main__ import main
+from lightning_zero_cli import main
 sys.argv = ["lightning-zero", *sys.argv[1:], "--help"]
 try:
     main()
@@ -49,23 +51,23 @@ print([time.process_time(), [name for name in ("torch", "lightning", "numpy") if
 """
 
 
-@pytest.mark.parametrize("command", ["", *EVERY])
-def test_help_names_the_command_and_appears_quickly_without_importing_torch(command: str) -> None:
+@pytest.mark.parametrize("name", ["", *EVERY])
+def test_help_names_the_command_and_appears_quickly_without_importing_torch(name: str) -> None:
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, *command.split()], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", MEASURE, *name.split()], env=ENVIRONMENT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(f"usage: lightning-zero {command}".rstrip())
+    assert done.stdout.startswith(f"usage: lightning-zero {name}".rstrip())
     seconds, imported = ast.literal_eval(done.stderr)
     assert imported == []
     assert seconds < 1.5, "0.1 to 0.4 seconds on a quiet machine; importing torch alone takes 1.8"
 
 
 @pytest.mark.parametrize(
-    ("command", "names"), [("", COMMANDS), ("checkpoint", CHECKPOINT_COMMANDS), ("bench", BENCHMARKS)]
+    ("name", "names"), [("", COMMANDS), ("checkpoint", CHECKPOINT_COMMANDS), ("bench", BENCHMARKS)]
 )
-def test_help_has_one_line_for_each_subcommand(command: str, names: list[str]) -> None:
-    lines = run(*command.split(), "--help").stdout.split("  COMMAND\n")[1].split("\n\n")[0].splitlines()
+def test_help_has_one_line_for_each_subcommand(name: str, names: list[str]) -> None:
+    lines = run(*name.split(), "--help").stdout.split("  COMMAND\n")[1].split("\n\n")[0].splitlines()
     assert [re.match(r"    (\w+)  +\w.*\w", line)[1] for line in lines] == list(names)
 
 
@@ -110,8 +112,8 @@ def test_a_mistake_gives_one_line_that_says_what_to_write(arguments: str) -> Non
     done = run(*arguments.split())
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.startswith(MISTAKES[arguments]) and done.stderr.count("\n") == 1
-    command = MISTAKES[arguments].partition(":")[0]
-    assert done.stderr.endswith(f"(see {command} --help)\n")
+    mistaken = MISTAKES[arguments].partition(":")[0]
+    assert done.stderr.endswith(f"(see {mistaken} --help)\n")
 
 
 # -- JSON --------------------------------------------------------------------------------------------------------------
@@ -175,7 +177,7 @@ PRINT_MUCH = ["--help", "train --help", "train --cfg job", "train -sc install=ba
 def test_a_pipe_that_closes_early_causes_no_traceback(arguments: str) -> None:
     reading, writing = os.pipe()
     process = subprocess.Popen(
-        [*COMMAND, *arguments.split()], env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE, text=True
+        command(*arguments.split()), env=ENVIRONMENT, stdout=writing, stderr=subprocess.PIPE, text=True
     )
     os.close(writing)
     os.close(reading)
@@ -190,6 +192,6 @@ def test_head_ends_a_checkpoint_listing_longer_than_a_buffer(tmp_path: Path) -> 
     torch.save({"state_dict": {f"layer_{index}.weight": torch.randn(2) for index in range(5000)}}, path)
     script = '"$@" | head -1; echo "${PIPESTATUS[@]}"'
     for more in ([], ["--json"]):
-        command = ["bash", "-c", script, "bash", *COMMAND, "checkpoint", "inspect", str(path), *more]
-        done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+        words = ["bash", "-c", script, "bash", *command("checkpoint", "inspect", str(path), *more)]
+        done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
         assert done.stdout.splitlines()[-1] == "141 0" and done.stderr == ""

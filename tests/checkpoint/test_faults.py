@@ -14,11 +14,11 @@ from lightning.pytorch import Trainer
 
 from lightning_zero.checkpoint import saver
 from lightning_zero.checkpoint.commit import Destination, remove
-from lightning_zero.checkpoint.newest import others_by_age
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine.comm import lifelines
+from lightning_zero.strategies.newest import others_by_age
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
 from tests.support.ports import reserved_port

@@ -20,7 +20,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"  # a copy, since setuptools writes into the source folder
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "lightning_zero_cli.py"):
         shutil.copy(REPOSITORY / name, source)
     for name in ("lightning_zero", "conf"):
         ignored = shutil.ignore_patterns("__pycache__")
@@ -34,12 +34,15 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return wheel
 
 
-def test_the_wheel_contains_yaml_files_and_py_typed_and_only_this_package(wheel: Path) -> None:
-    carried = set(zipfile.ZipFile(wheel).namelist())
+def test_the_wheel_contains_yaml_files_and_py_typed_and_only_this_package_and_its_command(wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    carried = set(archive.namelist())
     configuration = REPOSITORY / "conf"
     wanted = {f"lightning_zero/conf/{path.relative_to(configuration)}" for path in configuration.rglob("*.yaml")}
     assert len(wanted) > 30 and {*wanted, "lightning_zero/py.typed"} <= carried
-    assert {name.partition("/")[0].partition("-")[0] for name in carried} == {"lightning_zero"}
+    assert {name.partition("/")[0].partition("-")[0] for name in carried} == {"lightning_zero", "lightning_zero_cli.py"}
+    (scripts,) = (name for name in carried if name.endswith("/entry_points.txt"))
+    assert "lightning-zero = lightning_zero_cli:main" in archive.read(scripts).decode()
 
 
 def test_the_newest_version_in_the_changelog_is_the_packages_and_has_a_date() -> None:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 # Lightning keeps a module's arguments here, such as a tensor that a parameter was made from. Forwards do not read them.
-_HYPERPARAMETERS = ("_hparams", "_hparams_initial")
+HYPERPARAMETERS = ("_hparams", "_hparams_initial")
 
 
 class _Place(NamedTuple):
@@ -63,7 +63,7 @@ def _named_tensors(module: nn.Module, optimizers: Sequence[Optimizer]) -> Iterat
     for prefix, inner in module.named_modules():
         for attribute, value in vars(inner).items():
             # the old ``spectral_norm`` leaves a view of its parameter until the first forward
-            if attribute in _HYPERPARAMETERS or f"{attribute}_orig" in inner._parameters.keys():
+            if attribute in HYPERPARAMETERS or f"{attribute}_orig" in inner._parameters.keys():
                 continue
             name = f"{prefix}.{attribute}" if prefix else attribute
             for key, item in _items(value):

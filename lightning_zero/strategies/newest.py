@@ -12,6 +12,7 @@ from fsspec.core import url_to_fs
 from lightning.pytorch import Trainer
 
 from lightning_zero.checkpoint.form import DCP_METADATA
+from lightning_zero.strategies.lightning_internals import last_checkpoints
 
 
 def is_last(trainer: Trainer, path: Any) -> bool:
@@ -47,9 +48,8 @@ def others_by_age(trainer: Trainer, path: Any) -> list[str]:
 def _last_ones(trainer: Trainer) -> set[str]:
     candidates: set[str] = set()
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        if hasattr(callback, "_find_last_checkpoints"):
-            candidates |= callback._find_last_checkpoints(trainer)
-        elif type(callback).__name__ == "OnExceptionCheckpoint":
+        candidates |= last_checkpoints(trainer, callback)
+        if type(callback).__name__ == "OnExceptionCheckpoint":
             candidates.add(str(callback.ckpt_path))
     return candidates
 
