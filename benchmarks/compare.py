@@ -33,8 +33,6 @@ _UNITS = {
 _DERIVED = {"about", "costs", "medians"}
 _PLACES = {"systems", "rounds", "series", "models", "strategies"}
 """Names that are left out when the path of a reading is printed."""
-_REMAINDERS = {"memory/free_MB", "memory/unaccounted_MB"}
-"""Memory of a run that is computed from other readings."""
 _RESAMPLES = 2000
 
 Path_ = tuple[str, ...]
@@ -272,7 +270,7 @@ def _logged(file: Path) -> dict[Path_, Series]:
             continue
         if name.startswith("time/") or name == "throughput/step_s":
             found.setdefault((name,), Series("s", [])).values.append(float(value))
-        elif name.startswith("memory/") and name.endswith("_MB") and name not in _REMAINDERS:
+        elif name.startswith("memory/") and name.endswith("_MB"):
             found.setdefault((name,), Series("bytes", [])).values.append(1e6 * float(value))
     return found
 

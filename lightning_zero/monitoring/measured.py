@@ -1,12 +1,9 @@
-"""Quantities that a monitor reads: sums over measured steps, memory, traffic, gradient norm and loss scale."""
+"""Quantities that a monitor reads: sums over measured steps, model states, traffic, gradient norm and loss scale."""
 
 from __future__ import annotations
 
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from os import sysconf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -116,31 +113,6 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
 def elements_of(tensor: Tensor) -> Tensor:
     """The elements that a tensor stores: of a sparse one (an embedding's gradient), its values by unique index."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
-def memory_metrics(trainer: Trainer, held: dict[str, int], peak: dict[str, int]) -> dict[str, float]:
-    """Megabytes in use by category, now and at the peak so far, and the memory of the device or the process."""
-    found: dict[str, float] = {f"memory/{category}": nbytes for category, nbytes in held.items()}
-    found["memory/peak"] = sum(peak.values())
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        found |= {"memory/allocated": allocated, "memory/reserved": reserved, "memory/free": free}
-        found["memory/allocated_peak"] = torch.cuda.max_memory_allocated(device)
-        fragmentation = {"memory/fragmentation": 1 - allocated / reserved} if reserved else {}
-    else:
-        fragmentation = {}
-        if (resident := resident_bytes()) is not None:
-            found |= {"memory/resident": resident, "memory/unaccounted": resident - sum(held.values())}
-    return {f"{name}_MB": nbytes / MEGA for name, nbytes in found.items()} | fragmentation
-
-
-def resident_bytes() -> int | None:
-    """Bytes of physical memory that this process uses; None on systems other than Linux."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def gradient_norm(trainer: Trainer) -> Tensor | None:
