@@ -7,8 +7,6 @@ the device after each micro-batch, so that updates and gathers would no longer o
 from __future__ import annotations
 
 import statistics
-import time
-from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -24,12 +22,12 @@ from lightning_zero.io.annotations import check_arguments
 from lightning_zero.monitoring.measured import (
     MEGA,
     Measured,
+    MeasuredSteps,
     engine_of_run,
     gradient_norm,
     loss_scale,
     model_state_bytes,
     ranks_with_data,
-    traffic_of,
 )
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
@@ -101,15 +99,9 @@ class Monitor:
         self.waited: dict[str, float] = {}
         self.numel = 0
         self.metrics: dict[str, float] = {}
-        self._step = self._observed_at = 0
-        self._is_within_step = False  # whether micro-batches have been trained on since the last optimizer step
-        self._began: float | None = None  # when measuring began; None while nothing is measured
-        self._running = Measured()  # since measuring began
-        self._part = Measured()  # whole steps since the last observation
-        self._total = Measured()  # whole steps up to the last observation
-        self._traffic: Counter[tuple[str, str, str]] = Counter()  # the engine's, when measuring began
-        self._loss_sum: Tensor | None = None  # of the micro-batches since the last observation, on the device
-        self._losses = 0  # number of these micro-batches
+        self._measured = MeasuredSteps()
+        self._observed_at = 0
+        self._losses: tuple[Tensor, int] | None = None  # their sum and number since the last observation
         self._throughput: Throughput | None = None
 
     # -- hooks ------------------------------------------------------------------------------------------------------
@@ -130,7 +122,7 @@ class Monitor:
         self._throughput.update(time=0.0, batches=0, samples=0, lengths=lengths, flops=0 if has_flops else None)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._step = self._observed_at = trainer.global_step  # not 0 in a run that resumes from a checkpoint
+        self._measured.step = self._observed_at = trainer.global_step  # not 0 in a run that resumes from a checkpoint
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -138,28 +130,25 @@ class Monitor:
         if (loss := _loss_in(outputs)) is not None:
             # Lightning has divided it by the number of micro-batches in a step, except in manual optimization.
             loss = loss * (trainer.accumulate_grad_batches if pl_module.automatic_optimization else 1)
-            self._loss_sum = loss if self._loss_sum is None else self._loss_sum + loss
-            self._losses += 1
-        self._running.batches += 1
-        self._running.samples += self.batch_size_fn(batch)
-        if self.length_fn is not None:
-            self._running.items += self.length_fn(batch)
-        steps = trainer.global_step - self._step
-        self._is_within_step = steps == 0
-        if self._is_within_step:
+            before, number = self._losses or (0, 0)
+            self._losses = before + loss, number + 1
+        measured, items = self._measured, self.length_fn(batch) if self.length_fn is not None else 0
+        measured.add_batch(self.batch_size_fn(batch), items, trainer.global_step)
+        if measured.is_within_step:
             return
-        self._running.steps += steps
-        self._step = trainer.global_step
         every: int = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
-        if every and self._step - self._observed_at >= every:
+        if every and measured.step - self._observed_at >= every:
             self._observe(trainer)
-        elif self._began is None:
-            self._begin(trainer)
+        elif not measured.is_measuring:
+            engine = engine_of_run(trainer)
+            measured.begin(engine)
+            if engine is None:
+                self._note_peak(model_state_bytes(trainer))  # noted now: Lightning drops gradients before validation
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         # Measuring begins again only after the next step: at stages 1 and 2, validation may already have gathered the
         # parameters that the step would gather.
-        self._end(trainer)
+        self._measured.end(engine_of_run(trainer))
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.state.fn == "fit":  # the sanity check before the first step is the curve's first point
@@ -167,11 +156,12 @@ class Monitor:
             self.validation_curve.append((trainer.global_step, metrics))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._end(trainer)
+        engine = engine_of_run(trainer)
+        self._measured.end(engine)
         if not self.loss_curve:
             self._read_loss()
-        total, engine = self._total, engine_of_run(trainer)
-        total.add(self._part)
+        self._measured.take()
+        total = self._measured.total
         if total.steps:
             count = total.samples if self.length_fn is None else total.items
             self.per_second = count * ranks_with_data(trainer) / total.seconds
@@ -189,34 +179,6 @@ class Monitor:
             self.elements_per_step = total.elements() / total.steps
             self.waited = {unit: seconds / total.steps for unit, seconds in total.waited_by_unit().most_common()}
 
-    # -- measuring --------------------------------------------------------------------------------------------------
-
-    def _begin(self, trainer: Trainer) -> None:
-        """Begin to measure, at the end of a step."""
-        if (engine := engine_of_run(trainer)) is None:
-            self._note_peak(model_state_bytes(trainer))  # noted now: Lightning drops gradients before validation
-        else:
-            engine.phases.measures = True
-            engine.phases.take()
-            self._traffic = traffic_of(engine)
-        self._running = Measured()
-        self._began = time.perf_counter()
-
-    def _end(self, trainer: Trainer) -> None:
-        """End measuring. After a whole step, keep what was measured; within a step, discard it."""
-        if self._began is None:
-            return
-        running = self._running
-        running.seconds = time.perf_counter() - self._began
-        self._began = None
-        if (engine := engine_of_run(trainer)) is not None:
-            engine.phases.measures = False
-            running.waited.update(engine.phases.take())
-            running.traffic.update(traffic_of(engine))
-            running.traffic.subtract(self._traffic)
-        if running.steps and not self._is_within_step:
-            self._part.add(running)
-
     # -- observations -----------------------------------------------------------------------------------------------
 
     def _observe(self, trainer: Trainer) -> None:
@@ -224,15 +186,15 @@ class Monitor:
 
         There are no rates if no step was measured, for example if a validation follows each step.
         """
-        self._observed_at = self._step
+        engine, measured = engine_of_run(trainer), self._measured
+        self._observed_at = measured.step
         loss = self._read_loss()  # waits for the device, so that the measured time includes the steps' own work there
-        self._end(trainer)
-        self._begin(trainer)
-        part, self._part = self._part, Measured()
-        self._total.add(part)
+        measured.end(engine)
+        measured.begin(engine)
+        part = measured.take()
         norm = gradient_norm(trainer)
         ranks = _exchanged(trainer, _Rank(part.seconds - part.waited_for_ranks(), loss))
-        held, engine = model_state_bytes(trainer), engine_of_run(trainer)
+        held = model_state_bytes(trainer)
         self._note_peak(held if engine is None else engine.ledger.peak)
         if not trainer.is_global_zero:
             return
@@ -248,7 +210,7 @@ class Monitor:
             found["training/loss_scale"] = scale
         self.metrics = found
         for logger in trainer.loggers:
-            logger.log_metrics(found, self._step)
+            logger.log_metrics(found, measured.step)
 
     def _note_peak(self, held: dict[str, int]) -> None:
         if sum(held.values()) > sum(self.peak_bytes.values()):
@@ -258,7 +220,7 @@ class Monitor:
         """Rates since the last observation, and totals, under the names of Lightning's ``Throughput``."""
         if self._throughput is None:
             return {}
-        flops, total = getattr(module, "flops_per_batch", None), self._total
+        flops, total = getattr(module, "flops_per_batch", None), self._measured.total
         try:
             self._throughput.update(
                 time=total.seconds,
@@ -268,18 +230,19 @@ class Monitor:
                 flops=None if flops is None else round(flops * part.batches),
             )
         except ValueError as error:  # batches without samples, or fewer items than samples
-            rank_zero_warn(f"ZeroMonitor logs no throughput from step {self._step} on: {error}. Set batch_size_fn=...")
+            step = self._measured.step
+            rank_zero_warn(f"ZeroMonitor logs no throughput from step {step} on: {error}. Set batch_size_fn=...")
             self._throughput = None
             return {}
         return {f"throughput/{name}": value for name, value in self._throughput.compute().items()}
 
     def _read_loss(self) -> float | None:
         """Add the mean loss since the last observation to ``loss_curve``, and return it."""
-        if self._loss_sum is None:
+        if self._losses is None:
             return None
-        loss = self._loss_sum.item() / self._losses
-        self._loss_sum, self._losses = None, 0
-        self.loss_curve.append((self._step, loss))
+        total, number = self._losses
+        loss, self._losses = total.item() / number, None
+        self.loss_curve.append((self._measured.step, loss))
         return loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -76,6 +77,68 @@ class Measured:
         for unit, seconds in self.waited_by_unit().most_common(top_units):
             found[f"wait/{unit.replace(' ', '_')}_s"] = seconds / self.steps
         return found
+
+
+class MeasuredSteps:
+    """Measures whole optimizer steps of a fit, between validations.
+
+    Attributes:
+        step: number of the last optimizer step.
+        is_within_step: whether micro-batches have been trained on since the last optimizer step.
+        total: sums over the steps that ``take`` has returned.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.is_within_step = False
+        self.total = Measured()
+        self._part = Measured()  # since the last ``take``
+        self._running = Measured()  # since ``begin``
+        self._began: float | None = None
+        self._traffic_before: Counter[tuple[str, str, str]] = Counter()
+
+    @property
+    def is_measuring(self) -> bool:
+        return self._began is not None
+
+    def add_batch(self, samples: int, items: int, step: int) -> None:
+        """Count a micro-batch, after which the last optimizer step has the number ``step``."""
+        self.is_within_step = step == self.step
+        self._running.batches += 1
+        self._running.samples += samples
+        self._running.items += items
+        self._running.steps += step - self.step
+        self.step = step
+
+    def begin(self, engine: Engine | None) -> None:
+        """Begin to measure, at the end of a step."""
+        if engine is not None:
+            engine.phases.measures = True
+            engine.phases.take()
+            self._traffic_before = traffic_of(engine)
+        self._running = Measured()
+        self._began = time.perf_counter()
+
+    def end(self, engine: Engine | None) -> None:
+        """End measuring. After a whole step, keep what was measured; within a step, discard it."""
+        if self._began is None:
+            return
+        running = self._running
+        running.seconds = time.perf_counter() - self._began
+        self._began = None
+        if engine is not None:
+            engine.phases.measures = False
+            running.waited.update(engine.phases.take())
+            running.traffic.update(traffic_of(engine))
+            running.traffic.subtract(self._traffic_before)
+        if running.steps and not self.is_within_step:
+            self._part.add(running)
+
+    def take(self) -> Measured:
+        """Return the sums over the steps that were measured since the last call, and add them to ``total``."""
+        part, self._part = self._part, Measured()
+        self.total.add(part)
+        return part
 
 
 def engine_of_run(trainer: Trainer) -> Engine | None:
