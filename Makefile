@@ -45,10 +45,15 @@ types: $(INSTALLED)
 hooks: $(INSTALLED)
 	$(RUN) -m pre_commit install
 
+# One benchmark with its options: make bench ARGS="peers --models 25m --rounds 3". docs/development/benchmarks.md lists them.
 bench: $(INSTALLED)
-	$(RUN) -m lightning_zero bench peers $(ARGS)
+ifeq ($(ARGS),)
+	$(RUN) benchmarks/peers.py
 	$(RUN) benchmarks/overhead.py
 	$(RUN) benchmarks/tiny.py
+else
+	set -- $(ARGS); script=$$1; shift; $(RUN) benchmarks/$$script.py "$$@"
+endif
 
 # Versions other than those in constraints.txt, in a separate environment:
 # make test VENV=.venv-2.11 PINS="torch==2.11.0 setuptools==81.0.0"

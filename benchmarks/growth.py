@@ -1,8 +1,8 @@
 """The engine's cost beyond arithmetic as the numbers of tensors, units and ranks grow.
 
-    lightning-zero bench growth
-    lightning-zero bench growth --tensors 10,100 --units 2,8 --ranks 2,64 --processes 2 --rounds 1 --steps 3
-    lightning-zero bench growth --memory                                   # model states as on 64 ranks
+    python benchmarks/growth.py
+    python benchmarks/growth.py --tensors 10,100 --units 2,8 --ranks 2,64 --processes 2 --rounds 1 --steps 3
+    python benchmarks/growth.py --memory                                   # model states as on 64 ranks
 
 A step's cost is the training thread's CPU time, minus that of the same forward and backward in plain torch in one
 process, and minus that of Adam's arithmetic. CPU time excludes other programs, and waiting where processes share cores.
@@ -24,9 +24,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
-
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
 
 SYSTEMS = ["zero1", "zero2", "zero3"]
 COLORS = {"single": "grey", "ddp": "tab:red", "zero1": "tab:blue", "zero2": "tab:green", "zero3": "tab:orange"}
@@ -69,11 +66,11 @@ class Series(NamedTuple):
         return LINEAR if self.name in ("tensors", "units") else CONSTANT
 
 
-def parser() -> Parser:
+def parser() -> argparse.ArgumentParser:
     def numbers(text: str) -> list[int]:
         return sorted({int(number) for number in text.split(",") if number})
 
-    made = Parser("lightning-zero bench growth", description=__doc__.partition("\n")[0])
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--systems", default="zero1,zero3", help="comma-separated, from: " + " ".join(SYSTEMS))
     made.add_argument("--tensors", type=numbers, default=[10, 100, 1000, 10000], help="numbers of tensors")
     made.add_argument("--units", type=numbers, default=[2, 10, 50, 100, 500], help="numbers of units")
@@ -85,13 +82,12 @@ def parser() -> Parser:
     made.add_argument("--model", default="25m", choices=GPTS, help="with --memory")
     made.add_argument("--device", default="cpu", help="with --memory: cpu, or cuda")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
-    made.add_argument("--json", action="store_true", help="print the results as JSON")
     made.add_argument("--points", type=json.loads, help=argparse.SUPPRESS)  # of a worker
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     return made
 
 
-def check(parser: Parser, arguments: argparse.Namespace) -> None:
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Exit with a one-line message for a mistake, before anything is started."""
     unknown = set(arguments.systems.split(",")) - {*SYSTEMS, *(("single", "ddp") if arguments.worker else ())}
     if unknown:
@@ -167,13 +163,11 @@ def main(given: list[str]) -> int:
     if arguments.worker:
         work(arguments)
         return 0
-    result = (compare_memory if arguments.memory else compare_growth)(arguments)
-    if arguments.json:
-        print_json(result)
+    (compare_memory if arguments.memory else compare_growth)(arguments)
     return 0
 
 
-def compare_growth(arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_growth(arguments: argparse.Namespace) -> None:
     chosen = all_series(arguments)
     rounds: dict[str, Rounds] = {
         series.name: {system: [] for system in ("single", *series.systems)} for series in chosen
@@ -188,7 +182,7 @@ def compare_growth(arguments: argparse.Namespace) -> dict[str, Any]:
                     rounds[series.name][system].append([next(found) for _ in series.points])
                 where = "over Gloo" if processes else "as one of many"
                 print(f"{where}, round {number + 1} of {arguments.rounds}: {system}", flush=True)
-    return report(arguments, chosen, rounds)
+    report(arguments, chosen, rounds)
 
 
 def run(system: str, points: list[Point], processes: bool, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -208,7 +202,7 @@ def run(system: str, points: list[Point], processes: bool, arguments: argparse.N
     return found
 
 
-def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str, Rounds]) -> dict[str, Any]:
+def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str, Rounds]) -> None:
     results: dict[str, Any] = {}
     lines = introduction(arguments)
     for series in chosen:
@@ -219,7 +213,6 @@ def report(arguments: argparse.Namespace, chosen: list[Series], rounds: dict[str
     result = {"about": describe(__file__, ("torch", "lightning")), "series": results}
     write_results(arguments.output, "growth", result, lines)
     plot(arguments.output / "growth.png", results)
-    return result
 
 
 def costs_of(series: Series, rounds: Rounds) -> dict[str, Any]:
@@ -310,7 +303,7 @@ def plot(path: Path, results: dict[str, Any]) -> None:
     figure.savefig(path, dpi=120, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def compare_memory(arguments: argparse.Namespace) -> dict[str, Any]:
+def compare_memory(arguments: argparse.Namespace) -> None:
     options = ["--memory", "--model", arguments.model, "--device", arguments.device]
     (stages,) = run_workers(__file__, options, 1, {}, WORKER_TIMEOUT)
     rows = []
@@ -336,7 +329,6 @@ def compare_memory(arguments: argparse.Namespace) -> dict[str, Any]:
     ]
     result = {"about": describe(__file__, ("torch", "lightning")), "holds": holds, "stages": stages}
     write_results(arguments.output, "growth_memory", result, lines)
-    return result
 
 
 if __name__ == "__main__":

@@ -54,7 +54,7 @@ def work(arguments: argparse.Namespace) -> None:
         """Times parts of the fit; the monitor is on in every other part."""
 
         def __init__(self) -> None:
-            self.monitor = ZeroMonitor(arguments.every, available_flops=1e12)
+            self.monitor = ZeroMonitor(arguments.every)
             self.seconds: list[float] = []
             self.cpu: list[float] = []
             self.hooks: list[float] = []
@@ -64,10 +64,6 @@ def work(arguments: argparse.Namespace) -> None:
 
         def on_fit_start(self, *given: Any) -> None:
             self.monitor.on_fit_start(*given)
-
-        def on_train_batch_start(self, *given: Any) -> None:
-            if self.step == -WARM_UP:
-                self.monitor.on_train_batch_start(*given)
 
         def on_train_batch_end(self, trainer: Any, *given: Any) -> None:
             number, place = divmod(self.step, length)
@@ -79,7 +75,7 @@ def work(arguments: argparse.Namespace) -> None:
                 self.monitor.on_train_batch_end(trainer, *given)
                 self.spent += time.thread_time() - began
             if place == length - 1:
-                self.monitor._pause(trainer)
+                self.monitor.on_validation_start(trainer, given[0])  # it measures nothing until its next step
             self.step += 1
 
         def end_of_part(self) -> None:

@@ -1,9 +1,9 @@
 """Ours compared with DDP, ZeroRedundancyOptimizer, FSDP and DeepSpeed: time, memory, communication, overhead, start-up.
 
-    lightning-zero bench peers                                              # all systems on the GPT of 25 M parameters
-    lightning-zero bench peers --models wide,deep --steps 30                # bound by communication; by overhead
-    lightning-zero bench peers --models 25m,vit,moe,lora --precision bf16 --accumulate 4 --checkpoint-activations
-    lightning-zero bench peers --shrunk --rounds 1 --steps 2 --systems ddp,zero3      # a quick check, in seconds
+    python benchmarks/peers.py                                              # all systems on the GPT of 25 M parameters
+    python benchmarks/peers.py --models wide,deep --steps 30                # bound by communication; by overhead
+    python benchmarks/peers.py --models 25m,vit,moe,lora --precision bf16 --accumulate 4 --checkpoint-activations
+    python benchmarks/peers.py --shrunk --rounds 1 --steps 2 --systems ddp,zero3      # a quick check, in seconds
 
 Every system runs once per round, in fresh processes and in reversed order every other round, so that a machine that
 slows down over time affects all systems equally. The figures are medians over all rounds. All other readings are taken
@@ -42,9 +42,6 @@ from common import (
 )
 from machines import Machines
 
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
-
 PACKAGES = {
     "single": "torch",
     "ddp": "torch.nn.parallel",
@@ -74,8 +71,8 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
 OVERHEAD_STEPS = 20  # of the shrunk model
 
 
-def parser() -> Parser:
-    made = Parser("lightning-zero bench peers", description=__doc__.partition("\n")[0])
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     default = ",".join(name for name in PACKAGES if name not in BETWEEN_MACHINES)
     made.add_argument("--systems", default=default, help="comma-separated, from: " + " ".join(PACKAGES))
     made.add_argument("--models", default="25m", help="comma-separated, from: " + " ".join(MODELS))
@@ -98,13 +95,12 @@ def parser() -> Parser:
     made.add_argument("--rate", help="rate of the network between the two machines, such as 1gbit")
     made.add_argument("--shrunk", action="store_true", help="models with as many modules but negligible arithmetic")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
-    made.add_argument("--json", action="store_true", help="print the results as JSON, by model")
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     made.add_argument("--readings", action="store_true", help=argparse.SUPPRESS)
     return made
 
 
-def check(parser: Parser, arguments: argparse.Namespace) -> None:
+def check(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> None:
     """Exit with a one-line message for a mistake, before anything is started; fill in defaults from the machine."""
     for option, known in (("systems", PACKAGES), ("models", MODELS)):
         unknown = [name for name in getattr(arguments, option) if name not in known]
@@ -326,7 +322,7 @@ def is_wrong(found: dict[str, Any], precision: str) -> bool:
     return "error" in found or not found.get("losses_off", 0.0) <= TOLERANCE[precision]
 
 
-def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
+def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[str, Any]]) -> None:
     reference = compare_losses(measured, arguments.ranks)
     done = {system: found for system, found in measured.items() if "error" not in found}
     for found in done.values():
@@ -349,7 +345,6 @@ def report(model: str, arguments: argparse.Namespace, measured: dict[str, dict[s
     ]
     result = {"about": about, "reference": reference, "systems": measured}
     write_results(arguments.output, file_name(model, arguments), result, lines)
-    return result
 
 
 def description(
@@ -428,16 +423,14 @@ def main(given: list[str]) -> int:
         work(arguments)
         return 0
     check(parser(), arguments)
-    wrong, results = [], {}
+    wrong = []
     for model in arguments.models:
         measured = measure(model, arguments)
-        results[model] = report(model, arguments, measured)
+        report(model, arguments, measured)
         for system, found in measured.items():
             if is_wrong(found, arguments.precision):
                 what = "failed" if "error" in found else f"has LOSSES THAT DIFFER, by {found['losses_off']:.1e}"
                 wrong.append(f"{model}: {system} {what}")
-    if arguments.json:
-        print_json(results)
     print("\n".join(wrong), file=sys.stderr)
     return 1 if wrong else 0
 

@@ -1,7 +1,7 @@
 """Predicted and measured times: those from `lightning-zero plan`, and whether its choice is the fastest.
 
-    lightning-zero bench plans                                      # GPT of 25 M parameters, 16 configurations
-    lightning-zero bench plans --model tiny --rounds 1 --steps 3    # a quick check, in a minute
+    python benchmarks/plans.py                                      # GPT of 25 M parameters, 16 configurations
+    python benchmarks/plans.py --model tiny --rounds 1 --steps 3    # a quick check, in a minute
 
 Every configuration trains by the Trainer once per round, in fresh processes. Before each round the machine is measured
 as by `lightning-zero doctor`; plans use the median of these measurements.
@@ -16,9 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
-
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
 
 WARM_UP = 2
 RANKS = 2
@@ -37,15 +34,14 @@ CHOICES = [
 ]
 
 
-def parser() -> Parser:
-    made = Parser("lightning-zero bench plans", description=__doc__.partition("\n")[0])
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--model", default="25m", choices=list(GPTS))
     made.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="sequences per rank and step")
     made.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     made.add_argument("--rounds", type=int, default=3, help="how often each configuration is run and timed")
     made.add_argument("--steps", type=int, default=6, help="timed steps per round, after the warm-up")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
-    made.add_argument("--json", action="store_true", help="print the results as JSON")
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     made.add_argument("--do", help=argparse.SUPPRESS)
     return made
@@ -217,8 +213,6 @@ def main(given: list[str]) -> int:
         f"{result['of_the_quickest']:.1%} of the quickest one's samples a second.",
     ]
     write_results(arguments.output, f"plans_{arguments.model}", result, lines)
-    if arguments.json:
-        print_json(result)
     return 0
 
 

@@ -114,7 +114,7 @@ def models(read: Any) -> Figure:
     axes.set_title("zero3 beside DDP, FSDP2 and DeepSpeed 3, by model", loc="left")
     figure.legend(frameon=False, fontsize=8, loc="outside upper right", ncols=3)
     axes.grid(axis="x", alpha=0.3)
-    source(figure, results["GPT 25 M"], command="lightning-zero bench peers, with the options in each result's file")
+    source(figure, results["GPT 25 M"], command="python benchmarks/peers.py, with the options in each result's file")
     return figure
 
 

@@ -1,11 +1,11 @@
 """Step times of our stages relative to DDP with little arithmetic, compared with the stored ratios.
 
-    lightning-zero bench ratios             # exit code 1 if a stage is more than 15 % slower; 3 if undecided
-    lightning-zero bench ratios --store     # store the result as the new baseline
+    python benchmarks/ratios.py             # exit code 1 if a stage is more than 15 % slower; 3 if undecided
+    python benchmarks/ratios.py --store     # store the result as the new baseline
 
 All systems train in the same pair of processes, one step each in turn, so that other load on the machine affects all
 equally. Compared is the median over turns of the ratio between a stage's step and DDP's step in the same turn. This
-shows whether a system became slower; how fast it is, `lightning-zero bench peers` measures.
+shows whether a system became slower; how fast it is, `python benchmarks/peers.py` measures.
 """
 
 import argparse
@@ -19,10 +19,7 @@ from typing import Any
 
 import psutil
 from common import MODELS, REPOSITORY, describe, run_workers
-
-from lightning_zero.commands.bench_compare import Series, change_of
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
+from compare import Series, change_of
 
 STORED = REPOSITORY / "benchmarks" / "results" / "ratios.json"
 SYSTEMS = ("ddp", "zero1", "zero2", "zero3")
@@ -36,11 +33,10 @@ UNKNOWN = 3  # exit code
 WORKER_TIMEOUT = 300.0  # seconds
 
 
-def parser() -> Parser:
-    made = Parser("lightning-zero bench ratios", description=__doc__.partition("\n")[0])
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--store", action="store_true", help=f"replace {STORED.relative_to(REPOSITORY)}")
     made.add_argument("--stored", type=Path, default=STORED, help="the file to compare with, or to write")
-    made.add_argument("--json", action="store_true", help="print the result as JSON")
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     made.add_argument("--model", choices=list(MODELS), help=argparse.SUPPRESS)
     return made
@@ -103,8 +99,8 @@ def own_seconds() -> float:
     return times.user + times.system + times.children_user + times.children_system
 
 
-def store(path: Path) -> dict[str, Any]:
-    """The turns of three measurements, so that a single disturbed one does not become the baseline."""
+def store(path: Path) -> None:
+    """Write the turns of three measurements, so that a single disturbed one does not become the baseline."""
     result: dict[str, Any] = {"about": describe(__file__, ("torch",)), "others": {}, "ratios": {}, "turns": {}}
     for model in TURNS:
         measured = [measure(model) for _ in range(3)]
@@ -112,7 +108,6 @@ def store(path: Path) -> dict[str, Any]:
         result["ratios"][model], result["turns"][model] = medians_of(turns), turns
         result["others"][model] = max(others for _, others in measured)
     path.write_text(json.dumps(result, indent=1) + "\n")
-    return result
 
 
 def slower_ones(turns: dict[str, list[float]], stored: dict[str, list[float]]) -> list[str]:
@@ -126,11 +121,9 @@ def slower_ones(turns: dict[str, list[float]], stored: dict[str, list[float]]) -
     ]
 
 
-def compare(stored: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """Print what became slower; return the exit code and the measurements."""
+def compare(stored: dict[str, Any]) -> int:
+    """Measure, and print what became slower; return the exit code."""
     codes = {0}
-    about = describe(__file__, ("torch",))
-    result: dict[str, Any] = {"about": about, "others": {}, "ratios": {}, "turns": {}, "slower": {}}
     for model in TURNS:
         medians = {system: [ratio] for system, ratio in stored["ratios"][model].items()}
         before = stored.get("turns", {}).get(model, medians)
@@ -139,8 +132,6 @@ def compare(stored: dict[str, Any]) -> tuple[int, dict[str, Any]]:
             slower = slower_ones(turns, before)
             if not slower:
                 break
-        result["ratios"][model], result["turns"][model] = medians_of(turns), turns
-        result["others"][model], result["slower"][model] = others, slower
         if slower and others > BUSY:
             print(f"{model}: cannot be told while other programs take {others:.0%} of the machine", file=sys.stderr)
             codes.add(UNKNOWN)
@@ -150,10 +141,10 @@ def compare(stored: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     if 1 in codes:
         print(
             f"That is more than {LOSS:.0%} slower beside DDP than on {stored['about']['hardware']} at commit "
-            f"{stored['about']['commit']}. If it is meant to be: lightning-zero bench ratios --store",
+            f"{stored['about']['commit']}. If it is meant to be: python benchmarks/ratios.py --store",
             file=sys.stderr,
         )
-    return 1 if 1 in codes else max(codes), {**result, "stored": stored["ratios"]}
+    return 1 if 1 in codes else max(codes)
 
 
 def main(given: list[str]) -> int:
@@ -164,12 +155,9 @@ def main(given: list[str]) -> int:
     if not (arguments.store or arguments.stored.exists()):
         parser().error(f"--stored {arguments.stored}: there is no such file; --store writes it")
     if arguments.store:
-        code, result = 0, store(arguments.stored)
-    else:
-        code, result = compare(json.loads(arguments.stored.read_text()))
-    if arguments.json:
-        print_json(result)
-    return code
+        store(arguments.stored)
+        return 0
+    return compare(json.loads(arguments.stored.read_text()))
 
 
 if __name__ == "__main__":

@@ -180,7 +180,7 @@ class FineTuning(LightningModule):
         generate: Arguments of `generate`.
     """
 
-    counted = "tokens"  # what `count` counts, for ZeroMonitor
+    counted = "tokens"  # what `count` counts, for the report
 
     def __init__(
         self,
@@ -207,7 +207,8 @@ class FineTuning(LightningModule):
         if self.network is None:
             self.network = self.make_network()
 
-    def count(self, batch: tuple[Tensor, Tensor]) -> int:
+    @staticmethod
+    def count(batch: tuple[Tensor, Tensor]) -> int:
         return batch[0].numel()
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
@@ -265,7 +266,7 @@ def save(network: PreTrainedModel | PeftModel, tokenizer: PreTrainedTokenizerBas
 @hydra.main(version_base="1.3", config_path="finetune_transformers", config_name="config")
 def main(config: DictConfig) -> None:
     seed_everything(config.seed, workers=True)
-    monitor = ZeroMonitor()
+    monitor = ZeroMonitor(length_fn=FineTuning.count)
     callbacks = [monitor, LearningRateMonitor(), instantiate(config.checkpoint)]
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger))
     try:

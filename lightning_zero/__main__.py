@@ -18,7 +18,6 @@ COMMANDS = {
     "report": "write a report page and a model card for a run or a sweep",
     "drift": "compare data with a saved reference",
     "checkpoint": "inspect, verify, export, convert or import checkpoints",
-    "bench": "run the repository's benchmarks, and compare results",
 }
 
 

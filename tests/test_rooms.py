@@ -111,7 +111,6 @@ LARGE = {
     "engine.runtime.reducer.GradientReducer": 21,
     "engine.state.bucket.Bucket": 32,
     "engine.state.bucket_gradients.BucketGradients": 26,
-    "monitoring.callback.Monitor": 37,
     "planning.advice.make_plans": 113,
     "planning.fake_run.fake_run": 115,
     "planning.parity.probe": 65,

@@ -1,4 +1,4 @@
-"""Summary of a sweep: a table, a plot and comparison.json that compare its jobs."""
+"""Summary of a sweep: a table and comparison.json that compare its jobs."""
 
 import json
 from collections import Counter
@@ -28,13 +28,11 @@ class CompareJobs(Callback):
 
 
 def compare(folder: Path) -> Path:
-    """Print the table and write ``comparison.png`` and ``comparison.json`` for the jobs in a sweep's ``folder``.
+    """Print the table and write ``comparison.json`` for the jobs in a sweep's ``folder``.
 
     Returns:
         The path of ``comparison.json``.
     """
-    from lightning_zero.monitoring.report import plot_losses
-
     jobs = _jobs(folder)
     done = {label: results for label, results in jobs.items() if results is not None}
     written = folder / "comparison.json"
@@ -43,8 +41,7 @@ def compare(folder: Path) -> Path:
     rows = _rows(jobs, done)
     show(rows, right=range(1, len(rows[0])))
     print("comparison", written)
-    if done:
-        print("plot", plot_losses(folder / "comparison.png", done), flush=True)
+    print("curves lightning-zero report", folder, flush=True)
     return written
 
 

@@ -55,6 +55,8 @@ def train(config: DictConfig) -> None:
     monitor = next((callback for callback in callbacks if isinstance(callback, ZeroMonitor)), None)
     if monitor is None:  # the report needs a monitor
         callbacks.insert(0, monitor := ZeroMonitor())
+    if monitor.length_fn is None and hasattr(model, "counted"):
+        monitor.length_fn = model.count
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)

@@ -1,12 +1,10 @@
-"""Quantities that a monitor reads: sums over measured steps, memory, traffic, gradient norm and loss scale."""
+"""Quantities that a monitor reads: sums over measured steps, model states, traffic, gradient norm and loss scale."""
 
 from __future__ import annotations
 
+import time
 from collections import Counter
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
-from os import sysconf
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -81,6 +79,68 @@ class Measured:
         return found
 
 
+class MeasuredSteps:
+    """Measures whole optimizer steps of a fit, between validations.
+
+    Attributes:
+        step: number of the last optimizer step.
+        is_within_step: whether micro-batches have been trained on since the last optimizer step.
+        total: sums over the steps that ``take`` has returned.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.is_within_step = False
+        self.total = Measured()
+        self._part = Measured()  # since the last ``take``
+        self._running = Measured()  # since ``begin``
+        self._began: float | None = None
+        self._traffic_before: Counter[tuple[str, str, str]] = Counter()
+
+    @property
+    def is_measuring(self) -> bool:
+        return self._began is not None
+
+    def add_batch(self, samples: int, items: int, step: int) -> None:
+        """Count a micro-batch, after which the last optimizer step has the number ``step``."""
+        self.is_within_step = step == self.step
+        self._running.batches += 1
+        self._running.samples += samples
+        self._running.items += items
+        self._running.steps += step - self.step
+        self.step = step
+
+    def begin(self, engine: Engine | None) -> None:
+        """Begin to measure, at the end of a step."""
+        if engine is not None:
+            engine.phases.measures = True
+            engine.phases.take()
+            self._traffic_before = traffic_of(engine)
+        self._running = Measured()
+        self._began = time.perf_counter()
+
+    def end(self, engine: Engine | None) -> None:
+        """End measuring. After a whole step, keep what was measured; within a step, discard it."""
+        if self._began is None:
+            return
+        running = self._running
+        running.seconds = time.perf_counter() - self._began
+        self._began = None
+        if engine is not None:
+            engine.phases.measures = False
+            running.waited.update(engine.phases.take())
+            running.traffic.update(traffic_of(engine))
+            running.traffic.subtract(self._traffic_before)
+        if running.steps and not self.is_within_step:
+            self._part.add(running)
+
+    def take(self) -> Measured:
+        """Return the sums over the steps that were measured since the last call, and add them to ``total``."""
+        part, self._part = self._part, Measured()
+        self.total.add(part)
+        return part
+
+
 def engine_of_run(trainer: Trainer) -> Engine | None:
     """The ZeRO engine of a Trainer's run; None with other strategies."""
     return getattr(trainer.strategy, "engine", None)
@@ -116,31 +176,6 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
 def elements_of(tensor: Tensor) -> Tensor:
     """The elements that a tensor stores: of a sparse one (an embedding's gradient), its values by unique index."""
     return tensor.coalesce().values() if tensor.is_sparse else tensor
-
-
-def memory_metrics(trainer: Trainer, held: dict[str, int], peak: dict[str, int]) -> dict[str, float]:
-    """Megabytes in use by category, now and at the peak so far, and the memory of the device or the process."""
-    found: dict[str, float] = {f"memory/{category}": nbytes for category, nbytes in held.items()}
-    found["memory/peak"] = sum(peak.values())
-    device = trainer.strategy.root_device
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        allocated, reserved = torch.cuda.memory_allocated(device), torch.cuda.memory_reserved(device)
-        found |= {"memory/allocated": allocated, "memory/reserved": reserved, "memory/free": free}
-        found["memory/allocated_peak"] = torch.cuda.max_memory_allocated(device)
-        fragmentation = {"memory/fragmentation": 1 - allocated / reserved} if reserved else {}
-    else:
-        fragmentation = {}
-        if (resident := resident_bytes()) is not None:
-            found |= {"memory/resident": resident, "memory/unaccounted": resident - sum(held.values())}
-    return {f"{name}_MB": nbytes / MEGA for name, nbytes in found.items()} | fragmentation
-
-
-def resident_bytes() -> int | None:
-    """Bytes of physical memory that this process uses; None on systems other than Linux."""
-    with suppress(OSError):
-        return int(Path("/proc/self/statm").read_text().split()[1]) * sysconf("SC_PAGE_SIZE")
-    return None
 
 
 def gradient_norm(trainer: Trainer) -> Tensor | None:

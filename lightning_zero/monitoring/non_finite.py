@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_zero.engine.access import shard_of
+from lightning_zero.engine.comm.process_group import all_gather_objects
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.monitoring.measured import elements_of
 from lightning_zero.strategies import lightning_internals as internals
@@ -74,14 +75,13 @@ class Finder:
         if trainer.strategy.reduce_boolean_decision(are_finite(looked_at)):
             return
         found = self._search(trainer, pl_module, optimizer, window)
-        ranks = range(trainer.world_size)
-        every = [trainer.strategy.broadcast(found if rank == trainer.global_rank else None, rank) for rank in ranks]
+        every = all_gather_objects(found) if trainer.world_size > 1 else [found]
         found_by_any = [each for each in every if each is not None]
         where = "the cause was not found"
         if found_by_any:
             # if gradients are sharded, each rank has checked only its own part
             broken = {name for each in found_by_any for name in each.gradients}
-            where = min(found_by_any, key=lambda each: each.order).text
+            where = min(found_by_any).text
             if names := [name for name, _ in pl_module.named_parameters() if name in broken]:
                 where += f"; gradients that are not finite: {_listed(names)}"
         raise NonFiniteError(f"A loss or gradient is not finite at step {trainer.global_step}: {where}")
@@ -131,22 +131,17 @@ class _MicroBatch:
     rng_states: dict[str, Any]
 
 
-@dataclass(frozen=True)
-class _Found:
+class _Found(NamedTuple):
     """One rank's finding, as text, and the parameters whose gradients are not finite on this rank.
 
-    The finding with the smallest ``order`` over all ranks is the cause.
+    The smallest finding over all ranks is the cause.
     """
 
     micro_batch: int
     is_consequence: int
     rank: int
     text: str
-    gradients: list[str] = field(default_factory=list)
-
-    @property
-    def order(self) -> tuple[int, int, int]:
-        return self.micro_batch, self.is_consequence, self.rank
+    gradients: Sequence[str] = ()
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

@@ -1,6 +1,5 @@
-"""Report at the end of training: a table, a plot and results.json."""
+"""Report at the end of training: a table and results.json."""
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
+from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.report import WORKING_BUFFERS
 from lightning_zero.io.tables import show
 from lightning_zero.monitoring.callback import ZeroMonitor
@@ -24,9 +24,11 @@ def expected_psi(stage: int, accumulate: int, world_size: int, within: int | Non
     """
     if world_size == 1:
         return 0
-    if within is not None and 1 < within < world_size:
-        return 3 * accumulate + 2 / within
-    return {1: 2, 2: accumulate + 1, 3: 3 * accumulate}[stage]
+    placements = placements_of(stage)
+    reductions = accumulate if placements.gradients.is_sharded else 1
+    gathers = 2 * accumulate if placements.parameters.is_sharded else 1
+    between_groups = 2 / within if within is not None and 1 < within < world_size else 0
+    return reductions + gathers + between_groups
 
 
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
@@ -35,7 +37,7 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
     within = trainer.world_size // trainer.num_nodes if within == "node" else within
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    last = [loss for _, loss in monitor.loss_curve[-20:]]
+    counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
     is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
     expected = None
@@ -47,9 +49,9 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         "precision": str(trainer.precision),
         "parameters": monitor.numel,
         "steps": trainer.global_step,
-        "training_loss": sum(last) / len(last) if last else None,
+        "training_loss": monitor.loss_curve[-1][1] if monitor.loss_curve else None,
         "validation": {name.removeprefix("validation/"): value for name, value in metrics.items()},
-        "counted": monitor.counted,
+        "counted": counted,
         "per_second": monitor.per_second,
         "peak_bytes": monitor.peak_bytes,
         "formula_bytes": monitor.formula_bytes,
@@ -84,8 +86,8 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     """Return the main results of a fit."""
     found, loss = [], results["training_loss"]
     if loss is not None:
-        steps = len(results["loss_curve"][-20:])
-        found.append(Figure("training loss", "training loss", f"{loss:.3f}", f"rank 0, mean of the last {steps} steps"))
+        last, _ = results["loss_curve"][-1]
+        found.append(Figure("training loss", "training loss", f"{loss:.3f}", f"rank 0, last logged at step {last}"))
     for name, value in results["validation"].items():
         if name != "loss":
             found.append(Figure(f"validation {name}", name, f"{value:.3g}"))
@@ -119,9 +121,8 @@ def _mb(nbytes: float) -> str:
 
 
 def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
-    """Print a text sample, if any, and a table; write ``results.json`` and, with matplotlib, ``loss.png``."""
+    """Print a text sample, if any, and a table; write ``results.json``."""
     (folder / "results.json").write_text(json.dumps(results, indent=1))
-    plot = plot_losses(folder / "loss.png", {results["strategy"]: results})
     if sample is not None:
         # Barely trained models generate control characters, which a terminal would interpret.
         text = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in sample)
@@ -129,7 +130,7 @@ def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> N
     print(f"{results['strategy']}, {results['processes']} processes, {results['precision']}")
     show(_rows(results), right=(1,))
     print("checkpoint", results["checkpoint"] or "none")
-    print("plot", plot, flush=True)
+    print("curves lightning-zero report", folder, flush=True)
 
 
 def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
@@ -150,31 +151,3 @@ def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
     for unit, seconds in list(results["waited"].items())[:5]:
         rows.append((f"  waited for {unit} a step", f"{1000 * seconds:.2f} ms", ""))
     return rows
-
-
-def plot_losses(path: Path, runs: dict[str, dict[str, Any]]) -> Path | str:
-    """Plot each run's training and validation loss to the PNG file ``path``; ``runs`` maps labels to results.
-
-    Returns:
-        ``path``, or a message that names the missing package.
-    """
-    if importlib.util.find_spec("matplotlib") is None:
-        return 'none, since matplotlib is not installed: pip install "lightning_zero[demo]"'
-    # Figures created without pyplot need no display and leave no global state.
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.add_subplot(xlabel="optimizer step", ylabel="loss")
-    for index, (label, results) in enumerate(runs.items()):
-        steps, losses = zip(*results["loss_curve"] or [(0, float("nan"))], strict=True)
-        axes.plot(steps, losses, color=f"C{index}", alpha=0.35, linewidth=0.8)
-        key = "validation/loss"
-        points = [(step, metrics[key]) for step, metrics in results["validation_curve"] if key in metrics]
-        if points:
-            axes.plot(*zip(*points, strict=True), color=f"C{index}", marker="o", label=f"{label}, validation")
-        else:
-            axes.plot([], [], color=f"C{index}", label=label)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=120)
-    return path

@@ -13,7 +13,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.tensor_parallel import are_divided
 from lightning_zero.engine.compat import TorchDispatchMode, nbytes_of, tree_leaves
 from lightning_zero.io.annotations import check_fields
-from lightning_zero.monitoring.flops import flops_of
+from lightning_zero.planning.flops import flops_of
 
 
 @dataclass(frozen=True, kw_only=True)

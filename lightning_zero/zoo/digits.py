@@ -50,8 +50,6 @@ class DigitClassifier(Supervised):
         optimizer, warmup_steps: See ``Supervised``.
     """
 
-    counted = "images"  # the unit of `count`
-
     def __init__(
         self,
         width: int = 64,
@@ -79,6 +77,3 @@ class DigitClassifier(Supervised):
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x.mean(dim=1)))
-
-    def count(self, batch: tuple[Tensor, Tensor]) -> int:
-        return len(batch[0])

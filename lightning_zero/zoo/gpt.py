@@ -125,7 +125,8 @@ class LanguageModel(Supervised):
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)
 
-    def count(self, batch: tuple[Tensor, Tensor]) -> int:
+    @staticmethod
+    def count(batch: tuple[Tensor, Tensor]) -> int:
         return batch[0].numel()
 
     def sample(self) -> str:

@@ -30,7 +30,9 @@ class Supervised(LightningModule):
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         inputs, targets = batch
-        return F.cross_entropy(self(inputs).flatten(0, -2).float(), targets.flatten())
+        loss = F.cross_entropy(self(inputs).flatten(0, -2).float(), targets.flatten())
+        self.log("loss", loss, prog_bar=True, logger=False)
+        return loss
 
     def validation_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> None:
         inputs, targets = batch

@@ -15,16 +15,11 @@ import torch
 
 from lightning_zero import __version__
 from lightning_zero.__main__ import COMMANDS
-from lightning_zero.commands.bench import BENCHMARKS
 from tests.app.commands import REPOSITORY
 from tests.support.warm import warm_python
 
 CHECKPOINT_COMMANDS = ("inspect", "verify", "export", "convert", "import")
-EVERY = [
-    *COMMANDS,
-    *(f"checkpoint {name}" for name in CHECKPOINT_COMMANDS),
-    *(f"bench {name}" for name in BENCHMARKS),
-]
+EVERY = [*COMMANDS, *(f"checkpoint {name}" for name in CHECKPOINT_COMMANDS)]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(REPOSITORY), "COLUMNS": "80"}
 ENVIRONMENT.pop("PYTHONUNBUFFERED", None)  # without a buffer, argparse itself ignores a closed pipe
 
@@ -63,9 +58,7 @@ def test_help_names_the_command_and_appears_quickly_without_importing_torch(name
     assert seconds < 1.5, "0.1 to 0.4 seconds on a quiet machine; importing torch alone takes 1.8"
 
 
-@pytest.mark.parametrize(
-    ("name", "names"), [("", COMMANDS), ("checkpoint", CHECKPOINT_COMMANDS), ("bench", BENCHMARKS)]
-)
+@pytest.mark.parametrize(("name", "names"), [("", COMMANDS), ("checkpoint", CHECKPOINT_COMMANDS)])
 def test_help_has_one_line_for_each_subcommand(name: str, names: list[str]) -> None:
     lines = run(*name.split(), "--help").stdout.split("  COMMAND\n")[1].split("\n\n")[0].splitlines()
     assert [re.match(r"    (\w+)  +\w.*\w", line)[1] for line in lines] == list(names)
@@ -94,9 +87,6 @@ MISTAKES = {
     "checkpoint inspct": "lightning-zero checkpoint: argument COMMAND: invalid choice: 'inspct'; did you mean inspect?",
     "checkpoint verify x --jsn": "lightning-zero checkpoint verify: no option --jsn; did you mean --json?",
     "checkpoint convert x y": "lightning-zero checkpoint convert: the following arguments are required: --to",
-    "bench peer": "lightning-zero bench: argument COMMAND: invalid choice: 'peer'; did you mean peers?",
-    "bench compare old": "lightning-zero bench compare: the following arguments are required: NEW",
-    "bench growth --uints 3": "lightning-zero bench growth: no option --uints; did you mean --units?",
     "plan --stage 7": "lightning-zero plan: argument --stage: invalid choice: 7; there are 0, 1, 2, 3",
     "plan --ranks two": "lightning-zero plan: argument --ranks: invalid int value: 'two'",
     "plan --memory large": "lightning-zero plan: argument --memory: 'large' is not a size such as 500MB, 5GB or 4GiB",
@@ -170,7 +160,7 @@ def test_json_of_a_plan_is_the_only_output_although_the_project_prints(tmp_path:
 
 # -- closed pipes ------------------------------------------------------------------------------------------------------
 
-PRINT_MUCH = ["--help", "train --help", "train --cfg job", "train -sc install=bash", "bench growth --help"]
+PRINT_MUCH = ["--help", "train --help", "train --cfg job", "train -sc install=bash"]
 
 
 @pytest.mark.parametrize("arguments", PRINT_MUCH)

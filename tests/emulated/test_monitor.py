@@ -1,4 +1,4 @@
-"""ZeroMonitor on a device that is late: waits are measured on its streams, and the host does not wait for them."""
+"""ZeroMonitor on a device that is late: waits are measured on its streams."""
 
 from __future__ import annotations
 
@@ -31,13 +31,12 @@ def test_waits_of_a_stream_are_measured_without_waiting_for_the_stream(run_on_de
 
 @in_order
 def monitored() -> None:
-    monitor = ZeroMonitor(2, available_flops=1e9)
+    monitor = ZeroMonitor(1)
     run = fit("zero3", accelerator=Emulated(), callbacks=[monitor])
-    # the device's values are read one observation later
     assert [loss for _, loss in monitor.loss_curve] == [loss.item() for loss in run.losses]
     assert monitor.waited and all(seconds >= 0 for seconds in monitor.waited.values())
     if monitor.metrics:
-        assert monitor.metrics["training/gradient_norm"] > 0 < monitor.metrics["throughput/device/mfu"]
+        assert monitor.metrics["training/gradient_norm"] > 0 < monitor.metrics["throughput/device/samples_per_sec"]
 
 
 def test_a_monitored_fit_has_no_ordering_errors(run_on_device):

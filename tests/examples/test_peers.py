@@ -1,8 +1,10 @@
-"""`lightning-zero bench peers`: all systems do the same work, counts are correct, mistakes are reported at once."""
+"""`python benchmarks/peers.py`: all systems do the same work, counts are correct, mistakes are reported at once."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,35 +15,26 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_zero.commands import bench
 from lightning_zero.engine import Engine
-from tests.app.commands import finish, start, succeed
+from tests.examples.running import REPOSITORY, SCRIPT, run
 
-sys.path.append(str(bench.SCRIPTS))  # its modules import each other as scripts do
+sys.path.append(str(REPOSITORY / "benchmarks"))  # its modules import each other as scripts do
 
-from peers import compare_losses, is_wrong  # noqa: E402
+from peers import compare_losses, is_wrong, main  # noqa: E402
 from ratios import UNKNOWN, slower_ones  # noqa: E402
 from readings import Live, all_is_sent, asked_by, communication  # noqa: E402
 
 SHORT = ("--shrunk", "--rounds", "1", "--steps", "2", "--batch", "1", "--ranks", "2", "--device", "cpu")
 
 
-def code_of(arguments: list[str]) -> Any:
-    try:
-        return bench.main(arguments)
-    except SystemExit as end:  # from argparse
-        return end.code
-
-
 @pytest.mark.timeout(300)  # eight pairs of processes, each of which imports torch
 @pytest.mark.exhaustive
 def test_peers_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> None:
     options = ["--systems", "ddp,zero3", "--models", "moe", "--accumulate", "2", "--checkpoint-activations"]
-    printed = succeed("bench", "peers", *SHORT, *options, "--output", str(tmp_path), "--json", folder=tmp_path)
+    run(SCRIPT, "benchmarks/peers.py", *SHORT, *options, "--output", str(tmp_path), folder=tmp_path, timeout=280)
     (name,) = (path.stem for path in tmp_path.glob("*.json"))
     assert name == "peers_moe_shrunk_batch1_accumulate2_checkpointed"
     result = json.loads((tmp_path / f"{name}.json").read_text())
-    assert json.loads(printed) == {"moe": result}
     assert result["about"]["command"].startswith("python benchmarks/peers.py --shrunk --rounds 1")
     assert set(result["about"]) == {"hardware", "versions", "commit", "command"}
     ddp, ours = result["systems"]["ddp"], result["systems"]["zero3"]
@@ -59,28 +52,21 @@ def test_peers_compares_systems_that_compute_the_same_losses(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["nothing"], "invalid choice: 'nothing'"),
-        (["peers", "--systems", "ddp,dpp"], "--systems: dpp is not among single, ddp"),
-        (["peers", "--models", "25"], "--models: 25 is not among tiny, 25m"),
-        (["peers", "--precision", "fp8"], "invalid choice: 'fp8'"),
-        (["peers", "--rounds", "0"], "--rounds 0: it must be at least 1"),
-        (["peers", "--models", "25m,vit", "--sequence", "64"], "--sequence: vit reads no sequences"),
-        (["peers", "--output", __file__], "this is no folder"),
+        (["--systems", "ddp,dpp"], "--systems: dpp is not among single, ddp"),
+        (["--models", "25"], "--models: 25 is not among tiny, 25m"),
+        (["--precision", "fp8"], "invalid choice: 'fp8'"),
+        (["--rounds", "0"], "--rounds 0: it must be at least 1"),
+        (["--models", "25m,vit", "--sequence", "64"], "--sequence: vit reads no sequences"),
+        (["--output", __file__], "this is no folder"),
     ],
 )
 def test_a_mistake_is_reported_before_anything_is_started(
     arguments: list[str], told: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert code_of(arguments) == 2
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
     assert told in capfd.readouterr().err.splitlines()[-1]
-
-
-def test_an_installed_package_says_where_benchmarks_are(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "SCRIPTS", tmp_path)
-    assert code_of(["peers"]) == 2
-    assert "lightning-zero bench: benchmarks are part of the repository" in capsys.readouterr().err
 
 
 def test_losses_that_differ_are_wrong() -> None:
@@ -172,8 +158,10 @@ def test_a_stage_that_became_more_than_15_percent_slower_is_reported() -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.exhaustive
 def test_no_stage_has_become_slower_relative_to_ddp(tmp_path: Path) -> None:
-    code, output, errors = finish(start("bench", "ratios", "--json", folder=tmp_path), timeout=580)
-    assert json.loads(output)["ratios"].keys() == {"deep", "wide2m"}
-    if code == UNKNOWN:
-        pytest.skip(errors)
-    assert code == 0, f"{output}\n{errors}"
+    script = [sys.executable, str(REPOSITORY / "benchmarks" / "ratios.py")]
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=580)
+    if done.returncode == UNKNOWN:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    assert "deep: {'zero1': " in done.stdout and "wide2m: {'zero1': " in done.stdout

@@ -5,8 +5,12 @@ from __future__ import annotations
 from dataclasses import replace as with_
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_zero.planning.timeline import Event, Resources, replay
+from lightning_zero.planning.timeline import Event, Recorder, Resources, replay
 
 SLOW = Resources(
     flops=10.0,
@@ -61,3 +65,30 @@ def test_disk_transfers_overlap_with_the_device_and_the_host():
 def test_a_speed_that_is_not_a_number_is_refused():
     with pytest.raises(ValueError, match="flops='fast' must be a number of at least 0"):
         Resources(flops="fast", memory_bandwidth=1.0)
+
+
+class Attention(nn.Module):
+    def __init__(self, heads: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Conv1d(8, 16, 3, padding=1), nn.ReLU())
+        self.out = nn.Linear(4, 4)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x).unflatten(1, (4, 4)).transpose(2, 3).contiguous()  # as the fused kernel requires
+        keys = x[:, : self.heads]
+        shares = self.heads < 4
+        return self.out(nn.functional.scaled_dot_product_attention(x, keys, keys, enable_gqa=shares))
+
+
+@pytest.mark.parametrize("heads", [4, 2], ids=["a head of keys each", "query heads that share keys"])
+def test_counted_operations_equal_torchs_count_of_single_products(heads: int) -> None:
+    x = torch.randn(2, 8, 32)
+    recorder, torchs = Recorder(), FlopCounterMode(display=False)
+    with recorder:
+        Attention(heads)(x).sum().backward()
+    with torchs, sdpa_kernel(SDPBackend.MATH):
+        Attention(heads)(x).sum().backward()
+    # the fused kernel computes the product of queries and keys once more, in backward
+    counted = sum(event.flops for event in recorder.events)
+    assert counted == torchs.get_total_flops() + 2 * (2 * 4 * 32 * 32 * 4)

@@ -145,7 +145,7 @@ def failures() -> None:
     with pytest.raises(error, match=text):
         fit("zero3", Fails())
     assert time.monotonic() - begin < 20
-    monitor = ZeroMonitor()
+    monitor = ZeroMonitor(1)
     trainer, module = fit("zero3", callbacks=[monitor])
     assert len(monitor.loss_curve) == trainer.global_step == 6 and monitor.peak_bytes["parameters"] > 0
     with pytest.raises(SIGTERMException):

@@ -1,7 +1,14 @@
-"""`lightning-zero bench compare`: show whether benchmarks or runs with ZeroMonitor take more time or memory."""
+"""Whether one benchmark result, or one run with ZeroMonitor, takes more time or memory than another.
 
-from __future__ import annotations
+    python benchmarks/compare.py OLD.json NEW.json
+    python benchmarks/compare.py benchmarks/results NEW --relative-to ddp       # folders of results
+    python benchmarks/compare.py logs/before logs/after                         # runs with ZeroMonitor and a CSVLogger
 
+The exit code is 1 if something became slower or larger, and 2 if there is nothing to compare.
+"""
+
+import argparse
+import csv
 import json
 import math
 import statistics
@@ -11,10 +18,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
-from lightning_zero.io.sizes import in_bytes
-from lightning_zero.io.tables import show
+import numpy as np
+from common import markdown_table
+from scipy.stats import mannwhitneyu
 
 _UNITS = {
     **dict.fromkeys(("seconds", "start_up_seconds", "overhead", "cpu", "hooks_seconds", "setup", "step"), "s"),
@@ -64,9 +70,8 @@ class Change:
     verdict: str
 
 
-def parser() -> Parser:
-    made = Parser(
-        prog="lightning-zero bench compare",
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
         description="Compare two benchmark results, two folders of results, or the folders of two runs with "
         "ZeroMonitor and a CSVLogger. The exit code is 1 if something became slower or takes more memory.",
     )
@@ -91,14 +96,15 @@ def main(arguments: list[str]) -> int:
         if given.threshold < 1 or not 0 < given.alpha < 1:
             raise ValueError(f"--threshold {given.threshold} must be >= 1, and --alpha {given.alpha} between 0 and 1")
         changes = compare(given.old, given.new, given.threshold, given.alpha, given.relative_to, notes)
-    except (ImportError, OSError, ValueError) as error:
-        notes.append(f"lightning-zero bench compare: {error}")
+    except (OSError, ValueError) as error:
+        notes.append(f"compare.py: {error}")
         return 2
     finally:
         print(*dict.fromkeys(notes), sep="\n", end="\n" * bool(notes), file=sys.stderr)
     if given.json:
         found = [asdict(change) | {"ratio": change.ratio if change.old else None} for change in changes]
-        print_json({"threshold": given.threshold, "alpha": given.alpha, "series": found, "notes": notes})
+        document = {"threshold": given.threshold, "alpha": given.alpha, "series": found, "notes": notes}
+        print(json.dumps(document, indent=1))
     else:
         _print(changes)
     return int(any(change.verdict in ("slower", "larger") for change in changes))
@@ -113,7 +119,6 @@ def compare(
         notes: list to which warnings are appended, for example about readings that are missing or too few.
 
     Raises:
-        ImportError: if scipy is not installed.
         OSError, ValueError: if a file cannot be read, or there is nothing to compare.
     """
     before, after = _read(old, notes), _read(new, notes)
@@ -166,16 +171,10 @@ def change_of(name: str, old: Series, new: Series, threshold: float, alpha: floa
 def _p(old: Sequence[float], new: Sequence[float]) -> float:
     if len({*old, *new}) == 1:
         return 1.0
-    try:
-        from scipy.stats import mannwhitneyu
-    except ImportError:
-        raise ImportError("the package scipy is missing: pip install 'lightning_zero[bench]'") from None
     return float(mannwhitneyu(old, new, alternative="two-sided").pvalue)
 
 
 def _interval(old: Sequence[float], new: Sequence[float]) -> tuple[float, float]:
-    import numpy as np
-
     drawn = np.random.default_rng(0)
     before, after = (np.median(drawn.choice(values, (_RESAMPLES, len(values))), axis=1) for values in (old, new))
     low, high = np.quantile(after / before, (0.025, 0.975))
@@ -253,28 +252,26 @@ def _numbers(value: Any, path: Path_ = (), is_listed: bool = False) -> Iterator[
 
 
 def _runs(folder: Path) -> dict[str, _Result]:
-    """Read the times and memory that ZeroMonitor has logged in a run, or in the jobs of a sweep, by job label."""
-    from lightning_zero.commands.compare import labels_of
-    from lightning_zero.reporting.records import ReportError, read_runs
-
-    try:
-        runs = read_runs(folder)
-    except ReportError as error:
-        raise ValueError(str(error)) from None
-    labels = labels_of({run.folder: run.overrides for run in runs}) if len(runs) > 1 else {runs[0].folder: ""}
-    found = {labels[run.folder]: _Result(_logged(run.metrics), None) for run in runs}
+    """Read the times and memory that ZeroMonitor has logged to CSVLoggers, by the path of the logger's folder."""
+    files = sorted(folder.rglob("metrics.csv"))
+    labels = {file: str(file.parent.relative_to(folder)) if len(files) > 1 else "" for file in files}
+    found = {labels[file]: _Result(_logged(file), None) for file in files}
     if not any(result.series for result in found.values()):
-        raise ValueError(f"{folder} has no metrics from ZeroMonitor: add the callback, and a logger such as CSVLogger")
+        raise ValueError(f"{folder} has no metrics from ZeroMonitor: add the callback and a CSVLogger")
     return found
 
 
-def _logged(metrics: Mapping[str, list[tuple[int, float]]]) -> dict[Path_, Series]:
+def _logged(file: Path) -> dict[Path_, Series]:
     found: dict[Path_, Series] = {}
-    for name, curve in metrics.items():
-        if name.endswith("_s") and "time/" in name or name.endswith("throughput/step_s"):
-            found[(name,)] = Series("s", [value for _, value in curve])
-        elif name.endswith("_MB") and "memory/" in name and not name.endswith(("/free_MB", "/unaccounted_MB")):
-            found[(name,)] = Series("bytes", [1e6 * value for _, value in curve])
+    with file.open(newline="") as text:
+        cells = [cell for row in csv.DictReader(text) for cell in row.items()]
+    for name, value in cells:
+        if not value:
+            continue
+        if name.startswith("time/") or name == "throughput/step_s":
+            found.setdefault((name,), Series("s", [])).values.append(float(value))
+        elif name.startswith("memory/") and name.endswith("_MB"):
+            found.setdefault((name,), Series("bytes", [])).values.append(1e6 * float(value))
     return found
 
 
@@ -303,12 +300,17 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 
 
 def _print(changes: Sequence[Change]) -> None:
-    rows: list[tuple[str, ...]] = [("reading", "old", "new", "samples", "ratio", "95 % interval", "p", "")]
+    head = ["reading", "old", "new", "samples", "ratio", "95 % interval", "p", "verdict"]
+    rows = []
     for change in changes:
-        said = in_bytes if change.unit == "bytes" else f"{{:.4g}} {change.unit}".format
+        scale, unit = (1e6, "MB") if change.unit == "bytes" else (1, change.unit)
+        medians = [f"{median / scale:.4g} {unit}" for median in (change.old, change.new)]
         interval = "" if change.interval is None else f"{change.interval[0]:.3f} - {change.interval[1]:.3f}"
         samples = f"{change.samples[0]}, {change.samples[1]}"
         p = "" if change.p is None else f"{change.p:.2g}"
-        row = (change.name, said(change.old), said(change.new), samples, f"{change.ratio:.3f}", interval, p)
-        rows.append((*row, change.verdict))
-    show(rows, tuple(range(1, 7)))
+        rows.append([change.name, *medians, samples, f"{change.ratio:.3f}", interval, p, change.verdict])
+    print(*markdown_table(head, rows), sep="\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -7,36 +7,12 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_zero.engine.comm.tensor_parallel import are_divided
-from lightning_zero.engine.compat import FakeTensor, TorchDispatchMode
-
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Floating-point operations in an operator call; 0 unless it is a matrix product, convolution or attention."""
     operator = func._overloadpacket
     count = _ATTENTION.get(operator) or flop_registry.get(operator)
     return count(*args, **kwargs, out_val=result) if count is not None else 0
-
-
-class FlopCounter(TorchDispatchMode):
-    """Counts floating-point operations in its context, without the module hooks that torch's FlopCounterMode needs.
-
-    Attributes:
-        total: floating-point operations so far.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.total = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if are_divided(types):
-            return NotImplemented  # the operator is dispatched again on the local tensors
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not any(issubclass(each, FakeTensor) for each in types):  # with fake tensors, DTensor only finds shapes
-            self.total += flops_of(func, args, kwargs, result)
-        return result
 
 
 def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
