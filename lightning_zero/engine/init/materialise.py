@@ -216,9 +216,12 @@ class Materialiser:
     def _repeat_writes(self) -> None:
         """Repeat user code's writes to parts of new parameters, now that modules have initialised these parameters."""
         for name, parameter in self._module.named_parameters():
-            for write in self._sources[name].writes:
-                state = write.state
-                write.repeat(parameter, None if state is None else _of_rank_0(self._communicator, state))
+            if writes := self._sources[name].writes:
+                values = parameter.detach().clone()  # the whole parameter: each write to a shard would gather it
+                for write in writes:
+                    state = write.state
+                    write.repeat(values, None if state is None else _of_rank_0(self._communicator, state))
+                parameter.copy_(values)
 
     def _check_all_have_values(self) -> None:
         missing = [

@@ -1,7 +1,8 @@
 """Lazy tensors, whose values stay where they are stored, usually in a file, until they are read.
 
 A lazy tensor may also have no values yet, as on the meta device. It then records the operators that write to it, and
-repeats them when its values are read, so initialising a module by hand takes memory for one parameter at a time.
+repeats them when its values are read, so initialising a module by hand takes memory for one parameter at a time. After
+many writes, as when rows are written one by one, the values are held in memory instead.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from lightning_zero.engine.compat import is_within_meta_device
 from lightning_zero.engine.tensor import initialisers
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
+
+_MOST_REPEATED = 64  # writes to a tensor whose values are not held; each write repeats the earlier ones
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,9 @@ class _Source:
 
     Attributes:
         writes: the operators that have written to a tensor that had no values; None if the values are elsewhere.
-        is_written: whether ``writes`` determine every element.
+        is_written: whether the operators determine every element.
+        held: the result of many operators, in memory, where elements that are still unwritten are marked; usually None.
+        is_checked: whether ``is_written`` takes account of the latest operators.
     """
 
     name: str
@@ -74,10 +79,28 @@ class _Source:
     write: Callable[[Tensor], None] | None = None
     writes: list[Write] | None = None
     is_written: bool = False
+    held: Tensor | None = None
+    is_checked: bool = True
 
     def use(self, values: Tensor) -> None:
         self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
-        self.writes = None
+        self.writes = self.held = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``held`` has all values, so that operators write to it in place and need not be recorded."""
+        return self.held is not None and self.is_written
+
+    def hold(self, values: Tensor) -> None:
+        self.held, self.is_checked = values, False
+        self.check()
+
+    def check(self) -> None:
+        """Check whether every element of ``held`` has been written."""
+        if self.held is not None and not self.is_checked:
+            self.is_checked, self.is_written = True, not is_unset(self.held)
+            if self.is_written:
+                self.read, self.origin, self.writes = partial(_range_of, self.held), self.held, []
 
 
 def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
@@ -153,6 +176,7 @@ class LazyTensor(WrapperTensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The meta device until the tensor has values."""
+        self._source.check()
         return torch.device("meta") if self.records_writes and not self._source.is_written else super().device
 
     @property
@@ -173,24 +197,35 @@ class LazyTensor(WrapperTensor):
         source = self._source
         writes = source.writes
         assert writes is not None
-        if is_within_meta_device():
+        if is_within_meta_device() and not source.is_whole:
+            source.held = None
             if initialisers.is_running():
                 writes.clear()
+                source.is_written = False
             else:
                 writes.append(Write(steps, function, args, kwargs, None))
             return
-        values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
-        if not source.is_written:
-            for write in writes:
-                write.repeat(values)
+        if source.held is None and len(writes) >= _MOST_REPEATED:
+            source.hold(self._repeated(writes))
+        if source.held is not None and source.is_written:
+            Write(steps, function, args, kwargs, None).run(source.held)
+            return
+        values = self._repeated([] if source.is_written else writes) if source.held is None else source.held
         generator = kwargs.get("generator") or torch.default_generator
         write = Write(steps, function, args, kwargs, generator.get_state())
         write.run(values)
-        if not writes:
-            source.dtype, source.origin = self.dtype, None
-            source.read = partial(_range_written, writes, self._of_the_shape())
+        source.dtype, source.origin = self.dtype, None
+        source.read = partial(_range_written, writes, self._of_the_shape())
         writes.append(write)
-        source.is_written = source.is_written or not is_unset(values)
+        source.is_checked = source.held is None  # a check after each write to one row would take quadratic time
+        source.is_written = source.is_written or (source.is_checked and not is_unset(values))
+
+    def _repeated(self, writes: list[Write]) -> Tensor:
+        """A new tensor with the result of operators; elements that they do not write are marked."""
+        values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+        for write in writes:
+            write.repeat(values)
+        return values
 
     def _of_the_shape(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
@@ -233,11 +268,14 @@ class LazyTensor(WrapperTensor):
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
         source, before = replace(self._source), self.dtype
-        if source.writes:  # later writes to either tensor must not change the other one
+        # later writes to either tensor must not change the other one
+        if source.is_whole:
+            source.use(self.whole().clone())
+        elif source.writes is not None and source.is_written:
             source.read = partial(_range_written, list(source.writes), self._of_the_shape())
             source.writes = None
         elif source.writes is not None:
-            source.writes = []
+            source.writes, source.held = list(source.writes), None
         if torch.promote_types(source.dtype, before) != before:  # the copy must round its values as this tensor does
             read = source.read
             source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before
