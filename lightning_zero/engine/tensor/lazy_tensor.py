@@ -70,6 +70,7 @@ class _Source:
         is_written: whether the operators determine every element.
         held: the result of many operators, in memory, where elements that are still unwritten are marked; usually None.
         is_checked: whether ``is_written`` takes account of the latest operators.
+        initialised_by: the initialisers whose operators were not recorded; see ``initialisers.label``.
     """
 
     name: str
@@ -81,6 +82,7 @@ class _Source:
     is_written: bool = False
     held: Tensor | None = None
     is_checked: bool = True
+    initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor) -> None:
         self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
@@ -185,6 +187,10 @@ class LazyTensor(WrapperTensor):
         return self._source.writes or []
 
     @property
+    def initialised_by(self) -> tuple[str, ...]:
+        return tuple(sorted(self._source.initialised_by))
+
+    @property
     def records_writes(self) -> bool:
         return self._source.writes is not None
 
@@ -199,9 +205,9 @@ class LazyTensor(WrapperTensor):
         assert writes is not None
         if is_within_meta_device() and not source.is_whole:
             source.held = None
-            if initialisers.is_running():
+            if running := initialisers.running():
                 writes.clear()
-                source.is_written = False
+                source.is_written, source.initialised_by = False, source.initialised_by | running
             else:
                 writes.append(Write(steps, function, args, kwargs, None))
             return
@@ -267,6 +273,7 @@ class LazyTensor(WrapperTensor):
         """A copy in the given dtype. Its values are read when they are used, or now if the source is writable."""
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
+        self._source.check()
         source, before = replace(self._source), self.dtype
         # later writes to either tensor must not change the other one
         if source.is_whole:
@@ -339,21 +346,26 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor.clone() if isinstance(tensor, LazyTensor) else tensor
 
 
-def _mark_of(dtype: torch.dtype) -> float:
-    """The value that marks unwritten elements; 0 for dtypes without a suitable value, which are not checked."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+def _marked(tensor: Tensor) -> tuple[Tensor, float]:
+    """A view of a tensor, and the value in it that marks unwritten elements."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor, float("nan")
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8), 2  # no operator writes this value
+    limits = torch.iinfo(tensor.dtype)
+    return tensor, limits.min or limits.max - 90  # of unsigned integers, one that is unlikely in all elements
 
 
 def unset(tensor: Tensor) -> Tensor:
     """Mark all elements as unwritten."""
-    return tensor.fill_(_mark_of(tensor.dtype))
+    view, mark = _marked(tensor.detach())
+    view.fill_(mark)
+    return tensor
 
 
 def is_unset(tensor: Tensor) -> bool:
     """Whether any element is still unwritten since ``unset``; for integers, whether all elements are."""
-    mark = _mark_of(tensor.dtype)
+    view, mark = _marked(tensor.detach())
     if mark != mark:
-        return bool(tensor.isnan().any())
-    return mark < 0 and tensor.numel() > 0 and bool((tensor == mark).all())
+        return bool(view.isnan().any())
+    return tensor.numel() > 0 and bool((view == mark).all())
