@@ -30,7 +30,7 @@ class Write:
     Attributes:
         steps: the operators that make the view; see ``RecordedView``.
         function, args, kwargs: the operator, and its arguments without the tensor.
-        state: the state of ``generator`` before the operator ran; None if it has not run yet.
+        state: the state of ``generator`` before the operator ran; None if it has not run yet, or draws no numbers.
     """
 
     steps: list[tuple[Any, Any, Any]]
@@ -42,6 +42,11 @@ class Write:
     @property
     def generator(self) -> torch.Generator:
         return self.kwargs.get("generator") or torch.default_generator
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the operator may draw random numbers; not known of operators that are not torch's own."""
+        return torch.Tag.nondeterministic_seeded in self.function.tags or self.function.namespace != "aten"
 
     def run(self, tensor: Tensor) -> None:
         with torch.no_grad():
@@ -217,8 +222,9 @@ class LazyTensor(WrapperTensor):
             Write(steps, function, args, kwargs, None).run(source.held)
             return
         values = self._repeated([] if source.is_written else writes) if source.held is None else source.held
-        generator = kwargs.get("generator") or torch.default_generator
-        write = Write(steps, function, args, kwargs, generator.get_state())
+        write = Write(steps, function, args, kwargs, None)
+        if write.may_draw:
+            write = replace(write, state=write.generator.get_state())
         write.run(values)
         source.dtype, source.origin = self.dtype, None
         source.read = partial(_range_written, writes, self._of_the_shape())
