@@ -25,7 +25,8 @@ from lightning_zero.engine.compat import flatten_weights, not_copied, running_ca
 from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
-from lightning_zero.engine.init.materialise import Materialiser, check_can_be_initialised, detach_kept_graphs
+from lightning_zero.engine.init.initialisation import Initialisation
+from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
@@ -154,7 +155,7 @@ class Engine(Optimizers):
         self._activations = activation_store(config, self.communicator, self.ledger)
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         sources = agree_on_sources(module, self.communicator)
-        check_can_be_initialised(module, sources)
+        initialisers = Initialisation(module, sources).calls
         self.buffers_follow = True
         self._is_forward_a_step = True  # whether a call of the module is a step; False once ``window`` is used
         self._is_window_a_forward = False  # whether a call of the module has opened the outermost window
@@ -172,7 +173,8 @@ class Engine(Optimizers):
             self._check_room(offload, sources, uncut, bool(optimizers))
             if self._swap is not None:
                 reserve_disk(self._swap, uncut, self.communicator)
-            buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
+            materialiser = Materialiser(module, plans, uncut, sources, initialisers, self.communicator, self.rendezvous)
+            buckets = materialiser.run()
         except BaseException:
             self._clear_disk()
             raise

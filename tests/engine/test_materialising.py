@@ -162,6 +162,7 @@ class Model(nn.Module):
         super().__init__()
         self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
         self.scale = nn.Parameter(torch.empty(2))
+        self.apply(self._init_weights)
 
     def forward(self, x):
         return self.scale * self.second(self.first(x))

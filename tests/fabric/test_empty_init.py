@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from tests.fabric.training import make_fabric, weights
 from tests.support.models import CLASSES, VOCABULARY
 from tests.support.trainer import Learner, fit, make_trainer
@@ -124,6 +125,81 @@ def test_values_written_to_an_empty_module_are_ddps(run_on, order, how):
 
 def test_values_written_to_an_empty_module_are_those_of_one_device(run_on):
     run_on(1, in_fabric, order=applies, how=by_torch)
+
+
+ROWS = 400
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(ROWS, 2)
+
+
+def row_by_row(net: Table) -> None:
+    for row in range(ROWS):
+        nn.init.normal_(net.table.weight[row])
+
+
+def row_by_row_through_data(net: Table) -> None:
+    for row in net.table.weight.data:
+        row.uniform_(-1.0, 1.0)
+
+
+def over_other_values(net: Table) -> None:
+    nn.init.normal_(net.table.weight)
+    with torch.no_grad():
+        for row in range(100, ROWS):
+            net.table.weight[row] *= 2.0
+    torch.nn.init.zeros_(net.table.weight[3])
+
+
+def some_rows(net: Table) -> None:
+    with torch.no_grad():
+        net.table.weight.mul_(2.0)
+        for row in range(100, ROWS):
+            net.table.weight[row].normal_()
+
+
+def by_rows(how: Callable[[Table], None]) -> None:
+    torch.manual_seed(0)
+    ordinary = Table()
+    torch.manual_seed(1)
+    how(ordinary)
+    expected, drawn = ordinary.state_dict(), torch.rand(1)
+    for strategy in ("zero1", "zero3"):
+        fabric = make_fabric(strategy)
+        with fabric.init_module(empty_init=True):
+            net = Table()
+        torch.manual_seed(1 + fabric.global_rank)
+        with counted() as runs:
+            how(net)
+            copied = copy.deepcopy(net)
+            assert fabric.global_rank or torch.equal(torch.rand(1), drawn)
+            torch.manual_seed(0)  # for rows that were not written
+            same_tensors(weights(fabric.setup_module(net)), expected, bound=0)
+        assert len(runs) <= 64 * 65 / 2 + 3 * ROWS, "the first 64 writes repeat the earlier ones, later writes do not"
+        torch.manual_seed(0)
+        same_tensors(weights(fabric.setup_module(copied)), expected, bound=0)
+
+
+@contextmanager
+def counted() -> Iterator[list[Write]]:
+    runs: list[Write] = []
+    run = Write.run
+
+    def count(self: Write, tensor: Tensor) -> None:
+        runs.append(self)
+        run(self, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Write, "run", count)
+        yield runs
+
+
+@pytest.mark.parametrize("how", [row_by_row, row_by_row_through_data, over_other_values, some_rows])
+def test_a_table_filled_row_by_row_takes_linear_time_and_has_the_same_values(run_on, how):
+    run_on(2, by_rows, how=how)
 
 
 class WritesInConstructor(Net):

@@ -36,6 +36,13 @@ def awaits_values(module: nn.Module) -> bool:
     return any(is_deferred(tensor) for tensors in (module.parameters(), module.buffers()) for tensor in tensors)
 
 
+def _is_plain(cls: Any) -> bool:
+    """Whether a class is ``nn.Parameter``, or derived from it without another meaning of operators or ``to``."""
+    return issubclass(cls, nn.Parameter) and all(
+        getattr(cls, name) == getattr(nn.Parameter, name) for name in ("__torch_function__", "__torch_dispatch__", "to")
+    )
+
+
 @contextmanager
 def parameters_await_values(*, only_on_meta: bool = False) -> Iterator[None]:
     """Context in which new parameters of modules are deferred until they are given values; buffers are not deferred.
@@ -45,7 +52,7 @@ def parameters_await_values(*, only_on_meta: bool = False) -> Iterator[None]:
     """
 
     def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if type(parameter) is nn.Parameter and (parameter.is_meta or not only_on_meta):
+        if parameter is not None and _is_plain(type(parameter)) and (parameter.is_meta or not only_on_meta):
             defer(parameter, torch.empty_like(parameter, device="meta"))
 
     hook = register_module_parameter_registration_hook(await_values)

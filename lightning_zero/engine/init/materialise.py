@@ -8,9 +8,8 @@ written to the shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,40 +19,14 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
+from lightning_zero.engine.init.initialisation import Call, like, on_meta
 from lightning_zero.engine.init.sources import Source, listed
 from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
-from lightning_zero.engine.tensor import initialisers
-from lightning_zero.engine.tensor.initialisers import takes
 from lightning_zero.engine.tensor.lazy_tensor import in_memory, is_unset, unset
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-
-
-def check_can_be_initialised(module: nn.Module, sources: dict[str, Source]) -> None:
-    """Raise a ValueError if any parameter or buffer on the meta device has no module that initialises it."""
-    lacking = dict(_lacking(module, "", sources, [], False))
-    if lacking:
-        raise ValueError(
-            f"{listed(lacking)}: on the meta device without values, and there is no reset_parameters() in "
-            f"{listed(dict.fromkeys(lacking.values()))}. Define it, without arguments, to initialise the module's own "
-            "parameters and buffers in place; or load the values in configure_model (lightning_zero.load_weights); or "
-            "construct the module outside of torch.device('meta')."
-        )
-
-
-def _lacking(
-    module: nn.Module, prefix: str, sources: dict[str, Source], ancestors: list[nn.Module], has_initialiser: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield (tensor name, module class name) of new tensors that neither their module nor its ancestors initialise."""
-    has_initialiser = has_initialiser or bool(_initialisers(module, ancestors))
-    for name in (*module._parameters.keys(), *module._buffers.keys()):  # TorchScript's dicts are not iterable
-        source = sources.get(f"{prefix}{name}")  # a tied parameter is listed under its first name
-        if source is not None and source.is_new and not has_initialiser:
-            yield f"{prefix}{name}", type(module).__name__
-    for name, child in module.named_children():
-        yield from _lacking(child, f"{prefix}{name}.", sources, [*ancestors, module], has_initialiser)
 
 
 def detach_kept_graphs(module: nn.Module) -> None:
@@ -73,10 +46,12 @@ class Materialiser:
         plans: list[UnitPlan],
         uncut: list[list[UncutBucket]],
         sources: dict[str, Source],
+        initialisers: dict[int, list[Call]],
         communicator: Communicator,
         rendezvous: Rendezvous,
     ) -> None:
         self._module, self._uncut, self._sources = module, uncut, sources
+        self._initialisers = initialisers
         self._communicator, self._rendezvous = communicator, rendezvous
         # Unit numbers, by the id of the unit's last module: once that module is materialised, the unit is complete.
         self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
@@ -106,22 +81,22 @@ class Materialiser:
         meeting = self._rendezvous.met("the module's initial values") if is_new else nullcontext()
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
         with torch.no_grad(), meeting, drawing:
-            self._visit(self._module, [])
+            self._visit(self._module)
             self._repeat_writes()
             if is_new:
                 self._check_all_have_values()
         return self._buckets
 
-    def _visit(self, module: nn.Module, ancestors: list[nn.Module]) -> bool:
+    def _visit(self, module: nn.Module) -> bool:
         """Materialise a module, submodules first, and shard complete units. Return whether any tensor is new."""
         self._seen.add(id(module))
         is_new = any(id(parameter) in self._new_parameters for parameter in module._parameters.values())
         for child in module.children():
             if id(child) not in self._seen:
-                is_new |= self._visit(child, [*ancestors, module])
+                is_new |= self._visit(child)
         is_new |= self._place_buffers(module)
         if is_new:
-            self._initialise(module, ancestors)
+            self._initialise(module)
         if id(module) in self._unit_of:
             number = self._unit_of[id(module)]
             for uncut in self._uncut[number]:
@@ -146,8 +121,8 @@ class Materialiser:
 
     # -- new parameters and buffers ---------------------------------------------------------------------------------
 
-    def _initialise(self, module: nn.Module, ancestors: list[nn.Module]) -> None:
-        calls = _initialisers(module, ancestors)
+    def _initialise(self, module: nn.Module) -> None:
+        calls = self._initialisers.get(id(module), [])
         if not calls:
             return
         with self._only_new_in_reach(module):
@@ -169,24 +144,24 @@ class Materialiser:
                 if parameter is None:
                     continue
                 if id(parameter) not in self._new_parameters:
-                    instead = _on_meta(parameter)
+                    instead = on_meta(parameter)
                 elif inner is module and id(parameter) in self._initialised:
                     # tied, and already initialised by another module: this module's values are dropped
                     instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
-                    instead = nn.Parameter(instead, parameter.requires_grad)
+                    instead = like(parameter, instead)
                 elif id(parameter) in rooms:
                     instead = rooms[id(parameter)]
                 else:
                     room = instead = rooms[id(parameter)] = self._room_of(parameter)
                     if room.shape != parameter.shape:  # divided: initialise a full tensor, then copy the share
                         instead = unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
-                        instead = rooms[id(parameter)] = nn.Parameter(instead, parameter.requires_grad)
+                        instead = rooms[id(parameter)] = like(parameter, instead)
                         divided.append((instead, room, self._share_of(parameter)))
                 places.append((inner._parameters, name, parameter, instead))
             for name, buffer in inner._buffers.items():
                 source = self._source_of_buffer.get((id(inner), name))
                 if buffer is not None and source is not None and not source.is_new:
-                    places.append((inner._buffers, name, buffer, _on_meta(buffer)))
+                    places.append((inner._buffers, name, buffer, on_meta(buffer)))
         for holder, name, _, instead in places:
             holder[name] = instead
         try:
@@ -211,14 +186,17 @@ class Materialiser:
         if not bucket.is_opened:
             for number in range(len(bucket.parameters)):
                 unset(bucket.room(number))
-        return nn.Parameter(bucket.room(index), parameter.requires_grad)
+        return like(parameter, bucket.room(index))
 
     def _repeat_writes(self) -> None:
         """Repeat user code's writes to parts of new parameters, now that modules have initialised these parameters."""
         for name, parameter in self._module.named_parameters():
-            for write in self._sources[name].writes:
-                state = write.state
-                write.repeat(parameter, None if state is None else _of_rank_0(self._communicator, state))
+            if writes := self._sources[name].writes:
+                values = parameter.detach().clone()  # the whole parameter: each write to a shard would gather it
+                for write in writes:
+                    state = write.state
+                    write.repeat(values, None if state is None else _of_rank_0(self._communicator, state))
+                parameter.copy_(values)
 
     def _check_all_have_values(self) -> None:
         missing = [
@@ -239,34 +217,6 @@ class Materialiser:
                 "that __init__ writes are lost: initialise all of the module's own parameters and buffers in "
                 "reset_parameters(), or construct the module outside of torch.device('meta')."
             )
-
-
-def _initialisers(module: nn.Module, ancestors: list[nn.Module]) -> list[Callable[[], Any]]:
-    """The functions that initialise a module, in the order of ordinary construction.
-
-    1. The module's own ``reset_parameters`` (``_reset_parameters`` in torch's attention and transformer modules).
-    2. The method that the module or an enclosing model applies to all its modules (``self.apply(self._init_weights)``
-       in transformers, timm and minGPT).
-    3. PEFT's ``reset_lora_parameters``, once per adapter.
-    """
-    own = [getattr(module, name, None) for name in initialisers.OWN]
-    applied = [getattr(model, initialisers.APPLIED, None) for model in (module, *reversed(ancestors))]
-    calls: list[Callable[[], Any]] = [method for method in own if takes(method, 0)][:1]
-    calls += [partial(method, module) for method in applied if takes(method, 1)][:1]
-    reset_adapter: Any = getattr(module, initialisers.OF_ADAPTERS, None)
-    if callable(reset_adapter):
-        configs: Any = next((m.peft_config for m in reversed(ancestors) if hasattr(m, "peft_config")), {})
-        for adapter in (*module.lora_A, *module.lora_embedding_A):  # type: ignore[misc]
-            how = getattr(configs.get(adapter), "init_lora_weights", True)
-            calls.append(partial(reset_adapter, adapter, how))
-    return calls
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    if is_on_meta(tensor):
-        return tensor
-    instead = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    return nn.Parameter(instead, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else instead
 
 
 def _of_rank_0(communicator: Communicator, state: Tensor) -> Tensor:

@@ -31,6 +31,8 @@ class Source(NamedTuple):
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
     writes: Sequence[Write] = ()  # user code's writes to parts of a new parameter
+    version: int = 0  # of a new tensor on rank 0: the number of writes to it, none of which was recorded
+    initialised_by: Sequence[str] = ()  # of a new lazy tensor on rank 0: the initialisers that have written to it
 
 
 class MappedFiles:
@@ -176,14 +178,15 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     mapped = MappedFiles()
     values = {}
     writes: dict[str, Sequence[Write]] = {}
-    mine: dict[str, tuple[Any, Any]] = {}  # by name: (properties that must be equal on all ranks, origin of the values)
+    # By name: (properties that must be equal on all ranks, origin of the values, earlier initialisation)
+    mine: dict[str, tuple[Any, Any, Any]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
         trains = is_parameter and tensor.requires_grad
-        mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin
+        mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin, _initialised(tensor)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
@@ -195,7 +198,8 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
         is_new = is_alike and first == _NOWHERE
-        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_new, writes[name])
+        before = everywhere[0][name][2] if is_new else ()
+        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_new, writes[name], *before)
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
@@ -205,16 +209,24 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     return sources
 
 
+def _initialised(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
+    """The number of writes to an ordinary tensor on the meta device; the initialisers that wrote to a lazy tensor."""
+    if isinstance(tensor, LazyTensor):
+        return 0, tensor.initialised_by
+    has_version = is_on_meta(tensor) and not is_dtensor(tensor) and not tensor.is_inference()
+    return tensor._version if has_version else 0, ()
+
+
 def listed(names: Any, most: int = 5) -> str:
     """The first names and the number of others, for an error message: a large model may have thousands of names."""
     names = list(names)
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _check_alike(everywhere: list[dict[str, tuple[Any, Any]]]) -> None:
-    first = {name: kind for name, (kind, _) in everywhere[0].items()}
+def _check_alike(everywhere: list[dict[str, tuple[Any, Any, Any]]]) -> None:
+    first = {name: kind for name, (kind, *_) in everywhere[0].items()}
     for rank, theirs in enumerate(everywhere):
-        other = {name: kind for name, (kind, _) in theirs.items()}
+        other = {name: kind for name, (kind, *_) in theirs.items()}
         for name in (*first, *other):
             if first.get(name) != other.get(name):
                 raise ValueError(

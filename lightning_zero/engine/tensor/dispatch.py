@@ -45,6 +45,9 @@ def _views(func: Any, args: Any, kwargs: Any) -> Any:
         return NotImplemented
     if str(func._schema.returns[0].type) == "Tensor":
         return RecordedView(args[0], [(func, args[1:], kwargs)])
+    if func is aten.unbind.int:  # one view for each row, so a row's view must not unbind all rows again
+        dim = args[1] if len(args) > 1 else 0
+        return [RecordedView(args[0], [(aten.select.int, (dim, row), {})]) for row in range(args[0].shape[dim])]
     count = len(func(torch.empty(args[0].shape, device="meta"), *args[1:], **kwargs))
 
     def item(position: int) -> Callable[..., Tensor]:

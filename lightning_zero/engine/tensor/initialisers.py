@@ -15,9 +15,15 @@ APPLIED = "_init_weights"
 OF_ADAPTERS = "reset_lora_parameters"
 
 
-def is_running() -> bool:
-    """Whether such a method is on the stack, so that what it writes now will be written again."""
-    return any(_is_called_again(name, owner) for name, owner in calls_on_stack((*OWN, APPLIED, OF_ADAPTERS)))
+def running() -> set[str]:
+    """The labels of such methods on the stack, so that what they write now will be written again."""
+    calls = calls_on_stack((*OWN, APPLIED, OF_ADAPTERS))
+    return {label(name, owner) for name, owner in calls if _is_called_again(name, owner)}
+
+
+def label(name: str, owner: nn.Module) -> str:
+    """Identifies a method of a module's class, on all ranks and for copies of the module."""
+    return f"{type(owner).__module__}.{type(owner).__qualname__}.{name}"
 
 
 def _is_called_again(name: str, owner: Any) -> bool:

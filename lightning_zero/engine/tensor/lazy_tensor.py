@@ -1,7 +1,8 @@
 """Lazy tensors, whose values stay where they are stored, usually in a file, until they are read.
 
 A lazy tensor may also have no values yet, as on the meta device. It then records the operators that write to it, and
-repeats them when its values are read, so initialising a module by hand takes memory for one parameter at a time.
+repeats them when its values are read, so initialising a module by hand takes memory for one parameter at a time. After
+many writes, as when rows are written one by one, the values are held in memory instead.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from lightning_zero.engine.tensor import initialisers
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
 
+_MOST_REPEATED = 64  # writes to a tensor whose values are not held; each write repeats the earlier ones
+
 
 @dataclass(frozen=True)
 class Write:
@@ -27,7 +30,7 @@ class Write:
     Attributes:
         steps: the operators that make the view; see ``RecordedView``.
         function, args, kwargs: the operator, and its arguments without the tensor.
-        state: the state of ``generator`` before the operator ran; None if it has not run yet.
+        state: the state of ``generator`` before the operator ran; None if it has not run yet, or draws no numbers.
     """
 
     steps: list[tuple[Any, Any, Any]]
@@ -39,6 +42,11 @@ class Write:
     @property
     def generator(self) -> torch.Generator:
         return self.kwargs.get("generator") or torch.default_generator
+
+    @property
+    def may_draw(self) -> bool:
+        """Whether the operator may draw random numbers; not known of operators that are not torch's own."""
+        return torch.Tag.nondeterministic_seeded in self.function.tags or self.function.namespace != "aten"
 
     def run(self, tensor: Tensor) -> None:
         with torch.no_grad():
@@ -64,7 +72,10 @@ class _Source:
 
     Attributes:
         writes: the operators that have written to a tensor that had no values; None if the values are elsewhere.
-        is_written: whether ``writes`` determine every element.
+        is_written: whether the operators determine every element.
+        held: the result of many operators, in memory, where elements that are still unwritten are marked; usually None.
+        is_checked: whether ``is_written`` takes account of the latest operators.
+        initialised_by: the initialisers whose operators were not recorded; see ``initialisers.label``.
     """
 
     name: str
@@ -74,10 +85,29 @@ class _Source:
     write: Callable[[Tensor], None] | None = None
     writes: list[Write] | None = None
     is_written: bool = False
+    held: Tensor | None = None
+    is_checked: bool = True
+    initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor) -> None:
         self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
-        self.writes = None
+        self.writes = self.held = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``held`` has all values, so that operators write to it in place and need not be recorded."""
+        return self.held is not None and self.is_written
+
+    def hold(self, values: Tensor) -> None:
+        self.held, self.is_checked = values, False
+        self.check()
+
+    def check(self) -> None:
+        """Check whether every element of ``held`` has been written."""
+        if self.held is not None and not self.is_checked:
+            self.is_checked, self.is_written = True, not is_unset(self.held)
+            if self.is_written:
+                self.read, self.origin, self.writes = partial(_range_of, self.held), self.held, []
 
 
 def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
@@ -153,12 +183,17 @@ class LazyTensor(WrapperTensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The meta device until the tensor has values."""
+        self._source.check()
         return torch.device("meta") if self.records_writes and not self._source.is_written else super().device
 
     @property
     def writes(self) -> list[Write]:
         """The operators that have written to this tensor since it was made without values."""
         return self._source.writes or []
+
+    @property
+    def initialised_by(self) -> tuple[str, ...]:
+        return tuple(sorted(self._source.initialised_by))
 
     @property
     def records_writes(self) -> bool:
@@ -173,24 +208,36 @@ class LazyTensor(WrapperTensor):
         source = self._source
         writes = source.writes
         assert writes is not None
-        if is_within_meta_device():
-            if initialisers.is_running():
+        if is_within_meta_device() and not source.is_whole:
+            source.held = None
+            if running := initialisers.running():
                 writes.clear()
+                source.is_written, source.initialised_by = False, source.initialised_by | running
             else:
                 writes.append(Write(steps, function, args, kwargs, None))
             return
-        values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
-        if not source.is_written:
-            for write in writes:
-                write.repeat(values)
-        generator = kwargs.get("generator") or torch.default_generator
-        write = Write(steps, function, args, kwargs, generator.get_state())
+        if source.held is None and len(writes) >= _MOST_REPEATED:
+            source.hold(self._repeated(writes))
+        if source.held is not None and source.is_written:
+            Write(steps, function, args, kwargs, None).run(source.held)
+            return
+        values = self._repeated([] if source.is_written else writes) if source.held is None else source.held
+        write = Write(steps, function, args, kwargs, None)
+        if write.may_draw:
+            write = replace(write, state=write.generator.get_state())
         write.run(values)
-        if not writes:
-            source.dtype, source.origin = self.dtype, None
-            source.read = partial(_range_written, writes, self._of_the_shape())
+        source.dtype, source.origin = self.dtype, None
+        source.read = partial(_range_written, writes, self._of_the_shape())
         writes.append(write)
-        source.is_written = source.is_written or not is_unset(values)
+        source.is_checked = source.held is None  # a check after each write to one row would take quadratic time
+        source.is_written = source.is_written or (source.is_checked and not is_unset(values))
+
+    def _repeated(self, writes: list[Write]) -> Tensor:
+        """A new tensor with the result of operators; elements that they do not write are marked."""
+        values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+        for write in writes:
+            write.repeat(values)
+        return values
 
     def _of_the_shape(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
@@ -232,12 +279,16 @@ class LazyTensor(WrapperTensor):
         """A copy in the given dtype. Its values are read when they are used, or now if the source is writable."""
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
+        self._source.check()
         source, before = replace(self._source), self.dtype
-        if source.writes:  # later writes to either tensor must not change the other one
+        # later writes to either tensor must not change the other one
+        if source.is_whole:
+            source.use(self.whole().clone())
+        elif source.writes is not None and source.is_written:
             source.read = partial(_range_written, list(source.writes), self._of_the_shape())
             source.writes = None
         elif source.writes is not None:
-            source.writes = []
+            source.writes, source.held = list(source.writes), None
         if torch.promote_types(source.dtype, before) != before:  # the copy must round its values as this tensor does
             read = source.read
             source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before
@@ -301,21 +352,26 @@ def in_memory(tensor: Tensor) -> Tensor:
     return tensor.clone() if isinstance(tensor, LazyTensor) else tensor
 
 
-def _mark_of(dtype: torch.dtype) -> float:
-    """The value that marks unwritten elements; 0 for dtypes without a suitable value, which are not checked."""
-    if dtype.is_floating_point or dtype.is_complex:
-        return float("nan")
-    return 0 if dtype is torch.bool else torch.iinfo(dtype).min
+def _marked(tensor: Tensor) -> tuple[Tensor, float]:
+    """A view of a tensor, and the value in it that marks unwritten elements."""
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return tensor, float("nan")
+    if tensor.dtype is torch.bool:
+        return tensor.view(torch.uint8), 2  # no operator writes this value
+    limits = torch.iinfo(tensor.dtype)
+    return tensor, limits.min or limits.max - 90  # of unsigned integers, one that is unlikely in all elements
 
 
 def unset(tensor: Tensor) -> Tensor:
     """Mark all elements as unwritten."""
-    return tensor.fill_(_mark_of(tensor.dtype))
+    view, mark = _marked(tensor.detach())
+    view.fill_(mark)
+    return tensor
 
 
 def is_unset(tensor: Tensor) -> bool:
     """Whether any element is still unwritten since ``unset``; for integers, whether all elements are."""
-    mark = _mark_of(tensor.dtype)
+    view, mark = _marked(tensor.detach())
     if mark != mark:
-        return bool(tensor.isnan().any())
-    return mark < 0 and tensor.numel() > 0 and bool((tensor == mark).all())
+        return bool(view.isnan().any())
+    return tensor.numel() > 0 and bool((view == mark).all())
