@@ -15,11 +15,15 @@ from torch import multiprocessing
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.plan.mesh import ALL
+from lightning_zero.io.disk import is_in_memory
+from lightning_zero.io.swap import Extent, Ring, SwapFile, stream
 from lightning_zero.planning.timeline import Resources
 
 _REPEATS = 7
 _SIZES = (2**14, 2**24)
 """Sizes in bytes of the shard that a rank sends."""
+
+_DISK_BYTES, _EXTENT, _DISK_REPEATS = 2**27, 2**24, 3
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
@@ -140,3 +144,22 @@ def _memory(place: torch.device, ranks: int) -> float:
 def host_memory() -> int:
     """This host's total RAM in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def disk_bandwidth(folder: str) -> float:
+    """Bytes per second, read plus written, that the pipeline for offloaded states achieves in a folder.
+
+    Raises:
+        OSError: if the folder is on an in-memory file system, or a file of 128 MiB cannot be created in it.
+    """
+    if is_in_memory(folder):
+        raise OSError(f"{folder} is on an in-memory file system")
+    file = SwapFile(folder, _DISK_BYTES)
+    extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring(_EXTENT)
+    seconds = []
+    for _ in range(_DISK_REPEATS + 1):  # the first run, which initializes the file's blocks, is discarded
+        started = time.perf_counter()
+        stream(extents, lambda *_: None, ring)
+        seconds.append(time.perf_counter() - started)
+    file.close()
+    return 2 * _DISK_BYTES / statistics.median(seconds[1:])

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
-from functools import cache
+from functools import cache, partial
 from queue import SimpleQueue
 from threading import Lock, Thread
 from typing import Any, NamedTuple, ParamSpec
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import tree_map_only
 from lightning_zero.engine.offload.states import DiskStates
@@ -30,10 +31,14 @@ from lightning_zero.io.swap import stream
 
 
 class Updates:
-    """A thread that runs updates of master weights, in the order in which they are submitted."""
+    """A thread that runs updates of master weights, in the order in which they are submitted.
 
-    def __init__(self, overlap: bool = True, gradients: bool = False) -> None:
-        self.overlap = overlap  # if False, ``optimizer.step`` waits until all updates are done
+    With a simulation, updates run at once, in the calling thread.
+    """
+
+    def __init__(self, overlap: bool = True, gradients: bool = False, simulation: Simulation | None = None) -> None:
+        self.simulation = simulation
+        self.overlap = overlap and simulation is None  # if False, ``optimizer.step`` waits until all updates are done
         self.gradients = gradients  # whether gradients are kept in host memory
         self._copier: Updates | None = None  # a second thread, since updates may wait for its copies
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -74,11 +79,16 @@ class Updates:
     def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
         """Start an update of states on a disk, which are read in the order given."""
         update = DiskUpdate(states, self)
-        self._streams = [*(each for each in self._streams if each.waiting), update]
-        self._begin(update.all, update.run)
+        if self.simulation is None:
+            self._streams = [*(each for each in self._streams if each.waiting), update]
+            self._begin(update.all, update.run)
         return update
 
     def _put(self, run: Callable[[], None]) -> None:
+        if self.simulation is not None:
+            with self.simulation.on_host():
+                run()
+            return
         if self._thread is None:
             # Not an executor: at exit, Python waits for an executor's threads, and this one may wait for a gradient.
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
@@ -136,6 +146,8 @@ class DiskUpdate:
 
     def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
         self._states, self._lock = states, Lock()
+        # not the owner itself, which refers to its updates
+        self._run_here = owner._put if owner.simulation is not None else None
         self._acts: dict[DiskStates, Future[OnSubGroup | None]] = {each: Future() for each in states}
         self.all = BackgroundWork(owner, is_awaited=False, cut_short=self.drop)
         self._shown = {each: BackgroundWork(owner, is_awaited=False) for each in states}
@@ -155,6 +167,8 @@ class DiskUpdate:
             if self._acts[states].done():
                 return None
             self._acts[states].set_result(act)
+        if self._run_here is not None:  # no thread waits for the function
+            self._run_here(partial(self.run, [states]))
         return (self._written if until_written else self._shown)[states]
 
     @property
@@ -167,11 +181,12 @@ class DiskUpdate:
         for states in self.waiting:
             self.give(states, None)
 
-    def run(self) -> None:
-        """Run the update; called in the thread of ``Updates``."""
+    def run(self, states_in_order: Sequence[DiskStates] | None = None) -> None:
+        """Run the update, by default of all states; called in the thread of ``Updates``."""
+        in_order = self._states if states_in_order is None else states_in_order
         try:
-            places = [(states, index) for states in self._states for index in range(states.count)]
-            extents = [extent for states in self._states for extent in states.extents()]
+            places = [(states, index) for states in in_order for index in range(states.count)]
+            extents = [extent for states in in_order for extent in states.extents()]
 
             def on_sub_group(number: int, memory: memoryview) -> None:
                 states, index = places[number]
@@ -182,7 +197,7 @@ class DiskUpdate:
                     self._shown[states].end()
                     self._acts[states] = _GIVEN  # free the function, which holds gradients
 
-            left = {states: states.count for states in self._states}
+            left = {states: states.count for states in in_order}
 
             def on_written(number: int) -> None:
                 states, _ = places[number]
@@ -191,13 +206,16 @@ class DiskUpdate:
                     self._written[states].end()
 
             if extents:
-                ring = self._states[0].swap.ring(max(extent.nbytes for extent in extents))
+                ring = in_order[0].swap.ring(max(extent.nbytes for extent in extents))
                 stream(extents, on_sub_group, ring, on_written=on_written)
             error = None
         except BaseException as raised:
             error = raised
-        for work in (*self._shown.values(), *self._written.values(), self.all):
-            work.end(error)
+        for states in in_order:
+            self._shown[states].end(error)
+            self._written[states].end(error)
+        if states_in_order is None or not self.waiting:
+            self.all.end(error)
 
 
 def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:
