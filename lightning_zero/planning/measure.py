@@ -23,7 +23,7 @@ _REPEATS = 7
 _SIZES = (2**14, 2**24)
 """Sizes in bytes of the shard that a rank sends."""
 
-_DISK_BYTES, _EXTENT, _DISK_REPEATS = 2**27, 2**24, 3
+_DISK_BYTES, _EXTENT = 2**27, 2**24
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
@@ -116,10 +116,10 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
     return {"link_bandwidth": bandwidth, "link_seconds": seconds[0]}, transport
 
 
-def _seconds(act: Callable[[], Any], place: torch.device, calls: int = 1) -> float:
-    """The median time of a call, in seconds."""
+def _seconds(act: Callable[[], Any], place: torch.device, calls: int = 1, repeats: int = _REPEATS) -> float:
+    """The median time of a call, in seconds. The first two calls, which initialise memory and files, do not count."""
     times = []
-    for _ in range(_REPEATS + 2):
+    for _ in range(repeats + 2):
         _finish(place)
         started = time.perf_counter()
         for _ in range(calls):
@@ -156,10 +156,6 @@ def disk_bandwidth(folder: str) -> float:
         raise OSError(f"{folder} is on an in-memory file system")
     file = SwapFile(folder, _DISK_BYTES)
     extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring(_EXTENT)
-    seconds = []
-    for _ in range(_DISK_REPEATS + 1):  # the first run, which initializes the file's blocks, is discarded
-        started = time.perf_counter()
-        stream(extents, lambda *_: None, ring)
-        seconds.append(time.perf_counter() - started)
+    seconds = _seconds(lambda: stream(extents, lambda *_: None, ring), torch.device("cpu"), repeats=2)
     file.close()
-    return 2 * _DISK_BYTES / statistics.median(seconds[1:])
+    return 2 * _DISK_BYTES / seconds
