@@ -128,18 +128,15 @@ def parser() -> Parser:
     made.add_argument(
         "--machines", type=int, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
     )
+    of_names: dict[str, Any] = {"nargs": "+", "default": [None], "type": _number_or_name}
     made.add_argument(
         "--shard-within",
-        nargs="+",
-        default=[None],
-        type=_number_or_name,
+        **of_names,
         help="at stage 3, shard parameters over all ranks (none), a machine's ranks (node), or groups of N ranks (N)",
     )
     made.add_argument(
         "--compression",
-        nargs="+",
-        default=[None],
-        type=_number_or_name,
+        **of_names,
         help="compression of traffic between machines (not with nccl): none, exact, int8 or int4",
     )
     made.add_argument(

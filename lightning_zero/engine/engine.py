@@ -128,14 +128,12 @@ class Engine(Optimizers):
         super().__init__()
         check_names(options, names_of_options(EngineConfig), "Engine")
         self.config = config = replace(config or EngineConfig(), **options)
-        self._mesh, self._simulation = mesh, simulation
+        self._mesh = mesh
         if mesh is not None:
             check_mesh(mesh)
         config.check_mesh(mesh[TENSOR].size() if mesh is not None else None)
         offload = config.offloads
-        moves_gradients = offload is not None and offload.gradients is not None
-        may_overlap = offload is None or (config.overlap and offload.overlap)
-        self.background = Updates(may_overlap, moves_gradients, simulation)
+        self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
         check_optimizers(optimizers, config, ranks=world_size(group if mesh is None else None))
         check_ordinary(module, may_be_divided=mesh is not None)
@@ -155,7 +153,7 @@ class Engine(Optimizers):
         self.ledger = Ledger()
         self.streams = Streams(device)
         self.phases = Phases(device)
-        self._connect(group, device)
+        self._connect(group, device, simulation)
         self._activations = activation_store(config, self.communicator, self.ledger)
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         sources = agree_on_sources(module, self.communicator)
@@ -175,10 +173,7 @@ class Engine(Optimizers):
         uncut = assign_to_buckets(config, self.placements, plans, share, optimizers, shared)
         check_compression(config, uncut, self.communicator)
         try:
-            if simulation is None:  # a simulation may be of another host
-                self._check_room(offload, sources, uncut, bool(optimizers))
-            if self._swap is not None:
-                reserve_disk(self._swap, uncut, self.communicator)
+            self._reserve_room(offload, sources, uncut, bool(optimizers), simulation)
             buckets = Materialiser(module, plans, uncut, sources, self.communicator, self.rendezvous).run()
         except BaseException:
             self._clear_disk()
@@ -230,17 +225,25 @@ class Engine(Optimizers):
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
-    def _check_room(
-        self, offload: OffloadConfig | None, sources: Mapping[str, Source], uncut: Any, has_optimizers: bool
+    def _reserve_room(
+        self,
+        offload: OffloadConfig | None,
+        sources: Mapping[str, Source],
+        uncut: Any,
+        has_optimizers: bool,
+        simulation: Simulation | None,
     ) -> None:
-        """Raise a ValueError on every rank if any rank lacks memory. Collective."""
-        if offload is not None:
-            check_room(offload, sources, uncut, self.communicator, has_optimizers)
-        check_room_of_owners(sources, uncut, self.communicator)
+        """Reserve disk space. Collective. Raise an error on every rank if any rank lacks memory or disk space."""
+        if simulation is None:  # a simulation may be of another host
+            if offload is not None:
+                check_room(offload, sources, uncut, self.communicator, has_optimizers)
+            check_room_of_owners(sources, uncut, self.communicator)
+        if self._swap is not None:
+            reserve_disk(self._swap, uncut, self.communicator)
 
-    def _connect(self, group: ProcessGroup | None, device: torch.device) -> None:
+    def _connect(self, group: ProcessGroup | None, device: torch.device, simulation: Simulation | None = None) -> None:
         """Make the communicator and the rendezvous, which are closed when the engine is closed or deleted."""
-        self.communicator = Communicator(group, device, self.config.shard_within, self._mesh, self._simulation)
+        self.communicator = Communicator(group, device, self.config.shard_within, self._mesh, simulation)
         self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
@@ -347,7 +350,6 @@ class Engine(Optimizers):
             self.reducer.abort()  # in case an exception ended the last backward
         if self.schedule.windows == 0:
             if not in_backward():
-                self._check_no_step_is_due()
                 for masters in self.masters:
                     masters.recover()
                 if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``

@@ -286,7 +286,7 @@ class TrainerCheckpoints(ZeroProcesses):
         self._alike(self._saver.finish)
         if self._resilience is not None and (kept := self._resilience.opened(checkpoint_path)) is not None:
             return kept
-        if not self._has_default_io:
+        if not self._loads_itself:
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint

@@ -101,7 +101,7 @@ class Communicator:
         mesh: DeviceMesh | None = None,
         simulation: Simulation | None = None,
     ) -> None:
-        self.device, self.counters, self._simulation = device, Counters(), simulation
+        self.device, self.counters = device, Counters()
         group = mesh[DATA].get_group() if mesh is not None else group
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
         self.tensor = TensorParallel(mesh, self.counters)
@@ -239,7 +239,7 @@ class Communicator:
         self.everyone = Everyone(rank, len(all_ranks), ControlPlane(None, all_ranks, rank, None, self.counters, 0))
         self.control = ControlPlane(None, self._ranks, self.rank, None, self.counters, 0)
         if self.tensor.size > 1:
-            self.tensor.begin(None, None, 0)
+            self.tensor.begin(None, None, 0, simulation.gathers)
         machines = min(simulation.machines, size)
         topology = Topology(tuple(rank * machines // size for rank in range(size)))
         self.is_on_one_machine, self.may_compress = machines == 1, machines > 1 and not is_nccl
@@ -358,8 +358,7 @@ class Communicator:
     def activation_parts(self) -> ActivationParts:
         """Make the object that divides activations among tensor-parallel ranks, with its own group. Collective."""
         backend = process_group.backend_name(self.group, self.device)
-        note = self._simulation.gathers if self._simulation is not None else None
-        return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups), note)
+        return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
 
     # -- groups and waits -------------------------------------------------------------------------------------------
 

@@ -81,7 +81,11 @@ class TensorParallel:
         group: the process group of ``ranks``; exists only if ``ranks`` does.
         control: the control plane between these ranks, for Python values.
         counters: counters of the communication between these ranks.
+        note: for simulated ranks, called with the bytes of each gather of activations, instead of a gather; returns a
+            function that is called when this rank waits for the gather.
     """
+
+    note: Callable[[int], Callable[[], Any]] | None = None
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         self.rank, self.size, self.counters = 0, 1, counters
@@ -94,14 +98,22 @@ class TensorParallel:
             self.ranks = process_group.ranks_of(self.group)
             self.groups: list[list[int]] = mesh.mesh.tolist()  # type: ignore[union-attr]
 
-    def begin(self, watch: Watch | None, control_group: ProcessGroup | None, tag: int) -> None:
+    def begin(
+        self,
+        watch: Watch | None,
+        control_group: ProcessGroup | None,
+        tag: int,
+        note: Callable[[int], Callable[[], Any]] | None = None,
+    ) -> None:
         """Prepare to communicate; required if there are several ranks.
 
         Args:
             watch: detects failed waits and deadlocks among these ranks; None if the other ranks are simulated.
             control_group: a process group of the same ranks, for tensors on the CPU; None if they are simulated.
             tag: the tag of the control plane's messages.
+            note: see the attribute.
         """
+        self.note = note
         self._watch, self._control_group = watch, control_group
         self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters, tag)
 
@@ -212,18 +224,14 @@ class ActivationParts:
     Args:
         tensor: the tensor-parallel ranks.
         group: a separate process group of the same ranks, used only for activations.
-        note: for simulated ranks, called with the bytes of each gather, instead of a gather; returns a function that is
-            called when this rank waits for the gather.
 
     Attributes:
         rank, size: this rank's number among the tensor-parallel ranks, and their number.
         is_first: whether this is the first rank.
     """
 
-    def __init__(
-        self, tensor: TensorParallel, group: ProcessGroup, note: Callable[[int], Callable[[], Any]] | None = None
-    ) -> None:
-        self._tensor, self._group, self._note = tensor, group, note
+    def __init__(self, tensor: TensorParallel, group: ProcessGroup) -> None:
+        self._tensor, self._group = tensor, group
         self.rank, self.size, self.is_first = tensor.rank, tensor.size, tensor.rank == 0
 
     def agree(self, values: Mapping[int, Tensor]) -> frozenset[int] | None:
@@ -231,7 +239,7 @@ class ActivationParts:
 
         None if any of these tensors may be identical by chance, since all its elements are equal (such as zeros).
         """
-        if self._note is not None:
+        if self._tensor.note is not None:
             return frozenset(values)
         digests = {key: _digest(value) for key, value in values.items()}
         everywhere = self._tensor.control.gather_objects(digests)
@@ -255,8 +263,8 @@ class ActivationParts:
             RuntimeError: from the returned function, on the CPU, if checksums differ between ranks.
         """
         self.count(flat)
-        if self._note is not None:
-            return self._note(flat.nbytes)
+        if self._tensor.note is not None:
+            return self._tensor.note(flat.nbytes)
         own, marks = flat.chunk(self.size)[self.rank].clone(), mark.new_empty(self.size)
         with explained(_GATHER):
             works = [
