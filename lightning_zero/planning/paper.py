@@ -95,5 +95,6 @@ class _Rows(nn.ModuleList):
     """Layers that each receive their own row of ones."""
 
     def forward(self) -> torch.Tensor:
-        rows = [torch.ones(1, layer.in_features, dtype=torch.bfloat16, device="cpu") for layer in self]
-        return torch.stack([layer(row).float().mean() for layer, row in zip(self, rows)]).sum()
+        layers: list[Any] = list(self)
+        rows = [torch.ones(1, layer.in_features, dtype=torch.bfloat16, device="cpu") for layer in layers]
+        return torch.stack([layer(row).float().mean() for layer, row in zip(layers, rows)]).sum()
