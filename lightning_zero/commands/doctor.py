@@ -31,8 +31,7 @@ def parser() -> Parser:
 
 def main(arguments: list[str]) -> int:
     parsed = parser().parse_args(arguments)
-    from lightning_zero.planning.disk import disk_bandwidth
-    from lightning_zero.planning.measure import measure
+    from lightning_zero.planning.measure import disk_bandwidth, measure
 
     try:
         resources, about = measure(parsed.ranks, parsed.device)

@@ -53,9 +53,9 @@ def main(arguments: list[str]) -> int:
             micro_batches=parsed.micro_batch or [None],
             resources=resources,
             memory=memory,
-            shard_within=[_group(each) for each in parsed.shard_within],
-            compression=[None if each == "none" else each for each in parsed.compression],
-            tensor_parallel=[None if each == "none" else int(each) for each in parsed.tensor_parallel],
+            shard_within=parsed.shard_within,
+            compression=parsed.compression,
+            tensor_parallel=parsed.tensor_parallel,
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
             **{"ranks": 1, **known, **options},
         )
@@ -128,22 +128,21 @@ def parser() -> Parser:
     made.add_argument(
         "--machines", type=int, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
     )
+    of_names: dict[str, Any] = {"nargs": "+", "default": [None], "type": _number_or_name}
     made.add_argument(
         "--shard-within",
-        nargs="+",
-        default=["none"],
+        **of_names,
         help="at stage 3, shard parameters over all ranks (none), a machine's ranks (node), or groups of N ranks (N)",
     )
     made.add_argument(
         "--compression",
-        nargs="+",
-        default=["none"],
+        **of_names,
         help="compression of traffic between machines (not with nccl): none, exact, int8 or int4",
     )
     made.add_argument(
         "--tensor-parallel",
         nargs="+",
-        default=["none"],
+        default=[None],
         type=_size_or_none,
         help="number of ranks among which the module's configure_model divides tensors (tensor parallelism), or none",
     )
@@ -186,14 +185,17 @@ def parser() -> Parser:
     return made
 
 
-def _size_or_none(text: str) -> str:
-    if text != "none" and not (text.isdigit() and int(text)):
+def _size_or_none(text: str) -> int | None:
+    size = _number_or_name(text)
+    if isinstance(size, str) or size == 0:
         raise argparse.ArgumentTypeError(f"{text!r} must be 'none' or a positive number of ranks")
-    return text
+    return size
 
 
-def _group(text: str) -> str | int | None:
-    return {"none": None, "node": "node"}.get(text, int(text) if text.isdigit() else text)
+def _number_or_name(text: str) -> str | int | None:
+    if text == "none":
+        return None
+    return int(text) if text.isdigit() else text
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
@@ -214,41 +216,27 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
 
 
 def _print(plans: list[Any]) -> None:
-    categories = [name for name in _CATEGORIES if any(plan.peak_bytes.get(name) for plan in plans)]
-    has_disk = any(plan.disk_bytes for plan in plans)
-    has_machines = any(plan.leaving_bytes for plan in plans)
-    has_times = any(plan.seconds_per_step is not None for plan in plans)
-    heading = (
-        "strategy",
-        "batch",
-        *categories,
-        "total",
-        "host",
-        *(("disk",) if has_disk else ()),
-        "sent",
-        *(("leaves a machine",) if has_machines else ()),
-        *(("s/step", "samples/s") if has_times else ()),
-        "fits",
-    )
-    rows = [heading]
-    for plan in plans:
-        rate = "" if plan.samples_per_second is None else f"{plan.samples_per_second:.4g}"
-        times = (f"{plan.seconds_per_step:.3g}", rate) if has_times else ()
-        rows.append(
-            (
-                plan.name,
-                f"{plan.micro_batch or ''}{f' x {plan.accumulate}' if plan.accumulate > 1 else ''}",
-                *(in_bytes(plan.peak_bytes.get(name, 0)) for name in categories),
-                in_bytes(plan.peak_bytes["total"]),
-                in_bytes(plan.host_bytes),
-                *((in_bytes(plan.disk_bytes),) if has_disk else ()),
-                in_bytes(sum(plan.traffic_bytes.values())),
-                *((in_bytes(plan.leaving_bytes),) if has_machines else ()),
-                *times,
-                {True: "yes", False: "no", None: ""}[plan.fits],
-            )
-        )
-    show(rows, tuple(range(1, len(heading))))
+    columns = {"strategy": [plan.name for plan in plans], "batch": [_batch(plan) for plan in plans]}
+    for name in _CATEGORIES:
+        if any(plan.peak_bytes.get(name) for plan in plans):
+            columns[name] = [in_bytes(plan.peak_bytes.get(name, 0)) for plan in plans]
+    columns["total"] = [in_bytes(plan.peak_bytes["total"]) for plan in plans]
+    columns["host"] = [in_bytes(plan.host_bytes) for plan in plans]
+    if any(plan.disk_bytes for plan in plans):
+        columns["disk"] = [in_bytes(plan.disk_bytes) for plan in plans]
+    columns["sent"] = [in_bytes(sum(plan.traffic_bytes.values())) for plan in plans]
+    if any(plan.leaving_bytes for plan in plans):
+        columns["leaves a machine"] = [in_bytes(plan.leaving_bytes) for plan in plans]
+    if plans[0].seconds_per_step is not None:
+        columns["s/step"] = [f"{plan.seconds_per_step:.3g}" for plan in plans]
+        rates = [plan.samples_per_second for plan in plans]
+        columns["samples/s"] = ["" if rate is None else f"{rate:.4g}" for rate in rates]
+    columns["fits"] = [{True: "yes", False: "no", None: ""}[plan.fits] for plan in plans]
+    show([tuple(columns), *zip(*columns.values())], tuple(range(1, len(columns))))
+
+
+def _batch(plan: Any) -> str:
+    return f"{plan.micro_batch or ''}{f' x {plan.accumulate}' if plan.accumulate > 1 else ''}"
 
 
 _CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations")

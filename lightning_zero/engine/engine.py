@@ -19,6 +19,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
+from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
 from lightning_zero.engine.compat import flatten_weights, not_copied, running_calls
@@ -101,6 +102,7 @@ class Engine(Optimizers):
         mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, instead of a
             group. The user's project divides parameters over the second dimension, as DTensors; the engine shards each
             rank's share over the first.
+        simulation: how the ranks of a process group of torch's backend ``fake`` are to appear, as in a plan.
         options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
 
     Attributes:
@@ -121,6 +123,7 @@ class Engine(Optimizers):
         device: torch.device | str | None = None,
         group: ProcessGroup | None = None,
         mesh: DeviceMesh | None = None,
+        simulation: Simulation | None = None,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -131,9 +134,9 @@ class Engine(Optimizers):
             check_mesh(mesh)
         config.check_mesh(mesh[TENSOR].size() if mesh is not None else None)
         offload = config.offloads
-        self.background = self._updates_thread(config)
+        self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
-        check_optimizers(optimizers, config, ranks=self._world_size(group))
+        check_optimizers(optimizers, config, ranks=world_size(group if mesh is None else None))
         check_ordinary(module, may_be_divided=mesh is not None)
         check_memory(module, optimizers)
         self._scripted = torchscript_parameters(module)
@@ -151,7 +154,7 @@ class Engine(Optimizers):
         self.ledger = Ledger()
         self.streams = Streams(device)
         self.phases = Phases(device)
-        self._connect(group, device)
+        self._connect(group, device, simulation)
         self._activations = activation_store(config, self.communicator, self.ledger)
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         sources = agree_on_sources(module, self.communicator)
@@ -161,7 +164,8 @@ class Engine(Optimizers):
         self._is_window_a_forward = False  # whether a call of the module has opened the outermost window
         detach_kept_graphs(module)
         if offload is not None and offload.optimizer == "nvme":
-            self._swap = self._open_swap(offload)
+            assert offload.path is not None
+            self._swap = Swap(os.path.abspath(offload.path), offload.sub_group, simulation)
         shared = SharedByBuckets(
             self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
         )
@@ -170,9 +174,7 @@ class Engine(Optimizers):
         uncut = assign_to_buckets(config, self.placements, plans, share, optimizers, shared)
         check_compression(config, uncut, self.communicator)
         try:
-            self._check_room(offload, sources, uncut, bool(optimizers))
-            if self._swap is not None:
-                reserve_disk(self._swap, uncut, self.communicator)
+            self._reserve_room(offload, sources, uncut, bool(optimizers), simulation)
             materialiser = Materialiser(module, plans, uncut, sources, initialisers, self.communicator, self.rendezvous)
             buckets = materialiser.run()
         except BaseException:
@@ -225,31 +227,25 @@ class Engine(Optimizers):
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
-    def _updates_thread(self, config: EngineConfig) -> Updates:
-        offload = config.offloads
-        if offload is None:
-            return Updates()
-        return Updates(config.overlap and offload.overlap, offload.gradients is not None)
-
-    def _open_swap(self, offload: OffloadConfig) -> Swap:
-        """Open the files for states on a disk."""
-        assert offload.path is not None
-        return Swap(os.path.abspath(offload.path), offload.sub_group)
-
-    def _check_room(
-        self, offload: OffloadConfig | None, sources: Mapping[str, Source], uncut: Any, has_optimizers: bool
+    def _reserve_room(
+        self,
+        offload: OffloadConfig | None,
+        sources: Mapping[str, Source],
+        uncut: Any,
+        has_optimizers: bool,
+        simulation: Simulation | None,
     ) -> None:
-        """Raise a ValueError on every rank if any rank lacks memory. Collective."""
-        if offload is not None:
-            check_room(offload, sources, uncut, self.communicator, has_optimizers)
-        check_room_of_owners(sources, uncut, self.communicator)
+        """Reserve disk space. Collective. Raise an error on every rank if any rank lacks memory or disk space."""
+        if simulation is None:  # a simulation may be of another host
+            if offload is not None:
+                check_room(offload, sources, uncut, self.communicator, has_optimizers)
+            check_room_of_owners(sources, uncut, self.communicator)
+        if self._swap is not None:
+            reserve_disk(self._swap, uncut, self.communicator)
 
-    def _world_size(self, group: ProcessGroup | None) -> int:
-        return world_size(group if self._mesh is None else None)
-
-    def _connect(self, group: ProcessGroup | None, device: torch.device) -> None:
+    def _connect(self, group: ProcessGroup | None, device: torch.device, simulation: Simulation | None = None) -> None:
         """Make the communicator and the rendezvous, which are closed when the engine is closed or deleted."""
-        self.communicator = Communicator(group, device, self.config.shard_within, self._mesh)
+        self.communicator = Communicator(group, device, self.config.shard_within, self._mesh, simulation)
         self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)

@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
 from itertools import chain
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lightning_zero.io.disk import DirectFile, aligned, huge_memory, make_private_folder
 from lightning_zero.io.labels import new_label
@@ -97,18 +97,32 @@ class Extent(NamedTuple):
     nbytes: int
 
 
+class SameThread(Executor):
+    """An executor without threads: ``submit`` runs the function at once. Arguments are those of other executors."""
+
+    def __init__(self, *_: Any) -> None:
+        pass
+
+    def submit(self, act: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(act(*args, **kwargs))
+        return done
+
+
 class Ring:
     """Three buffers of the largest extent's size, used in turn, and the threads that read and write extents.
 
     Several threads read an extent, and several write it: disks are faster with several requests at once.
     """
 
-    def __init__(self, nbytes: int, threads: int = 4) -> None:
+    def __init__(
+        self, nbytes: int, threads: int = 4, executor: Callable[[int, str], Executor] = ThreadPoolExecutor
+    ) -> None:
         self.nbytes, self.threads = nbytes, threads
         self._buffers = [huge_memory(max(nbytes, 1)) for _ in range(BUFFERS)]
         # Two executors, so that reads and writes do not queue behind each other. Threads start when they are needed.
-        self._readers = ThreadPoolExecutor(threads, "lightning_zero-read")
-        self._writers = ThreadPoolExecutor(threads, "lightning_zero-write")
+        self._readers = executor(threads, "lightning_zero-read")
+        self._writers = executor(threads, "lightning_zero-write")
 
     def close(self) -> None:
         """Stop the threads, and wait until they have ended. Garbage collection of the ring stops them, too."""
@@ -133,7 +147,7 @@ class Ring:
         return self._in_slices(self._writers, extent.file.write, index, extent)
 
     def _in_slices(
-        self, executor: ThreadPoolExecutor, call: Callable[[memoryview, int], None], index: int, extent: Extent
+        self, executor: Executor, call: Callable[[memoryview, int], None], index: int, extent: Extent
     ) -> list[Future[None]]:
         memory = self.buffer(index, extent.nbytes)
         size = aligned(max(SLICE, -(-extent.nbytes // self.threads)))

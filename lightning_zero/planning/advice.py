@@ -151,18 +151,15 @@ def make_plans(
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
         sized = batch if micro_batch is None else resized(batch, micro_batch)
-        chosen: dict[str, Any] = {} if stage == 0 else {"offload": _OFFLOADS[offload]}
-        if recompute:
-            chosen["activation_checkpointing"] = "units"
-        if is_partitioned:
-            chosen["partition_activations"] = True
-        if together is not None:
-            chosen["tensor_parallel_size"] = together
-        if within is not None:
-            chosen["shard_within"] = within
-        if compress is not None:
-            chosen["compression"] = compress
-        chosen |= options
+        chosen = {
+            "offload": _OFFLOADS[offload],
+            "activation_checkpointing": "units" if recompute else None,
+            "partition_activations": is_partitioned,
+            "tensor_parallel_size": together,
+            "shard_within": within,
+            "compression": compress,
+            **options,
+        }
         try:
             run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
         except NothingToCompressError as error:

@@ -28,7 +28,6 @@ from lightning_zero.strategies.lightning_internals import training_dataloader
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 if TYPE_CHECKING:
-    from lightning_zero.planning.advice import Plan
     from lightning_zero.planning.timeline import Resources
 
 _REST = 1.3
@@ -184,7 +183,10 @@ class AutomaticStrategy(TrainerStrategy):
             plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], **own)
         fitting = [plan for plan in plans if plan.fits is not False]
         # of equally fast plans, take the one that needs the least memory
-        best = min(fitting or plans[-1:], key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), _total(plan)))
+        best = min(
+            fitting or plans[-1:],
+            key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), plan.peak_bytes["total"]),
+        )
         why = (f"zero_auto chose {best.name}.", *advise([*ddp, *plans], resources.memory))
         return Choice(
             best.stage,
@@ -192,10 +194,6 @@ class AutomaticStrategy(TrainerStrategy):
             "units" if best.activation_checkpointing else None,
             why,
         )
-
-
-def _total(plan: Plan) -> int:
-    return plan.peak_bytes["total"]
 
 
 def _declared(resources: str | Path | dict[str, float]) -> Resources:

@@ -6,48 +6,50 @@ import logging
 import re
 import sys
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from itertools import repeat
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.tensor_parallel import TENSOR
 from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
+from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.residency import Medium
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
-from lightning_zero.planning.pretend import pretending
 from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.lightning_internals import should_accumulate
+from lightning_zero.strategies.loops import meet_between_batches
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
 """``DistributedDataParallel``'s default bucket size: it reduces about this many bytes of gradients together."""
 
 
-class _Pretending:
-    """Mixin for the strategies of fake runs: parameters start on the meta device, and other ranks do not exist.
+class _Planned:
+    """Mixin for the strategies of plans: parameters start on the meta device, and other ranks do not exist.
 
     Attributes:
         modes: dispatch modes for the run. ``model_to_device`` enters them; closing ``leave_modes`` exits them.
+        ledger: bytes of model states and working buffers.
     """
 
-    _ranks: int
-    _recorder: Recorder
     modes: Sequence[AbstractContextManager[Any]] = ()
-    leave_modes: ExitStack
+    ledger: Ledger
     model: nn.Module | None
+
+    def _plan(self, ranks: int, machines: int, recorder: Recorder) -> None:
+        self._ranks, self._machines, self._recorder, self.leave_modes = ranks, machines, recorder, ExitStack()
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -61,10 +63,6 @@ class _Pretending:
         assert self.model is not None
         leave_meta(self.model)
 
-    def held(self) -> Counter[str]:
-        """Bytes of model states and working buffers, by category."""
-        raise NotImplementedError
-
     def traffic(self) -> dict[str, int]:
         """Bytes communicated so far, by kind of collective."""
         raise NotImplementedError
@@ -72,24 +70,9 @@ class _Pretending:
     def forget_gradients(self) -> None:
         """Called before gradients are set to None."""
 
-    def reset_peak(self) -> None:
-        """Called before the measured step."""
-
-    def report_peak(self) -> dict[str, int]:
-        """The engine's ``Report.peak``; under DDP, the bytes that a rank holds after a step."""
-        return dict(self.held())
-
-    def host_bytes(self) -> int:
-        """Bytes in the host's memory that ``held`` counts as parameters or master weights."""
-        return 0
-
-    def disk_bytes(self) -> tuple[int, int]:
-        """Bytes of the states on a disk, and of the buffers in the host's memory through which they are updated."""
-        return 0, 0
-
-    def kept_bytes(self) -> int:
-        """Bytes of the copies of this rank's state that ``resilience`` keeps in shared memory."""
-        return 0
+    def offloaded(self) -> tuple[int, int, int]:
+        """Bytes in the host's memory that ``ledger`` counts as parameters, other bytes there, and bytes on a disk."""
+        return 0, 0, 0
 
     def most_loaded(self, rank: int) -> int:
         """The rank that holds the most elements; ``rank`` if no rank holds more."""
@@ -99,102 +82,82 @@ class _Pretending:
         """Do nothing: fake parameters need not become ordinary parameters again."""
 
 
-class _PretendingZero(_Pretending):
-    """Mixin that runs the ZeRO strategy as one of several simulated ranks, in one process.
+class _PlannedZero(_Planned):
+    """Mixin that runs the ZeRO strategy as one rank of a fake process group.
 
     Arguments:
-        ranks: number of ranks.
+        ranks, machines: number of ranks and of machines.
         recorder: records the collectives.
-        transport, rank, machines: as for ``pretending``.
+        transport: as for ``Simulation``.
         options: as for ``ZeroStrategy``.
     """
 
-    engine: Engine | None
+    engine: Any
 
-    def __init__(
-        self, ranks: int, recorder: Recorder, transport: str, rank: int, machines: int, **options: Any
-    ) -> None:
-        self._ranks, self._machines, self._recorder, self.leave_modes = ranks, machines, recorder, ExitStack()
-        self._engine_class = pretending(ranks, recorder, transport, rank, machines)
+    def __init__(self, ranks: int, machines: int, recorder: Recorder, transport: str, **options: Any) -> None:
+        self._plan(ranks, machines, recorder)
+        self._simulation = recorder.simulation(transport, machines)
         super().__init__(**options)
 
     @property
     def world_size(self) -> int:
         return self._ranks
 
-    @property
-    def _mesh_ranks(self) -> int:
-        return self._ranks
+    _mesh_ranks = world_size
 
     _is_alone = True  # the other ranks do not exist, so nothing is sent to them
 
     def setup_environment(self) -> None:
         self._make_mesh()  # type: ignore[attr-defined]
+        if self._mesh is not None:  # type: ignore[attr-defined]
+            self._recorder.group = self._mesh[TENSOR].get_group()  # type: ignore[attr-defined]
         super().setup_environment()  # type: ignore[misc]
 
-    def held(self) -> Counter[str]:
-        return Counter(self.engine.ledger.now) if self.engine is not None else Counter()
+    @property
+    def ledger(self) -> Ledger:  # type: ignore[override]
+        return self.engine.ledger if self.engine is not None else Ledger()
 
     def traffic(self) -> dict[str, int]:
-        assert self.engine is not None
         sent = self.engine.report().bytes  # report() also enters the optimizer states in the ledger
         shared = self._recorder.tensor_parallel_bytes
         return {**sent, "tensor_parallel": shared} if shared else sent
 
-    def reset_peak(self) -> None:
-        assert self.engine is not None
-        self.engine.reset_peak()
-
-    def report_peak(self) -> dict[str, int]:
-        assert self.engine is not None
-        return self.engine.report().peak
-
-    def host_bytes(self) -> int:
-        assert self.engine is not None
-        at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
-        return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
-
     def _new_resilience(self) -> None:
         """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
-    def kept_bytes(self) -> int:
-        if self.options.keeps is None:  # type: ignore[attr-defined]
-            return 0
-        state, _ = self.state_in_parts()  # type: ignore[attr-defined]
-        copies = 2 if self._machines == 1 else 4  # two slots, plus mirrors of two slots of another machine, if any
-        return copies * sum(entry.nbytes for entry in state.entries)
-
-    def most_loaded(self, rank: int) -> int:
-        assert self.engine is not None
-        # shards have unequal sizes only in buckets whose parameters stay whole
-        layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
-        size = self.engine.communicator.size
-        loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(size)] if layouts else []
-        return max([rank, *range(len(loads))], key=loads.__getitem__) if loads else rank
-
-    def disk_bytes(self) -> tuple[int, int]:
-        assert self.engine is not None
+    def offloaded(self) -> tuple[int, int, int]:
+        at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
+        on_host = sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
         files = [bucket.states for bucket in self.engine.buckets if bucket.states is not None]
         largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
-        return sum(states.nbytes for states in files), BUFFERS * largest
+        kept = 0
+        if self.options.keeps is not None:  # type: ignore[attr-defined]
+            state, _ = self.state_in_parts()  # type: ignore[attr-defined]
+            copies = 2 if self._machines == 1 else 4  # two slots, plus mirrors of two slots of another machine, if any
+            kept = copies * sum(entry.nbytes for entry in state.entries)
+        return on_host, BUFFERS * largest + kept, sum(states.nbytes for states in files)
+
+    def most_loaded(self, rank: int) -> int:
+        # shards have unequal sizes only in buckets whose parameters stay whole
+        layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
+        size = self.engine.communicator.size if layouts else 0
+        loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(size)]
+        return max([rank, *range(size)], key=loads.__getitem__) if layouts else rank
 
 
-class _PretendingDDP(_Pretending):
+class _PlannedDDP(_Planned):
     """Mixin that simulates a rank under ``DistributedDataParallel``, which holds all states and all-reduces gradients.
 
-    Arguments:
-        ranks: number of ranks.
-        recorder: records the collectives.
-        machines: number of machines.
+    Arguments: see ``_PlannedZero``.
     """
 
     optimizers: list[torch.optim.Optimizer]
     lightning_module: LightningModule
 
-    def __init__(self, ranks: int, recorder: Recorder, machines: int) -> None:
-        self._ranks, self._recorder, self._machines, self.leave_modes = ranks, recorder, machines, ExitStack()
-        self._now = Counter[str]()
-        self._started: list[int] = []
+    def __init__(self, ranks: int, machines: int, recorder: Recorder) -> None:
+        self._plan(ranks, machines, recorder)
+        self.ledger = Ledger()
+        self._started: list[Callable[[], None]] = []
         self._collected = self._reduced = 0
         super().__init__("cpu")  # type: ignore[call-arg]
         self.world_size = ranks
@@ -203,17 +166,17 @@ class _PretendingDDP(_Pretending):
         super().model_to_device()
         assert self.model is not None
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        self._now["parameters"] = sum(parameter.nbytes for parameter in self.model.parameters())
+        self.ledger.now["parameters"] = sum(parameter.nbytes for parameter in self.model.parameters())
         # by default, DDP copies each gradient to a bucket and back
         self._buckets = [torch.empty_like(parameter) for parameter in trained] if self._ranks > 1 else []
-        self._now["reduction"] = sum(bucket.nbytes for bucket in self._buckets)
+        self.ledger.now["reduction"] = sum(bucket.nbytes for bucket in self._buckets)
         self._trained_bytes = sum(parameter.nbytes for parameter in trained)
         for parameter in trained:
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: Tensor) -> None:
         nbytes = parameter.nbytes  # also of a sparse gradient, since fake ones have no rows
-        self._now["gradients"] = min(self._now["gradients"] + nbytes, self._trained_bytes)
+        self.ledger.now["gradients"] = min(self.ledger.now["gradients"] + nbytes, self._trained_bytes)
         if not should_accumulate(self.lightning_module.trainer):
             self._collected += nbytes  # Lightning runs earlier micro-batches of a step in no_sync
         if self._collected >= DDP_BUCKET_BYTES:
@@ -222,43 +185,35 @@ class _PretendingDDP(_Pretending):
     def _reduce(self) -> None:
         if self._ranks > 1 and self._collected:
             sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # bytes that a rank sends in a ring
-            self._started.append(self._recorder.launch(sent, sent if self._machines > 1 else 0.0))
+            self._started.append(self._recorder.sends(sent, sent if self._machines > 1 else 0.0))
             self._reduced += self._collected
         self._collected = 0
 
     def post_backward(self, closure_loss: Tensor) -> None:
         self._reduce()
         while self._started:
-            self._recorder.wait(self._started.pop(0))
+            self._started.pop(0)()
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
         states = tree_leaves([list(each.state.values()) for each in self.optimizers])  # also those of no parameter
-        self._now["optimizer"] = sum(nbytes_of(value) for value in states if isinstance(value, Tensor))
+        self.ledger.now["optimizer"] = sum(nbytes_of(value) for value in states if isinstance(value, Tensor))
         return result
 
-    def held(self) -> Counter[str]:
-        return self._now.copy()
-
     def forget_gradients(self) -> None:
-        self._now["gradients"] = 0
+        self.ledger.now["gradients"] = 0
 
     def traffic(self) -> dict[str, int]:
         return {"all_reduce": self._reduced}
 
 
 @cache
-def _strategies(package: ModuleType) -> tuple[type[Any], type[Any]]:
-    """The fake-run strategies for ZeRO and DDP, for the Trainer of ``lightning.pytorch`` or ``pytorch_lightning``."""
-
-    class PretendingZeroStrategy(_PretendingZero, TrainerStrategy, package.strategies.ParallelStrategy):  # type: ignore[name-defined]
-        lightning: ClassVar[ModuleType] = package
-
-    class PretendingDDPStrategy(_PretendingDDP, package.strategies.SingleDeviceStrategy):  # type: ignore[name-defined]
-        pass
-
-    package.strategies.DDPStrategy.register(PretendingZeroStrategy)  # Lightning then accepts compiled modules
-    return PretendingZeroStrategy, PretendingDDPStrategy
+def zero_strategy_of(package: ModuleType, *mixins: type) -> Any:
+    """Make a ZeRO strategy for the Trainer of ``lightning.pytorch`` or ``pytorch_lightning``."""
+    bases = (*mixins, TrainerStrategy, package.strategies.ParallelStrategy)
+    made = type("ZeroStrategy", bases, {"lightning": package})
+    package.strategies.DDPStrategy.register(made)  # Lightning then accepts compiled modules
+    return made
 
 
 @dataclass(frozen=True)
@@ -270,7 +225,7 @@ class FakeRun:
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
             buffers, and all other tensors that the project creates).
         report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
-            run; under DDP, the bytes after a step.
+            run.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps in shared memory.
         disk_bytes: bytes of states on a disk.
@@ -342,7 +297,7 @@ class _SecondStep:
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if batch_idx == self._accumulate:
             self._before = self._strategy.traffic()
-            self._strategy.reset_peak()
+            self._strategy.ledger.reset_peak()
             self._tracker.reset()
             self._recorder.events.clear()
 
@@ -350,8 +305,9 @@ class _SecondStep:
         self._strategy.forget_gradients()
 
     def on_train_end(self, *_: Any) -> None:
-        self.events, self.report_peak = list(self._recorder.events), self._strategy.report_peak()
+        self.events = list(self._recorder.events)
         self.traffic = {kind: nbytes - self._before.get(kind, 0) for kind, nbytes in self._strategy.traffic().items()}
+        self.report_peak = dict(self._strategy.ledger.peak)
 
 
 @contextmanager
@@ -371,7 +327,6 @@ def quiet() -> Iterator[None]:
 
 
 @quiet()
-@process_group.hidden()
 def fake_run(
     make_module: Callable[[], LightningModule],
     batch: Any,
@@ -383,11 +338,12 @@ def fake_run(
     clip: float | None = None,
     transport: str = "nccl",
     with_values: bool = False,
-    rank: int = 0,
     machines: int = 1,
     **options: Any,
 ) -> FakeRun:
-    """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine.
+    """Train a module for two steps on fake tensors, with the real Trainer, strategy and engine, as rank 0.
+
+    If another rank holds more elements, because parameters stay whole, the run is repeated as that rank.
 
     Args:
         make_module: returns the module; called with the meta device as the default device.
@@ -399,93 +355,83 @@ def fake_run(
         clip: the Trainer's ``gradient_clip_val``.
         transport: ``"nccl"``, ``"gloo"`` or ``"shared memory"``; each uses different buffers to reduce gradients.
         with_values: whether to compute with real tensors, to check the results of a fake run.
-        rank: the rank to simulate; with tensor parallelism, its position along the data-parallel dimension. If another
-            rank holds more elements, because parameters stay whole, the run is repeated as that rank.
         machines: number of machines; the ranks are split evenly among them.
         options: options of ``ZeroStrategy``.
 
     Raises:
-        ValueError: if the module cannot be built on the meta device, or ``machines`` does not divide ``ranks``; with
-            tensor parallelism, also if this process already has process groups.
+        ValueError: if the module cannot be built on the meta device, or ``machines`` does not divide ``ranks``.
     """
     if machines < 1 or ranks % machines:
         raise ValueError(f"machines={machines} must be at least 1 and divide the number of ranks, {ranks}.")
-    module = _made_on_meta(make_module)
-    package = package_of(module)
-    zero_strategy, ddp_strategy = _strategies(package)
-    if options.get("tensor_parallel_size") == "auto":
-        options["tensor_parallel_size"] = ranks // machines
-    has_mesh = options.get("tensor_parallel_size") is not None
-    together = options["tensor_parallel_size"] if has_mesh else 1
+    together = options.get("tensor_parallel_size") or 1
+    if together == "auto":
+        together = options["tensor_parallel_size"] = ranks // machines
     crosses = together > ranks // machines  # tensor-parallel ranks are consecutive
-    recorder = Recorder(together, leaving=ranks // machines if crosses else 0.0)
-    mode, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
-    strategy: Any = (
-        ddp_strategy(ranks, recorder, machines)
-        if stage is None
-        else zero_strategy(ranks, recorder, transport, rank, machines, stage=stage, **options)
-    )
-    tracker = MemoryTracker(strategy.held, lambda: recorder.on_host)
-    strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
-    second: Any = type("SecondStep", (_SecondStep, package.Callback), {})(strategy, tracker, recorder, accumulate)
-    trainer = package.Trainer(
-        strategy=strategy,
-        accelerator="cpu",
-        devices=1,
-        precision=precision,
-        accumulate_grad_batches=accumulate,
-        gradient_clip_val=clip,
-        callbacks=[second],
-        max_epochs=1,
-        limit_val_batches=0,
-        barebones=True,  # no checkpoints, and nothing is logged
-    )
-    given = batch
-    if not with_values:
-        batch = tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
-    tracker.count(tree_leaves(batch))
-    with process_group.pretended(rank * together, ranks) if has_mesh else nullcontext(), strategy.leave_modes:
-        trainer.fit(module, _Batches(batch, 2 * accumulate))
-        numel = sum(parameter.numel() for parameter in module.parameters())
-        whole = sum(parameter.numel() * parameter.itemsize for parameter in module.parameters())
-        offloaded, kept = strategy.host_bytes(), strategy.kept_bytes()
-        on_disk, buffers = strategy.disk_bytes()
-        most_loaded = strategy.most_loaded(rank)
-    if most_loaded != rank:
-        return fake_run(
-            make_module,
-            given,
-            ranks=ranks,
-            stage=stage,
-            accumulate=accumulate,
-            precision=precision,
-            clip=clip,
-            transport=transport,
-            with_values=with_values,
-            rank=most_loaded,
-            machines=machines,
-            **options,
+    leaving = ranks // machines if crosses else 0.0
+
+    def run_as(rank: int) -> tuple[FakeRun, int]:
+        """Run as a rank along the data-parallel dimension; return the result, and the rank that holds the most."""
+        module, recorder = _made_on_meta(make_module), Recorder(together, leaving)
+        package = package_of(module)
+        strategy: Any = (
+            type("DDPStrategy", (_PlannedDDP, package.strategies.SingleDeviceStrategy), {})(ranks, machines, recorder)
+            if stage is None
+            else zero_strategy_of(package, _PlannedZero)(ranks, machines, recorder, transport, stage=stage, **options)
         )
-    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
-    peak.pop("host", None)
-    host = tracker.host_peak + offloaded + buffers + kept
-    peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
-    peak["parameters"] -= offloaded
-    if stage is not None and transport != "nccl":
-        assumptions.made[
-            "freed memory returns to the system; by default, a process on the CPU keeps some of it, up to "
-            f"{in_bytes(whole)} after setup alone (MALLOC_TRIM_THRESHOLD_=65536 MALLOC_MMAP_THRESHOLD_=65536 return it)"
-        ] = None
-    return FakeRun(
-        peak_bytes=peak,
-        report_peak=second.report_peak,
-        host_bytes=host,
-        disk_bytes=on_disk,
-        traffic=second.traffic,
-        leaving=round(sum(event.leaving for event in second.events)),
-        numel=numel,
-        events=second.events,
-        assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),
+        mode, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
+        tracker = MemoryTracker(lambda: strategy.ledger.now.copy(), lambda: recorder.on_host)
+        strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
+        second: Any = type("SecondStep", (_SecondStep, package.Callback), {})(strategy, tracker, recorder, accumulate)
+        own = batch
+        if not with_values:
+            own = tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
+        tracker.count(tree_leaves(own))
+        with process_group.simulated(rank * together, ranks), strategy.leave_modes:
+            trainer = package.Trainer(
+                strategy=strategy,
+                accelerator="cpu",
+                devices=1,
+                precision=precision,
+                accumulate_grad_batches=accumulate,
+                gradient_clip_val=clip,
+                callbacks=[second],
+                max_epochs=1,
+                limit_val_batches=0,
+                barebones=True,  # no checkpoints, and nothing is logged
+            )
+            meet_between_batches(trainer, lambda: None, lambda: None)  # instead of Lightning's exchange of signals
+            trainer.fit(module, _Batches(own, 2 * accumulate))
+            offloaded, buffers, on_disk = strategy.offloaded()
+            most_loaded = strategy.most_loaded(rank)
+        peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
+        peak.pop("host", None)
+        peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
+        peak["parameters"] -= offloaded
+        if stage is not None and transport != "nccl":
+            assumptions.made[_freed_memory(module)] = None
+        run = FakeRun(
+            peak_bytes=peak,
+            report_peak=second.report_peak,
+            host_bytes=tracker.host_peak + offloaded + buffers,
+            disk_bytes=on_disk,
+            traffic=second.traffic,
+            leaving=round(sum(event.leaving for event in second.events)),
+            numel=sum(parameter.numel() for parameter in module.parameters()),
+            events=second.events,
+            assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),
+        )
+        return run, most_loaded
+
+    run, most_loaded = run_as(0)
+    return run if most_loaded == 0 else run_as(most_loaded)[0]
+
+
+def _freed_memory(module: nn.Module) -> str:
+    """The assumption about memory that a process on the CPU keeps, up to the size of the whole module."""
+    whole = in_bytes(sum(parameter.numel() * parameter.itemsize for parameter in module.parameters()))
+    return (
+        f"freed memory returns to the system; by default, a process on the CPU keeps some of it, up to {whole} after "
+        "setup alone (MALLOC_TRIM_THRESHOLD_=65536 MALLOC_MMAP_THRESHOLD_=65536 return it)"
     )
 
 

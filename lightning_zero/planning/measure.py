@@ -15,11 +15,15 @@ from torch import multiprocessing
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.plan.mesh import ALL
+from lightning_zero.io.disk import is_in_memory
+from lightning_zero.io.swap import Extent, Ring, SwapFile, stream
 from lightning_zero.planning.timeline import Resources
 
 _REPEATS = 7
 _SIZES = (2**14, 2**24)
 """Sizes in bytes of the shard that a rank sends."""
+
+_DISK_BYTES, _EXTENT = 2**27, 2**24
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
@@ -112,10 +116,10 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
     return {"link_bandwidth": bandwidth, "link_seconds": seconds[0]}, transport
 
 
-def _seconds(act: Callable[[], Any], place: torch.device, calls: int = 1) -> float:
-    """The median time of a call, in seconds."""
+def _seconds(act: Callable[[], Any], place: torch.device, calls: int = 1, repeats: int = _REPEATS) -> float:
+    """The median time of a call, in seconds. The first two calls, which initialise memory and files, do not count."""
     times = []
-    for _ in range(_REPEATS + 2):
+    for _ in range(repeats + 2):
         _finish(place)
         started = time.perf_counter()
         for _ in range(calls):
@@ -140,3 +144,18 @@ def _memory(place: torch.device, ranks: int) -> float:
 def host_memory() -> int:
     """This host's total RAM in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def disk_bandwidth(folder: str) -> float:
+    """Bytes per second, read plus written, that the pipeline for offloaded states achieves in a folder.
+
+    Raises:
+        OSError: if the folder is on an in-memory file system, or a file of 128 MiB cannot be created in it.
+    """
+    if is_in_memory(folder):
+        raise OSError(f"{folder} is on an in-memory file system")
+    file = SwapFile(folder, _DISK_BYTES)
+    extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring(_EXTENT)
+    seconds = _seconds(lambda: stream(extents, lambda *_: None, ring), torch.device("cpu"), repeats=2)
+    file.close()
+    return 2 * _DISK_BYTES / seconds

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from lightning_zero.engine import Engine
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.compat import FakeTensorMode
 from lightning_zero.planning.fake_run import leave_meta
-from lightning_zero.planning.pretend import pretending
-from lightning_zero.planning.timeline import Recorder
 
 TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
 """The model sizes of the table, in parameters."""
@@ -59,17 +60,18 @@ def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
     width = 2**14
     with torch.device("meta"):
         count, rest = divmod(round(parameters), 64 * width)
-        layers = [nn.Linear(64 * width, part, bias=False, dtype=torch.bfloat16) for part in _parts(count, 16)]
+        parts = [count // 16 + (number < count % 16) for number in range(16)]
+        layers = [nn.Linear(64 * width, part, bias=False, dtype=torch.bfloat16) for part in parts]
         if rest:
             layers.append(nn.Linear(rest, 1, bias=False, dtype=torch.bfloat16))
     module = _Rows(layers)
     held: dict[str, int] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with process_group.simulated(0, ranks), FakeTensorMode(allow_non_fake_inputs=True):
         leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
         # Reduce in one chunk: thousands of chunks are slow on fake tensors, and do not change the model states.
         whole = max(parameter.numel() for parameter in module.parameters())
-        engine = pretending(ranks, Recorder())(module, [optimizer], stage=stage, device="cpu", bucket_numel=whole)
+        engine = Engine(module, [optimizer], stage=stage, device="cpu", bucket_numel=whole, simulation=Simulation())
         for _ in range(2):
             module().backward()
             engine.report()
@@ -89,17 +91,10 @@ def table_1() -> list[Cell]:
     ]
 
 
-class _Rows(nn.Module):
+class _Rows(nn.ModuleList):
     """Layers that each receive their own row of ones."""
 
-    def __init__(self, layers: list[nn.Linear]) -> None:
-        super().__init__()
-        self.layers, self._widths = nn.ModuleList(layers), [layer.in_features for layer in layers]
-
     def forward(self) -> torch.Tensor:
-        rows = [torch.ones(1, width, dtype=torch.bfloat16, device="cpu") for width in self._widths]
-        return torch.stack([layer(row).float().mean() for layer, row in zip(self.layers, rows)]).sum()
-
-
-def _parts(total: int, count: int) -> list[int]:
-    return [total // count + (number < total % count) for number in range(count)]
+        layers: list[Any] = list(self)
+        rows = [torch.ones(1, layer.in_features, dtype=torch.bfloat16, device="cpu") for layer in layers]
+        return torch.stack([layer(row).float().mean() for layer, row in zip(layers, rows)]).sum()

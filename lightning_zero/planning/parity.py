@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_zero.engine.access import full_parameters
 from lightning_zero.engine.comm import process_group
-from lightning_zero.planning.fake_run import package_of, quiet
+from lightning_zero.planning.fake_run import package_of, quiet, zero_strategy_of
 from lightning_zero.planning.projects import Project
-from lightning_zero.strategies.trainer import TrainerStrategy
 
 
 @dataclass(frozen=True)
@@ -73,9 +72,7 @@ def probe(
     seed_everything(0, verbose=False)
     module = project.make_module()
     package = package_of(module)
-    strategies, recorder = package.strategies, type("Recorder", (_Recorder, package.Callback), {})
-    zero: Any = type("ZeroStrategy", (TrainerStrategy, strategies.ParallelStrategy), {"lightning": package})
-    strategies.DDPStrategy.register(zero)  # Lightning then accepts compiled modules
+    recorder, zero = type("Recorder", (_Recorder, package.Callback), {}), zero_strategy_of(package)
     needed = steps * accumulate * ranks
     batches = list(itertools.islice(project.batches(), needed))
     if len(batches) < needed:
@@ -105,7 +102,7 @@ def probe(
             trainer.fit(copy.deepcopy(module), DataLoader(_Shares(batches), batch_size=None))
             return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
 
-    ddp = recorded(strategies.DDPStrategy(start_method="fork", find_unused_parameters=True))
+    ddp = recorded(package.strategies.DDPStrategy(start_method="fork", find_unused_parameters=True))
     return [_compared(stage, ddp, recorded(zero(stage=stage, start_method="fork", **options))) for stage in stages]
 
 

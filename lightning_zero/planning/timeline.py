@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.process_group import ProcessGroup, groups_among
+from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import are_divided
 from lightning_zero.engine.compat import TorchDispatchMode, nbytes_of, tree_leaves
 from lightning_zero.io.annotations import check_fields
@@ -95,6 +100,7 @@ class Recorder(TorchDispatchMode):
 
     Attributes:
         events: recorded events in order.
+        group: the process group of the tensor-parallel ranks, if there are several.
         on_host: whether operators are recorded as part of an update in the host's memory.
         tensor_parallel_bytes: total size of the full buffers in collectives that are dispatched as operators.
     """
@@ -102,6 +108,7 @@ class Recorder(TorchDispatchMode):
     def __init__(self, tensor_parallel_size: int = 1, leaving: float = 0.0) -> None:
         super().__init__()
         self._together, self._leaving = tensor_parallel_size, leaving
+        self.group: ProcessGroup | None = None
         self.events: list[Event] = []
         self.on_host = False
         self.tensor_parallel_bytes = 0
@@ -113,43 +120,46 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
-            if not func.__name__.startswith("wait_tensor"):
+            is_of_engine = func.namespace == "c10d" and self.group not in groups_among(args)
+            if not is_of_engine and not func.__name__.startswith("wait_tensor"):
                 sizes = [value.nbytes for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
                 reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
                 nbytes = max(sizes, default=0)
                 self.tensor_parallel_bytes += nbytes
-                self.wait(self.launch_tensor_parallel(nbytes, times=2 if reduces_all else 1))
+                self.gathers(2 * nbytes if reduces_all else nbytes)()
         elif not func.is_view and func.namespace != "prim" and func not in _FREE:
             flops = flops_of(func, args, kwargs, result)
             nbytes = sum(nbytes_of(value) for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
             self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
         return result
 
-    def launch(self, nbytes: float, leaving: float = 0.0) -> int:
-        """Record a collective in which this rank sends ``nbytes``; return the collective's number.
+    def simulation(self, transport: Any, machines: int) -> Simulation:
+        """A simulation of these transports and machines, whose events are recorded."""
+        return Simulation(transport, machines, self.sends, self.gathers, self.updating, self.moves)
 
-        Args:
-            leaving: as in ``Event``.
-        """
+    def sends(self, sent: float, leaving: float) -> Callable[[], None]:
+        """Record a collective; see ``Simulation``."""
         self._collectives += 1
-        self.events.append(Event("launch", nbytes=nbytes, number=self._collectives, leaving=leaving))
-        return self._collectives
+        self.events.append(Event("launch", nbytes=sent, number=self._collectives, leaving=leaving))
+        return partial(self.events.append, Event("wait", number=self._collectives))
 
-    def launch_tensor_parallel(self, nbytes: int, times: int = 1) -> int:
-        """Record a collective of tensor-parallel ranks over a full buffer of ``nbytes``; return its number.
+    def gathers(self, nbytes: int) -> Callable[[], None]:
+        """Record a collective of tensor-parallel ranks in which each sends a buffer except its own part."""
+        sent = nbytes * (self._together - 1) / self._together
+        return self.sends(sent, sent * self._leaving)
 
-        Args:
-            times: factor for the bytes sent: 1 for a gather (the buffer except one rank's part), 2 for an all-reduce.
-        """
-        sent = times * nbytes * (self._together - 1) / self._together
-        return self.launch(sent, sent * self._leaving)
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Context in which operators are recorded as part of an update in the host's memory."""
+        self.on_host = True
+        try:
+            yield
+        finally:
+            self.on_host = False
 
-    def disk(self, nbytes: int) -> None:
+    def moves(self, nbytes: int) -> None:
         """Record a read from or a write to a disk."""
         self.events.append(Event("disk", nbytes=float(nbytes)))
-
-    def wait(self, number: int) -> None:
-        self.events.append(Event("wait", number=number))
 
 
 _COLLECTIVES = {"_c10d_functional", "c10d"}

@@ -23,6 +23,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import ended_ranks
+from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
@@ -81,7 +82,7 @@ class TrainerStrategy(TrainerCheckpoints):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
-    _engine_class: ClassVar[type[Engine]] = Engine
+    _simulation: Simulation | None = None  # set in plans
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         self.model: Any
@@ -167,12 +168,13 @@ class TrainerStrategy(TrainerCheckpoints):
         if fitting:
             self.setup_optimizers(trainer)
         if self.engine is None and self._cuts(trainer):
-            self.engine = self._engine_class(
+            self.engine = Engine(
                 self.lightning_module,
                 _real(self.optimizers) if fitting else [],
                 config=self._config_of_run(),
                 device=self.root_device,
                 mesh=self._mesh,
+                simulation=self._simulation,
             )
         if self.engine is not None:
             self.engine.buffers_follow = fitting

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.engine import Engine, ShardedTensor, compat
+from lightning_zero.engine.comm import process_group
 
 
 def in_a_backward(act):
@@ -433,3 +434,19 @@ def test_a_patch_that_other_code_has_wrapped_is_left_in_place(monkeypatch):
     assert sys.excepthook is wrapped
     monkeypatch.undo()
     sys.excepthook = sys.__excepthook__
+
+
+def test_a_fake_process_group_has_no_other_rank_and_leaves_no_trace():
+    before = process_group.all_groups()
+    with process_group.simulated(3, 8):
+        with process_group.simulated(0, 2):
+            assert (process_group.rank(), process_group.world_size()) == (0, 2)
+        assert (process_group.rank(), process_group.world_size()) == (3, 8)
+        some = process_group.new_group([1, 3, 5], "fake", None)
+        assert (process_group.rank(some), process_group.world_size(some)) == (1, 3)
+        assert process_group.ranks_of(some) == [1, 3, 5]
+        gathered, own = torch.zeros(6), torch.ones(2)
+        process_group.all_gather_single(gathered, own, group=some)
+        boxed = torch.zeros(1), some.boxed()
+        assert process_group.groups_among(boxed) == [some]
+    assert process_group.all_groups() == before and not process_group.is_initialized()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport
 
+_LENGTH = 8
+"""Size in bytes of the length that is sent before each message of changes."""
+
 
 class Pending:
     """A collective in flight.
@@ -21,7 +25,7 @@ class Pending:
     Args:
         what: a description of the collective, for error messages.
         started: what the transport returned when it started the collective; None if there is nothing to wait for.
-        watch: detects failed waits and deadlocks; required if there is anything to wait for.
+        watch: detects failed waits and deadlocks; None if no other process exists.
     """
 
     def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
@@ -36,8 +40,7 @@ class Pending:
             RuntimeError: if another rank failed, or did not take part within the process group's timeout.
         """
         if self._waits:
-            assert self._watch is not None
-            with self._watch.waiting(self._what, self._ordinal):
+            with self._watch.waiting(self._what, self._ordinal) if self._watch is not None else nullcontext():
                 for wait in self._waits:
                     wait()
         result = self._finish() if self._finish is not None else None
@@ -68,8 +71,10 @@ class BucketCollectives:
         counters: count the communicated elements and bytes.
         across: the ranks on other machines with which this rank itself exchanges slices, numbered along these
             dimensions.
-        watch: detects failed waits and deadlocks; None if there is only one rank.
+        watch: detects failed waits and deadlocks; None if no other process exists.
         link: the link under which all slices are counted if ``across`` is empty; None for the counters' default.
+        note: for simulated ranks, called with the bytes of each collective that begins; returns a function that is
+            called when this rank waits for the collective.
     """
 
     def __init__(
@@ -79,9 +84,10 @@ class BucketCollectives:
         across: Sequence[int] = (),
         watch: Watch | None = None,
         link: Link | None = None,
+        note: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
         self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
-        self._link = "within" if across else link
+        self._link, self._note = "within" if across else link, note
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str) -> Pending:
         """See ``Transport.all_gather``; ``what`` names the collective in error messages."""
@@ -90,7 +96,7 @@ class BucketCollectives:
         crossing = sum(self._crossing(ranges))
         rest = full.numel() - crossing
         self._count("all_gather", crossing, crossing * full.itemsize, rest, rest * full.itemsize)
-        return self._begin(what, self._transport.all_gather, full, ranges, number)
+        return self._begin(what, [full.nbytes], self._transport.all_gather, full, ranges, number)
 
     def exchange_changes(
         self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, what: str
@@ -109,7 +115,8 @@ class BucketCollectives:
         crossing = self._crossing(ranges)
         rest = full.numel() - sum(crossing)
         self._count("all_gather", sum(crossing), len(crossing) * len(message), rest, rest * full.itemsize)
-        return self._begin(what, self._transport.exchange_changes, full, ranges, number, message)
+        sizes = [_LENGTH * len(ranges), len(message) * len(ranges)]
+        return self._begin(what, sizes, self._transport.exchange_changes, full, ranges, number, message)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` returns this rank's slice of the sum (1-D), in the buffer's dtype.
@@ -122,7 +129,8 @@ class BucketCollectives:
         """
         assert self._transport is not None, "with one rank, gradients are not reduced"
         self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
-        return self._begin(what, self._transport.reduce_scatter, flat, ranges, codec)
+        nbytes = codec.size(flat.numel()) * codec.dtype.itemsize
+        return self._begin(what, [nbytes], self._transport.reduce_scatter, flat, ranges, codec)
 
     @property
     def takes_spans(self) -> bool:
@@ -133,14 +141,19 @@ class BucketCollectives:
         """Reduce spans, whose values are kept alive until the reduction is complete. See ``Transport.reduce_spans``."""
         assert self._transport is not None
         lengths = [(0, sum(span.numel for span in part)) for part in spans]
-        self._count_reduction(sum(numel for _, numel in lengths), lengths, Cast(dtype), dtype.itemsize)
-        return self._begin(what, self._transport.reduce_spans, spans, dtype, factor)
+        numel = sum(numel for _, numel in lengths)
+        self._count_reduction(numel, lengths, Cast(dtype), dtype.itemsize)
+        return self._begin(what, [numel * dtype.itemsize], self._transport.reduce_spans, spans, dtype, factor)
 
-    def _begin(self, what: str, begin: Callable[..., Started], *args: Any) -> Pending:
+    def _begin(self, what: str, sizes: Sequence[int], begin: Callable[..., Started], *args: Any) -> Pending:
+        """Begin to send buffers of these sizes in bytes."""
         if self._watch is not None:
             self._watch.check_process(what)
         with explained(what):
-            return Pending(what, begin(*args), self._watch)
+            started = begin(*args)
+            if self._note is not None:
+                started.waits.extend(map(self._note, sizes))
+            return Pending(what, started, self._watch)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         assert self._transport is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -16,11 +16,12 @@ from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.bucket_collectives import BucketCollectives, Pending
 from lightning_zero.engine.comm.cma_exchange import connect, machines_of
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
-from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.gloo_transport import GlooTransport
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
+from lightning_zero.engine.comm.simulation import Simulation, simulated_transport
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Started, Transport
 from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
@@ -57,8 +58,8 @@ class Everyone(NamedTuple):
     Attributes:
         rank, size: this rank's number, and the number of ranks.
         control: the control plane.
-        watch: detects failed waits and deadlocks; None with one rank.
-        name: identifies this communicator on every rank; empty if there is only one rank.
+        watch: detects failed waits and deadlocks; None if no other process exists.
+        name: identifies this communicator on every rank; empty if no other process exists.
     """
 
     rank: int
@@ -76,6 +77,7 @@ class Communicator:
         device: the device of the flat buffers.
         shard_within: see ``EngineConfig``.
         mesh: a device mesh with a data-parallel and a tensor-parallel dimension, in place of ``group``.
+        simulation: describes the ranks of a fake process group; None for real ranks.
 
     Attributes:
         rank, size: this rank's number in the group, and the group's size.
@@ -88,7 +90,7 @@ class Communicator:
         is_on_one_machine: whether all ranks are known to be on one machine.
         may_compress: whether values cross between machines and can be compressed (on CPUs, over Gloo).
         gathering: the ranks between which parameters are gathered; fewer than all if ``shards_within`` is set.
-        watch: the watch over waits for other ranks; exists only with several ranks.
+        watch: the watch over waits for other ranks; None if the group has no other process.
     """
 
     def __init__(
@@ -97,6 +99,7 @@ class Communicator:
         device: torch.device,
         shard_within: Literal["node"] | int | None = None,
         mesh: DeviceMesh | None = None,
+        simulation: Simulation | None = None,
     ) -> None:
         self.device, self.counters = device, Counters()
         group = mesh[DATA].get_group() if mesh is not None else group
@@ -109,23 +112,31 @@ class Communicator:
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
         self.everyone = Everyone(0, 1, self.control)
+        self.watch: Watch | None = None
         if self.size * self.tensor.size > 1:
             self.group = group or process_group.default_group()
-            first_tag = self._meet()
+            everywhere = process_group.default_group() if self.tensor.size > 1 else self.group
+            self._ranks = process_group.ranks_of(self.group)
+            self._timeout = process_group.timeout_of(self.group, device)
+            if simulation is None:
+                first_tag = self._meet(everywhere)
+            else:
+                self._simulate(simulation, everywhere, shard_within)
         self.gathering = Gathering(range(self.size), self.rank, self.control)
-        if self.size > 1:
+        if self.size > 1 and simulation is None:
             backend = process_group.backend_name(self.group, device)
             self._choose_transports(backend, first_tag + _GATHER_TAG, first_tag + _REDUCE_TAG, shard_within)
 
-    def _meet(self) -> int:
+    def _meet(self, everywhere: ProcessGroup) -> int:
         """Agree with all ranks on the engine's name; make its watch and control planes. Collective.
+
+        Args:
+            everywhere: the process group of all ranks of the mesh.
 
         Returns:
             The first tag of this engine's messages.
         """
-        everywhere = process_group.default_group() if self.tensor.size > 1 else self.group
-        self._ranks, all_ranks = process_group.ranks_of(self.group), process_group.ranks_of(everywhere)
-        self._timeout = process_group.timeout_of(self.group, self.device)
+        all_ranks = process_group.ranks_of(everywhere)
         has_cpu = process_group.serves_cpu(everywhere)
         control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
         # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
@@ -145,7 +156,7 @@ class Communicator:
             return first_tag
         among = self.tensor.group if has_cpu else self._new_group("gloo", self.tensor.groups)
         self.tensor.begin(self.watch.among(self.tensor.ranks), among, control_tag)
-        self._numbers, self.watch = self._ranks, self.watch.among(self._ranks)
+        self._numbers, self.watch = self._ranks, self.watch.among(self._ranks) if self.size > 1 else None
         if self.size > 1:
             self._control_group = self.group if has_cpu else self._new_group("gloo", self._alike)
             self.control = ControlPlane(
@@ -215,8 +226,55 @@ class Communicator:
             both = TwoLevelTransport(within, across, topology, self.rank)
             self._along[ALL] = self._collectives(both, [column[place] for place in elsewhere])
 
+    def _simulate(
+        self, simulation: Simulation, everywhere: ProcessGroup, shard_within: Literal["node"] | int | None
+    ) -> None:
+        """Make control planes and transports for simulated ranks.
+
+        Raises:
+            ValueError: as for ``_choose_transports``.
+        """
+        size, is_nccl = self.size, simulation.transport == "nccl"
+        rank, all_ranks = process_group.rank(everywhere), process_group.ranks_of(everywhere)
+        self.everyone = Everyone(rank, len(all_ranks), ControlPlane(None, all_ranks, rank, None, self.counters, 0))
+        self.control = ControlPlane(None, self._ranks, self.rank, None, self.counters, 0)
+        if self.tensor.size > 1:
+            self.tensor.begin(None, None, 0, simulation.gathers)
+        machines = min(simulation.machines, size)
+        topology = Topology(tuple(rank * machines // size for rank in range(size)))
+        self.is_on_one_machine, self.may_compress = machines == 1, machines > 1 and not is_nccl
+
+        def between(members: Sequence[int], leaving: float, link: Link | None = None) -> BucketCollectives:
+            """The collectives between ranks; ``leaving``: bytes that leave the machine per byte of a buffer."""
+            if len(members) == 1:
+                return BucketCollectives(None, self.counters)
+            transport: Transport
+            if is_nccl:
+                gathers, reductions = (self._new_group("fake", self._renumbered([members])) for _ in range(2))
+                transport = BackendTransport(gathers, reductions)
+            else:
+                transport = simulated_transport(simulation.transport, self.group, members, members.index(self.rank))
+
+            def note(nbytes: int) -> Callable[[], None]:
+                return simulation.sends(nbytes * (len(members) - 1) / len(members), nbytes * leaving)
+
+            return BucketCollectives(transport, self.counters, link=link, note=note)
+
+        # In NCCL's ring, every byte leaves each machine; in other transports (two levels), it enters each machine once.
+        groups_here = min(self.tensor.size, len(all_ranks) // simulation.machines)
+        leaving = groups_here * ((size if is_nccl else machines) - 1) / (size if is_nccl else machines)
+        self._along[ALL] = between(range(size), leaving if machines > 1 else 0.0)
+        groups = topology.groups(shard_within) if shard_within is not None else topology
+        self.shards_within = shard_within is not None and groups.has_two_levels
+        if self.shards_within:
+            self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
+            beyond = len({topology.machines[rank] for rank in column})
+            self._along[LOCAL,] = between(groups.within(self.rank), 0.0, "within")
+            self._along[NODE,] = between(column, size // machines * (beyond - 1) / beyond, "across")
+
     def _among(self, ranks: Sequence[int]) -> Watch:
         """Make a watch for waits among the given ranks."""
+        assert self.watch is not None
         return self.watch.among([self._numbers[rank] for rank in ranks])
 
     @property
@@ -254,7 +312,7 @@ class Communicator:
 
     def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
         """Fill each ``ranges[r]`` of ``flat`` from its owner, rank r, with one broadcast per rank. Slow."""
-        if self.size == 1:
+        if self.watch is None:
             return
         waits = []
         for source, (start, stop) in enumerate(ranges):
@@ -266,10 +324,10 @@ class Communicator:
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place over all ranks, via the device, since NCCL cannot reduce CPU tensors."""
-        if self.everyone.size == 1:
+        if self.everyone.watch is None:
             return tensor
         on_device = tensor.to(self.device)
-        if self.size > 1:
+        if self.watch is not None:
             self.counters.add("control", on_device.numel(), on_device.nbytes)
             with self.watch.waiting("an all-reduce of values over ranks"):
                 dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
@@ -278,7 +336,7 @@ class Communicator:
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Broadcast one rank's value of a tensor, in place."""
-        if self.size > 1:
+        if self.watch is not None:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
             group = self._control_group if tensor.device.type == "cpu" else self.group
             with self.watch.waiting(f"a broadcast from rank {source}"):
@@ -287,7 +345,7 @@ class Communicator:
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
         """Broadcast rank 0's values of several tensors, in place, in a few messages."""
-        if self.size == 1:
+        if self.watch is None:
             return
         tensors = [tensor for tensor in tensors if tensor.numel()]
         self.control.copy_from_first([tensor for tensor in tensors if tensor.device.type == "cpu"])

@@ -23,13 +23,14 @@ MESSAGE_BYTES = 2**25
 
 
 class ControlPlane:
-    """Exchanges of Python values between the ranks of a group. With one rank, nothing is communicated.
+    """Exchanges of Python values between the ranks of a group.
 
     Args:
-        group: a process group that communicates over the CPU; None with one rank.
+        group: a process group that communicates over the CPU; None if no other process exists. Nothing is communicated
+            then, and all ranks are assumed to have this rank's values.
         ranks: the group's ranks, as numbered in the default group.
         rank: this rank's number in the group.
-        watch: turns failures and deadlocks during waits into errors; None with one rank.
+        watch: turns failures and deadlocks during waits into errors; None without a group.
         counters: where calls are counted, under the kind "control".
         tag: the tag of messages; ``tag + 1`` is the tag of small messages.
 
@@ -48,12 +49,12 @@ class ControlPlane:
 
     @property
     def _watch(self) -> Watch:
-        assert self._watch_or_none is not None, "with one rank there is nothing to wait for"
+        assert self._watch_or_none is not None, "without other processes there is nothing to wait for"
         return self._watch_or_none
 
     @property
     def _is_alone(self) -> bool:
-        return len(self._ranks) == 1
+        return self._group is None
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Return, for each flag, whether any rank has set it. Collective; every rank passes the same number of flags.
@@ -68,7 +69,7 @@ class ControlPlane:
     def gather_numbers(self, number: int, what: str) -> list[int]:
         """Gather one number (0 or more) from each rank, in the order of ranks. Collective."""
         if self._is_alone:
-            return [number]
+            return [number] * len(self._ranks)
         numbers = torch.zeros(len(self._ranks), dtype=torch.int64, device="cpu")
         numbers[self._rank] = number
         return self._maximum(numbers, what).tolist()
@@ -121,7 +122,7 @@ class ControlPlane:
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a small picklable value from each rank, in the order of ranks. Collective."""
         if self._is_alone:
-            return [value]
+            return [value] * len(self._ranks)
         with self._watch.waiting("an exchange of values between ranks"):
             values = None if self.small is None else self._gathered(self.small, value)
             return all_gather_objects(value, self._group) if values is None else values

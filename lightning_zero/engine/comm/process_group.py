@@ -31,33 +31,24 @@ def is_initialized() -> bool:
 
 
 @contextmanager
-def hidden() -> Iterator[None]:
-    """Context in which this process appears to have no default group, so that code inside does not communicate."""
-    before = dist.group.WORLD
-    dist.group.WORLD = None
-    try:
-        yield
-    finally:
-        dist.group.WORLD = before
+def simulated(rank: int, size: int) -> Iterator[None]:
+    """Context whose default group has torch's backend ``fake``: no other rank exists, and collectives change nothing.
 
-
-@contextmanager
-def pretended(rank: int, size: int) -> Iterator[None]:
-    """Context with a simulated default group: the other ranks do not exist, and collectives change nothing.
-
-    Raises:
-        ValueError: if this process already has process groups.
+    Code inside does not see this process's other groups, which are unchanged afterwards.
     """
-    if all_groups():
-        raise ValueError(
-            "Ranks can be simulated only in a process without process groups: destroy the existing groups, or use "
-            "another process."
-        )
-    dist.init_process_group("fake", rank=rank, world_size=size)
+    world = dist.distributed_c10d._world
+    groups, default, count = set(all_groups()), world.default_pg, world.group_count
+    world.default_pg = None
+    _forget_meshes()
     try:
+        dist.init_process_group("fake", rank=rank, world_size=size)
         yield
     finally:
-        destroy()
+        # Names of groups contain their number, which must be the same on every real rank.
+        world.default_pg, world.group_count = default, count
+        for group in set(all_groups()) - groups:
+            dist.destroy_process_group(group)
+        _forget_meshes()
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
@@ -117,12 +108,17 @@ def start(backend: str, store: Store, rank: int, world_size: int, **options: Any
 
 def destroy(group: ProcessGroup | None = None) -> None:
     """Destroy a process group; None destroys the default group and all others."""
-    if group is None and "torch.distributed.tensor" in sys.modules:
+    if group is None:
+        _forget_meshes()
+    dist.destroy_process_group(group)
+
+
+def _forget_meshes() -> None:
+    """Clear DTensor's cache of results and their meshes, which would communicate in groups that no longer exist."""
+    if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-        # DTensor caches results with their meshes, and would communicate in groups that no longer exist.
         _clear_sharding_prop_cache()
-    dist.destroy_process_group(group)
 
 
 # -- backends of a group ----------------------------------------------------------------------------------------------
@@ -218,6 +214,12 @@ def begin_send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> dist.Wo
 def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
     """Receive a tensor from a rank of a group."""
     dist.recv(tensor, group=group, group_src=rank)
+
+
+def groups_among(arguments: Sequence[Any]) -> list[ProcessGroup]:
+    """The process groups among the arguments of an operator of ``torch.ops.c10d``."""
+    objects = (each for each in arguments if isinstance(each, torch.ScriptObject))
+    return [ProcessGroup.unbox(each) for each in objects if each._type().qualified_name().endswith(".ProcessGroup")]
 
 
 def wait_for(work: torch.ScriptObject) -> None:

@@ -43,7 +43,7 @@ class Rendezvous:
 
     Attributes:
         meetings: the number of rendezvous so far.
-        is_closed: whether ``close`` was called; always False with one rank.
+        is_closed: whether ``close`` was called; always False if no other process exists.
         absence: the ranks that are absent now, if any.
     """
 
@@ -53,7 +53,7 @@ class Rendezvous:
         self.is_closed, self.absence = False, Absence()
         self.meetings = 0
         self._is_met = False
-        if self._size > 1:
+        if self._watch is not None:
             self._store = named_store(f"lightning_zero/rendezvous/{everyone.name}")
 
     def meet(self, what: str) -> None:
@@ -66,7 +66,8 @@ class Rendezvous:
             RuntimeError: if another rank passes a different operation, has ended, does not call this method in time,
                 is in a deadlock with this rank, or if this process is a fork of a rank's process.
         """
-        if self._size == 1 or self._is_met:
+        watch = self._watch
+        if watch is None or self._is_met:
             return
         self.require_all(what)
         if self.is_closed:
@@ -76,8 +77,6 @@ class Rendezvous:
                 "module on all ranks: the call unshards the module first. Or create a new module, and load a "
                 "checkpoint. Make copies on every rank: a copy made on only some ranks stays sharded."
             )
-        watch = self._watch
-        assert watch is not None, "with several ranks there is a watch"
         watch.check_process(what)
         with watch.waiting(f"the rendezvous for {what}", may_be_refused=True):
             refusal = self._exchange(what, watch)
@@ -148,4 +147,4 @@ class Rendezvous:
 
     def close(self) -> None:
         """Close the rendezvous, and reset ``absence``, which a failed run may have left set."""
-        self.is_closed, self.absence = self._size > 1, Absence()
+        self.is_closed, self.absence = self._watch is not None, Absence()

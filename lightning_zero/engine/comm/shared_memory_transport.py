@@ -17,7 +17,7 @@ class SharedMemoryTransport(Transport):
     Codecs must encode each element independently, as casts do, since large slices are added up in parts.
 
     Args:
-        exchanges: the exchanges with the other ranks.
+        exchanges: the exchanges with the other ranks. Without exchanges of small messages, all slices count as large.
         rank: this rank's number among the ranks of the exchanges.
         gather_tag, reduce_tag: see ``GlooTransport``.
     """
@@ -30,7 +30,7 @@ class SharedMemoryTransport(Transport):
 
     def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
         tag, slices = self._gather_tag + number, slices_of(full, ranges)
-        if max(map(len, slices)) * full.itemsize > SMALL:
+        if self._small is None or max(map(len, slices)) * full.itemsize > SMALL:
             return Started([self._exchanges.gather(tag, slices).wait], [full], ends_by_itself=True)
         key = self._small.send(tag, [bytes_of(slices[self._rank])] * len(self._small.ranks))
 
@@ -42,7 +42,7 @@ class SharedMemoryTransport(Transport):
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         slices = slices_of(flat, ranges)
-        if max(codec.size(len(part)) for part in slices) * codec.dtype.itemsize > SMALL:
+        if self._small is None or max(codec.size(len(part)) for part in slices) * codec.dtype.itemsize > SMALL:
             sent = [part if rank == self._rank else codec.encode(part) for rank, part in enumerate(slices)]
             return self.reduce_spans([[Span(len(part), part)] for part in sent], codec.dtype, 1.0)
         own = slices[self._rank]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -81,11 +81,16 @@ class TensorParallel:
         group: the process group of ``ranks``; exists only if ``ranks`` does.
         control: the control plane between these ranks, for Python values.
         counters: counters of the communication between these ranks.
+        note: for simulated ranks, called with the bytes of each gather of activations, instead of a gather; returns a
+            function that is called when this rank waits for the gather.
     """
+
+    note: Callable[[int], Callable[[], Any]] | None = None
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         self.rank, self.size, self.counters = 0, 1, counters
         self.control = ControlPlane(None, [0], 0, None, counters, 0)
+        self._watch: Watch | None = None
         along = self._mesh = mesh[TENSOR] if mesh is not None else None
         if along is not None and along.size() > 1:
             self.rank, self.size = along.get_local_rank(), along.size()
@@ -93,14 +98,22 @@ class TensorParallel:
             self.ranks = process_group.ranks_of(self.group)
             self.groups: list[list[int]] = mesh.mesh.tolist()  # type: ignore[union-attr]
 
-    def begin(self, watch: Watch, control_group: ProcessGroup, tag: int) -> None:
+    def begin(
+        self,
+        watch: Watch | None,
+        control_group: ProcessGroup | None,
+        tag: int,
+        note: Callable[[int], Callable[[], Any]] | None = None,
+    ) -> None:
         """Prepare to communicate; required if there are several ranks.
 
         Args:
-            watch: detects failed waits and deadlocks among these ranks.
-            control_group: a process group of the same ranks, for tensors on the CPU.
+            watch: detects failed waits and deadlocks among these ranks; None if the other ranks are simulated.
+            control_group: a process group of the same ranks, for tensors on the CPU; None if they are simulated.
             tag: the tag of the control plane's messages.
+            note: see the attribute.
         """
+        self.note = note
         self._watch, self._control_group = watch, control_group
         self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters, tag)
 
@@ -145,7 +158,7 @@ class TensorParallel:
 
     def waiting(self, what: str) -> AbstractContextManager[None]:
         """Context in which this rank waits for the other tensor-parallel ranks; ``what`` names the wait."""
-        return self._watch.waiting(what)
+        return self._watch.waiting(what) if self._watch is not None else nullcontext()
 
     def whole(self, own: Tensor, share: Share) -> Tensor:
         """Gather a tensor from the ranks' shares, which may differ in shape. Collective if the tensor is divided."""
@@ -163,7 +176,7 @@ class TensorParallel:
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor over the tensor-parallel ranks, in place."""
-        if self.size > 1:
+        if self._watch is not None:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
             with self.waiting("a reduction over tensor-parallel ranks"):
                 dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self.group)
@@ -171,7 +184,7 @@ class TensorParallel:
 
     def broadcast(self, tensor: Tensor) -> Tensor:
         """Broadcast the first tensor-parallel rank's values, in place."""
-        if self.size > 1:
+        if self._watch is not None:
             self.counters.add("control", tensor.numel(), tensor.nbytes)
             group = self._control_group if tensor.device.type == "cpu" else self.group
             values = tensor.detach().resolve_conj().resolve_neg().contiguous()
@@ -189,7 +202,7 @@ class TensorParallel:
             batch: tensors in nested lists, tuples and dictionaries.
             sampler: advice for the error message: how to write a sampler that gives these ranks the same batches.
         """
-        if self.size == 1:
+        if self._watch is None:
             return
         values = {keystr(path): value for path, value in tree_leaves_with_path(batch) if isinstance(value, Tensor)}
         mine = {name: _digest(value) for name, value in values.items()}
@@ -226,6 +239,8 @@ class ActivationParts:
 
         None if any of these tensors may be identical by chance, since all its elements are equal (such as zeros).
         """
+        if self._tensor.note is not None:
+            return frozenset(values)
         digests = {key: _digest(value) for key, value in values.items()}
         everywhere = self._tensor.control.gather_objects(digests)
         alike = {key for key, digest in digests.items() if all(each.get(key) == digest for each in everywhere)}
@@ -248,6 +263,8 @@ class ActivationParts:
             RuntimeError: from the returned function, on the CPU, if checksums differ between ranks.
         """
         self.count(flat)
+        if self._tensor.note is not None:
+            return self._tensor.note(flat.nbytes)
         own, marks = flat.chunk(self.size)[self.rank].clone(), mark.new_empty(self.size)
         with explained(_GATHER):
             works = [

@@ -10,34 +10,42 @@ Since a sub-group holds all states of its elements, one read and one write suffi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Executor, ThreadPoolExecutor
 from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.simulation import SimulatedFile, Simulation
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
-from lightning_zero.io.swap import Extent, Ring, SwapFile
+from lightning_zero.io.swap import Extent, Ring, SameThread, SwapFile
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """Names of fields that are not optimizer states: the master weights (first), and their copy in the compute dtype."""
 
 
 class Swap:
-    """The files of an engine's buckets, in one folder, and buffers for updates of ``sub_group`` elements at a time."""
+    """The files of an engine's buckets, in one folder, and buffers for updates of ``sub_group`` elements at a time.
 
-    def __init__(self, folder: str, sub_group: int) -> None:
-        self._folder, self._files = folder, weakref.WeakSet[SwapFile]()
+    With a simulation, no files are created.
+    """
+
+    def __init__(self, folder: str, sub_group: int, simulation: Simulation | None = None) -> None:
+        self._folder, self._files, self._simulation = folder, weakref.WeakSet[SwapFile](), simulation
         self.sub_group = aligned(sub_group)  # rounded up, so that fields of any dtype are aligned
-        self._ring = Ring(0)
+        executor: Callable[[int, str], Executor] = ThreadPoolExecutor if simulation is None else SameThread
+        self._ring_of = partial(Ring, executor=executor)
+        self._ring = self._ring_of(0)
         # Separate from the ring's threads: a task of this reader may wait for an update, which waits for the ring.
-        self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch")
+        self.reader = executor(2, "lightning_zero-fetch")
 
     def open(self, nbytes: int) -> SwapFile:
         """Create a file of this size. Raises an OSError if the disk lacks space."""
+        if self._simulation is not None:
+            return SimulatedFile(nbytes, self._simulation.moves)  # type: ignore[return-value]
         file = SwapFile(self._folder, nbytes)
         self._files.add(file)
         return file
@@ -56,8 +64,8 @@ class Swap:
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, enlarged if needed to hold extents of ``nbytes`` bytes."""
         if nbytes > self._ring.nbytes:
-            self._ring = Ring(0)  # free the old buffers first
-            self._ring = Ring(nbytes)
+            self._ring = self._ring_of(0)  # free the old buffers first
+            self._ring = self._ring_of(nbytes)
         return self._ring
 
 

@@ -22,21 +22,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.io.swap import stream
 
 
 class Updates:
-    """A thread that runs updates of master weights, in the order in which they are submitted."""
+    """A thread that runs updates of master weights, in the order in which they are submitted.
 
-    def __init__(self, overlap: bool = True, gradients: bool = False) -> None:
-        self.overlap = overlap  # if False, ``optimizer.step`` waits until all updates are done
+    With a simulation, updates run at once, in the calling thread.
+    """
+
+    def __init__(self, overlap: bool = True, gradients: bool = False, simulation: Simulation | None = None) -> None:
+        self._simulation = simulation
+        self.overlap = overlap and simulation is None  # if False, ``optimizer.step`` waits until all updates are done
         self.gradients = gradients  # whether gradients are kept in host memory
         self._copier: Updates | None = None  # a second thread, since updates may wait for its copies
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
+
+    @classmethod
+    def of(cls, config: EngineConfig, simulation: Simulation | None) -> Updates:
+        """Make the updates for an engine's options."""
+        offload = config.offloads
+        if offload is None:
+            return cls(simulation=simulation)
+        return cls(config.overlap and offload.overlap, offload.gradients is not None, simulation)
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
         """Run a function in the thread, after all functions submitted earlier; return a ``BackgroundWork`` for it."""
@@ -74,6 +88,10 @@ class Updates:
         self._begin(update.all, update.run, update.end)
 
     def _put(self, run: Callable[[], None]) -> None:
+        if self._simulation is not None:
+            with self._simulation.on_host():
+                run()
+            return
         if self._thread is None:
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
             self._thread.start()
