@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
     from lightning_zero.engine.config import CompressionConfig, OffloadConfig
     from lightning_zero.planning.automatic import ZeroAutoStrategy
-    from lightning_zero.strategies.resilience_config import ResilienceConfig
     from lightning_zero.strategies.trainer import ZeroStrategy
 
 for _package, _ours in (
@@ -35,7 +34,7 @@ for _package, _ours in (
 _MODULE_OF = {
     "CompressionConfig": "engine.config",
     "OffloadConfig": "engine.config",
-    "ResilienceConfig": "strategies.resilience_config",
+    "ResilienceConfig": "callbacks.restarts",
     "ZeroAutoStrategy": "planning.automatic",
     "ZeroStrategy": "strategies.trainer",
     "full_grad": "engine.access",

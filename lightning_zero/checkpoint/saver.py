@@ -6,7 +6,7 @@ import atexit
 import logging
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
@@ -79,6 +79,8 @@ class Saver:
         rank: int,
         gather: Gather,
         serialising: OnRank0 | None = None,
+        folders: Sequence[int] = (0,),
+        before: Callable[[Destination], None] | None = None,
     ) -> None:
         """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
@@ -87,6 +89,8 @@ class Saver:
             path: the folder's path; rank 0's value is used.
             written_by: versions, stage and world size, for the manifest.
             gather: all-gathers a value.
+            folders: see ``saving.save_in_parts``.
+            before: called in the background, after the values have been copied and before any are written.
 
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
@@ -105,7 +109,7 @@ class Saver:
             raise not_saved(path, 0, refusal)
         content, destination = content_of(tree, rest, rank, serialising), Destination(path, label)
         if not self._in_background:
-            save_in_parts(content, destination, written_by, rank, gather)
+            save_in_parts(content, destination, written_by, rank, gather, folders=folders)
             return
         self.finish()
         copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
@@ -117,6 +121,8 @@ class Saver:
 
         def entries() -> list[Entry]:
             memory = iter(copied())
+            if before is not None:
+                before(destination)
             return [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
 
         def save() -> None:
@@ -126,7 +132,7 @@ class Saver:
                     reading.end()  # this rank's file has been written
                     return exchange(value)
 
-                save_in_parts(content, destination, written_by, rank, written, entries)
+                save_in_parts(content, destination, written_by, rank, written, entries, folders)
 
         self._submit(save)
 

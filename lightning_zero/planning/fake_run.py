@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_zero.checkpoint.saving import entry_of, identity
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
@@ -87,7 +88,7 @@ class _Pretending:
         return 0, 0
 
     def kept_bytes(self) -> int:
-        """Bytes of the copies of this rank's state that ``resilience`` keeps in shared memory."""
+        """Bytes of the copies of this rank's state that ``resilience`` keeps in memory."""
         return 0
 
     def most_loaded(self, rank: int) -> int:
@@ -153,15 +154,16 @@ class _PretendingZero(_Pretending):
         at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
         return sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
 
-    def _new_resilience(self) -> None:
+    def _new_restarts(self) -> None:
         """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
     def kept_bytes(self) -> int:
         if self.options.keeps is None:  # type: ignore[attr-defined]
             return 0
-        state, _ = self.state_in_parts()  # type: ignore[attr-defined]
-        copies = 2 if self._machines == 1 else 4  # two slots, plus mirrors of two slots of another machine, if any
-        return copies * sum(entry.nbytes for entry in state.entries)
+        leaves = tree_leaves(self.state_to_keep())  # type: ignore[attr-defined]
+        rank: int = self.global_rank  # type: ignore[attr-defined]
+        entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
+        return 3 * sum(entry.nbytes for entry in entries.values())  # two in shared memory, one from which a save writes
 
     def most_loaded(self, rank: int) -> int:
         assert self.engine is not None
@@ -271,7 +273,7 @@ class FakeRun:
         report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
             run; under DDP, the bytes after a step.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
-            ``resilience`` keeps in shared memory.
+            ``resilience`` keeps.
         disk_bytes: bytes of states on a disk.
         traffic: bytes of communicated buffers per step, by kind of collective.
         leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
