@@ -275,7 +275,7 @@ class Restarts:
         return [place for _, place, _ in everyone]
 
     def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
-        """In place of Lightning's ``resume_start``, its first argument: continue from the newest whole state, if any."""
+        """In place of Lightning's ``resume_start``, its first argument: continue from the newest whole state."""
         sources = [] if self._has_begun else self._sources(weights_only)  # later calls come from tuners in the fit
         self._has_begun = True
         for source in sources:
