@@ -36,8 +36,7 @@ def ours(model: GPT, setting: Setting, **offload: Any) -> Training:
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
         loss = cross_entropy(model(tokens), targets)
-        with engine.last_backward(optimizer):
-            loss.backward()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         return loss.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -30,7 +31,21 @@ def worker_pools() -> Iterator[WorkerPools]:
     pools.close()
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run whole programs with the units of a small model, as their users do; exhaustively also with a large model's."""
+    if "run_on" in metafunc.fixturenames and metafunc.definition.path.parent.name in ("trainer", "fabric"):
+        metafunc.fixturenames.append("units")
+        units = ["merged", pytest.param("single", marks=pytest.mark.exhaustive)]
+        metafunc.parametrize("units", units, indirect=True)
+
+
 @pytest.fixture
-def run_on(worker_pools: WorkerPools) -> Callable[..., list[Any]]:
+def units(request: pytest.FixtureRequest) -> str:
+    """How blocks become units: "merged" as by default, or "single", as in a large model."""
+    return getattr(request, "param", "single")
+
+
+@pytest.fixture
+def run_on(worker_pools: WorkerPools, units: str) -> Callable[..., list[Any]]:
     """`run_on(world_size, fn, timeout=60, seed=0, **kwargs)`: the return values of `fn(**kwargs)`, by rank."""
-    return worker_pools.run_on
+    return partial(worker_pools.run_on, merges_units=units == "merged")

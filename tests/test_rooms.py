@@ -95,9 +95,42 @@ def test_imports_form_no_cycle():
         pytest.fail(" -> ".join(error.args[1]))
 
 
-def test_no_file_is_long():
-    lengths = {module: len(path.read_text(encoding="utf-8").splitlines()) for module, path in FILES.items()}
-    assert {module: length for module, length in lengths.items() if length > 510} == {}
+LARGE = {
+    "checkpoint.weights.load_weights": 69,
+    "commands.plan.parser": 77,
+    "engine.comm.collectives.Communicator": 21,
+    "engine.comm.collectives._choose_transports": 61,
+    "engine.engine.Engine": 23,
+    "engine.engine.__init__": 109,
+    "engine.init.bucketing.assign_to_buckets": 85,
+    "engine.runtime.reducer.GradientReducer": 21,
+    "engine.state.bucket.Bucket": 32,
+    "engine.state.bucket_gradients.BucketGradients": 26,
+    "monitoring.callback.Monitor": 37,
+    "planning.advice.make_plans": 113,
+    "planning.fake_run.fake_run": 115,
+    "planning.parity.probe": 65,
+    "strategies.resilience.Resilience": 25,
+}
+"""Functions of more than 60 lines and classes of more than 20 attributes that have not been divided yet."""
+
+
+def test_no_function_is_long_and_no_class_has_many_attributes():
+    sizes = {}
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            name = f"{module.partition('.')[2]}.{getattr(node, 'name', '')}"
+            if isinstance(node, ast.FunctionDef) and (lines := node.end_lineno - node.lineno + 1) > 60:
+                sizes[name] = lines
+            elif isinstance(node, ast.ClassDef) and (attributes := len(_own_attributes(node))) > 20:
+                sizes[name] = attributes
+    assert {name: size for name, size in sizes.items() if size > LARGE.get(name, 0)} == {}
+
+
+def _own_attributes(node: ast.ClassDef) -> set[str]:
+    """The names that a class's methods assign as attributes of ``self``."""
+    written = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
+    return {each.attr for each in written if isinstance(each.value, ast.Name) and each.value.id == "self"}
 
 
 def test_only_the_communication_room_uses_torch_distributed():

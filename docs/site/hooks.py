@@ -7,8 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
+import errors
+from mkdocs.structure.files import File
+
 _NOT_TESTED = re.compile(r"^( *```\w+) notest$", re.MULTILINE)
 _LINK = re.compile(r"\]\(((?:\.\./)+[^)\s]+)\)")
+
+
+def on_files(files: Any, config: Any) -> None:
+    package = Path(config.config_file_path).parent / "lightning_zero"
+    files.append(File.generated(config, "reference/errors.md", content=errors.page(package)))
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, **_: Any) -> str:

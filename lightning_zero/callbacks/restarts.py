@@ -382,10 +382,11 @@ class Restarts:
                     target.write(part)
         return error
 
-    def loaded(self, path: Any) -> None:
-        """Note that a checkpoint is loaded. Not collective."""
+    def loaded(self, path: Any) -> bool:
+        """Note that a checkpoint is loaded, and return whether it was written without the Trainer's CheckpointIO."""
         if self._trial == str(path):
             self._trial = self._last = None
+        return str(path).startswith(self._folder) or (str(path) == self._at_end and self._strategy.num_nodes == 1)
 
     def between_batches(self, *, is_end: bool = False) -> None:
         """Begin a save if one is due. At the end of training, it is due if the state has changed."""

@@ -237,12 +237,6 @@ def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
 LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
 
 
-def step_pre_hooks(optimizer: torch.optim.Optimizer) -> Iterator[Callable[..., Any]]:
-    """Hooks that run before an optimizer's step and may change gradients: its own, and those for all optimizers."""
-    own: dict[int, Callable[..., Any]] = optimizer._optimizer_step_pre_hooks
-    return chain(own.values(), optimizers._global_optimizer_pre_hooks.values())
-
-
 def running_steps(optimizer: torch.optim.Optimizer) -> int:
     """The number of an optimizer's steps on the stack. Hooks cannot count them: after an error, none is called."""
     return _running(_HOOKED_STEP, optimizer)
@@ -255,16 +249,6 @@ def without_hooks(step: Any) -> Any:
 
 # The code of the function by which torch replaces ``step`` in optimizer classes, to call hooks.
 _HOOKED_STEP = torch.optim.Optimizer.profile_hook_step(torch.optim.Optimizer.step).__code__
-
-
-def is_step_of_scheduler(step: Any) -> bool:
-    """Whether ``step`` is the wrapper with which a learning-rate scheduler counts calls of an optimizer's ``step``."""
-    return hasattr(step, "_wrapped_by_lr_sched")
-
-
-def has_backward_hooks(module: torch.nn.Module) -> bool:
-    """Whether a module itself has backward hooks, which may read or change gradients."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
 
 
 def forward_hooks(module: torch.nn.Module) -> tuple[Any, Any]:

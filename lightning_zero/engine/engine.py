@@ -354,7 +354,6 @@ class Engine(Optimizers):
             self.reducer.abort()  # in case an exception ended the last backward
         if self.schedule.windows == 0:
             if not in_backward():
-                self._check_no_step_is_due()
                 for masters in self.masters:
                     masters.recover()
                 if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``

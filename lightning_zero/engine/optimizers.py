@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
@@ -101,44 +100,6 @@ class Optimizers(StateDicts):
         return [optimizer for masters in self.masters if (optimizer := masters.optimizer) is not None]
 
     # -- updates ----------------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def last_backward(self, optimizer: Optimizer) -> Iterator[None]:
-        """Context for the last backward before ``optimizer.step``, to start offloaded updates during backward.
-
-        Each update starts as soon as its gradient is reduced, while backward continues. No code may read or change
-        gradients between this backward and ``optimizer.step``. Parameters must be used only by their own modules:
-        otherwise backward might read updated values.
-
-        Raises:
-            RuntimeError: if ``optimizer.step`` has not been called since an earlier ``last_backward``. A forward in
-                that state raises the same error.
-        """
-        self._check_no_step_is_due()
-        masters = self._masters_of(optimizer)
-        if masters is None:
-            yield
-            return
-        begins = self.background.overlap and any(bucket.updates is not None for bucket in self.buckets)
-        self.reducer.on_reduced = masters.begin if begins else None
-        try:
-            yield
-            masters.awaits_step = begins  # the same on every rank, even if no update has begun on this rank
-        except BaseException:
-            masters.recover()  # so that no update waits for gradients that will never arrive
-            raise
-        finally:
-            self.reducer.on_reduced = None
-
-    def _check_no_step_is_due(self) -> None:
-        for masters in self.masters:
-            if masters.awaits_step and masters.optimizer is not None:
-                raise RuntimeError(
-                    "optimizer.step() has not been called since 'with engine.last_backward(optimizer)' ended: "
-                    f"{type(masters.optimizer).__name__} may have updated some offloaded parameters, and a forward "
-                    "would compute with old values of the rest. Call optimizer.step() before the next forward, or "
-                    "call loss.backward() without 'with engine.last_backward(optimizer)'."
-                )
 
     def begin_update(self) -> None:
         """Mark the start of an update: until ``updated`` is called, only some master weights may have been updated."""

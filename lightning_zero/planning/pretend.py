@@ -18,7 +18,6 @@ from torch import Tensor
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.backend_transport import BackendTransport
-from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.codec import Codec, Quantised
 from lightning_zero.engine.comm.collectives import BucketCollectives, Communicator, Everyone, Gathering
 from lightning_zero.engine.comm.control_plane import ControlPlane
@@ -278,25 +277,10 @@ class InlineUpdates(Updates):
         finally:
             self._recorder.on_host = False
 
-    def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
-        return InlineDiskUpdate(states, self)
-
-
-class InlineDiskUpdate(DiskUpdate):
-    """Updates the sub-groups of a bucket immediately, in the thread that calls ``give``."""
-
-    def __init__(self, states: Sequence[DiskStates], owner: InlineUpdates) -> None:
-        super().__init__(states, owner)
-        self._put = owner._put
-
-    def give(self, states: DiskStates, act: OnSubGroup | None, *, until_written: bool = False) -> BackgroundWork | None:
-        work = super().give(states, None, until_written=until_written)
-        if work is not None:
-            if act is not None:
-                self._put(partial(_update_sub_groups, states, act))
-            for ended in (self._shown[states], self._written[states], *(() if self.waiting else (self.all,))):
-                ended.end()
-        return work
+    def start(self, update: DiskUpdate) -> None:
+        for states, act in update.acts.items():
+            self._put(partial(_update_sub_groups, states, act))
+        update.end()
 
 
 def _update_sub_groups(states: DiskStates, act: OnSubGroup) -> None:

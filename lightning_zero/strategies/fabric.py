@@ -221,7 +221,7 @@ class FabricStrategy(ZeroProcesses):
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
         self._alike(self._saver.finish)
-        if not self._has_default_io:
+        if not self._loads_itself:
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         else:
             opened = self._opened(path, weights_only)

@@ -319,6 +319,15 @@ class ZeroProcesses(ParallelStrategy):
     def _has_default_io(self) -> bool:
         return type(self.checkpoint_io) is self.lightning.plugins.TorchCheckpointIO
 
+    @property
+    def _loads_itself(self) -> bool:
+        """Whether the strategy reads checkpoints: the ``CheckpointIO`` at most changes how Lightning writes them."""
+        plugins, io = self.lightning.plugins, self.checkpoint_io
+        passes_on = getattr(plugins, "AsyncCheckpointIO", plugins.CheckpointIO).load_checkpoint  # Fabric has no such
+        while type(io).load_checkpoint is passes_on:
+            io = io.checkpoint_io
+        return type(io).load_checkpoint is plugins.TorchCheckpointIO.load_checkpoint
+
     def _leaf(self, *, parts: bool, keeps: bool) -> Leaf:
         """A function that leaves tensors sharded (``parts``), or converts them to full (``keeps``) or meta tensors."""
         if parts:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
@@ -37,7 +37,6 @@ from lightning_zero.strategies.loops import (
     meet_between_batches,
     take_turns,
 )
-from lightning_zero.strategies.optimizer_in_backward import EarlyUpdates
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.processes import ZeroProcesses
@@ -85,14 +84,12 @@ class TrainerStrategy(TrainerCheckpoints):
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         self.model: Any
         self.last_report: Report | None = None
-        self._early_updates: EarlyUpdates | None = None
         self._signals: Signals | None = None
         self._same_batches = SameBatches(
             "keep use_distributed_sampler=True, or create the sampler with DistributedSampler(dataset, "
             "**trainer.strategy.distributed_sampler_kwargs)"
         )
         self._was_sharded = False  # whether this run reuses the engine of an earlier run
-        self._backward = ExitStack()  # contexts to exit when backward ends
         super().__init__(stage=stage, **options)
 
     # -- the processes ----------------------------------------------------------------------------------------------
@@ -154,9 +151,6 @@ class TrainerStrategy(TrainerCheckpoints):
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine(fitting=fitting)
         self._was_sharded = self.engine is not None
-        offload = self.config.offloads
-        overlaps = offload is not None and offload.optimizer is not None and offload.overlap and self.config.overlap
-        self._early_updates = EarlyUpdates(self.lightning) if fitting and overlaps else None
         if self.engine is None:
             if fitting and self._layer_sync:
                 self.model = self._layer_sync.apply(self.model)
@@ -269,20 +263,12 @@ class TrainerStrategy(TrainerCheckpoints):
         super().pre_backward(closure_loss)
         if self.engine is not None and not self.lightning_module.automatic_optimization:
             self.engine.note_forward()  # as in Lightning's ``prepare_for_backward``
-        if self._early_updates is not None and self.engine is not None and self.lightning_module is not None:
-            trainer = self.lightning_module.trainer
-            self._backward.enter_context(self._early_updates.around_backward(self.engine, trainer, closure_loss))
-
-    def post_backward(self, closure_loss: Tensor) -> None:
-        super().post_backward(closure_loss)
-        self._backward.close()
 
     def on_exception(self, exception: BaseException) -> None:
         is_asked_to_end = isinstance(exception, self.lightning.utilities.exceptions.SIGTERMException)
         keep_for_next_attempt()
         if self._restarts is not None and self._ended_by is None and is_asked_to_end:
             self._restarts.save_before_end()
-        self._backward.__exit__(type(exception), exception, exception.__traceback__)
         say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)
 
@@ -414,8 +400,8 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong only to the original.
-        own = "engine", "_data_loading", "_masters_after_fit", "_early_updates", "_signals", "_mesh", "_restarts"
-        return {**super().__getstate__(), **dict.fromkeys(own), "_backward": ExitStack()}
+        own = "engine", "_data_loading", "_masters_after_fit", "_signals", "_mesh", "_restarts"
+        return {**super().__getstate__(), **dict.fromkeys(own)}
 
 
 _layer_syncs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -285,9 +285,8 @@ class TrainerCheckpoints(ZeroProcesses):
             ValueError: if a newer version wrote the checkpoint.
         """
         self._alike(self._saver.finish)
-        if self._restarts is not None:
-            self._restarts.loaded(checkpoint_path)
-        if not self._has_default_io:
+        is_kept = self._restarts is not None and self._restarts.loaded(checkpoint_path)
+        if not (self._loads_itself or is_kept):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint

@@ -28,6 +28,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from lightning.fabric import Fabric
+from lightning.fabric.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins import AsyncCheckpointIO
 from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 
@@ -632,19 +634,36 @@ def server(tmp_path: Path) -> Iterator[str]:
         running.shutdown()
 
 
-def read_by_trainer(path: str) -> Any:
+class WritesElsewhere(TorchCheckpointIO):
+    """A project's plugin that reads as Lightning's does."""
+
+    def save_checkpoint(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def read_by_trainer(path: str, **options: Any) -> Any:
     module = Learner(batches=1)
-    make_trainer("zero1", max_steps=2).fit(module, ckpt_path=path)
+    make_trainer("zero1", max_steps=2, **options).fit(module, ckpt_path=path)
     return module
 
 
-def read_by_fabric(path: str) -> Any:
-    running = Fabric(accelerator="cpu", devices=1, strategy=fabric.ZeroStrategy(stage=1))
+def read_with_plugins(path: str) -> Any:
+    read_by_trainer(path, plugins=[AsyncCheckpointIO(WritesElsewhere())])
+
+
+def read_by_fabric(path: str, **options: Any) -> Any:
+    running = Fabric(accelerator="cpu", devices=1, strategy=fabric.ZeroStrategy(stage=1), **options)
     running.launch()
     return running.load(path)
 
 
-@pytest.mark.parametrize("read", [read_by_trainer, read_by_fabric, open_checkpoint])
+def read_by_fabric_with_plugin(path: str) -> Any:
+    read_by_fabric(path, plugins=[WritesElsewhere()])
+
+
+@pytest.mark.parametrize(
+    "read", [read_by_trainer, read_with_plugins, read_by_fabric, read_by_fabric_with_plugin, open_checkpoint]
+)
 @pytest.mark.parametrize("where", ["http", "memory", "http_models", "http:x.ckpt"])
 def test_what_an_address_offers_is_read_as_data(tmp_path: Path, monkeypatch, server: str, where: str, read) -> None:
     monkeypatch.chdir(tmp_path)

@@ -1,47 +1,51 @@
-"""docs/reference/errors.md lists every error and warning of the library."""
+"""The site's page of errors has every message of the source."""
 
 from __future__ import annotations
 
-import ast
+import importlib.util
+import sys
 from pathlib import Path
+from typing import Any
 
-from tests.docs.messages import PACKAGE, messages, opening_of
+import pytest
 
-PAGE = PACKAGE.parent / "docs" / "reference" / "errors.md"
-
-
-def test_the_page_has_every_message_of_the_source() -> None:
-    found = messages()
-    assert len(found) > 30, "this test no longer finds the messages"
-    page = " ".join(PAGE.read_text().replace("`", "").split())
-    missing = [f"{message.where}: {message.opening}" for message in found if message.opening not in page]
-    assert not missing, f"add to {PAGE.name} what begins with these words, why it comes and what to do:\n" + "\n".join(
-        missing
-    )
+from tests.examples.running import REPOSITORY
 
 
-def test_a_messages_opening_is_its_first_five_literal_words() -> None:
-    def opening(source: str) -> str | None:
-        return opening_of(ast.parse(source, mode="eval").body)
-
-    assert opening("f'{name}={value!r} must be an integer of at least {least}.'") == "must be an integer of"
-    assert opening("'%s is not written: after an exception'") == "is not written: after an"
-    assert opening("'no ' 'such checkpoint'") == "no such checkpoint"
-    assert opening("f'{a} or {b}'") is None
-    assert opening("reason") is None
+@pytest.fixture(scope="module")
+def errors() -> Any:
+    spec = importlib.util.spec_from_file_location("errors", REPOSITORY / "docs" / "site" / "errors.py")
+    assert spec is not None and spec.loader is not None
+    module = sys.modules.setdefault("errors", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(module)
+    return module
 
 
-def test_messages_of_raised_errors_and_warnings_are_found(tmp_path: Path) -> None:
+def test_the_page_has_the_messages_of_every_area(errors: Any) -> None:
+    page = errors.page(REPOSITORY / "lightning_zero")
+    areas = [line.removeprefix("## ") for line in page.splitlines() if line.startswith("## ")]
+    assert areas == [*errors.AREAS.values(), errors.OTHER_AREAS]
+    assert "| `stage=... is not a ZeRO stage" in page
+    assert all(line.count(" | ") == 1 for line in page.replace("\\|", "").splitlines() if line.startswith("| `"))
+
+
+def test_messages_of_raised_errors_and_warnings_are_found(tmp_path: Path, errors: Any) -> None:
     package = tmp_path / "package"
     package.mkdir()
     (package / "room.py").write_text(
-        "def f(x):\n"
+        "def f(x, path):\n"
         "    if x:\n"
-        "        raise ValueError(f'{x} is one too many')\n"
+        "        raise ValueError(f'{x} is one too many: ' + f'{path.name!r} has {x[0]}')\n"
+        "    said = 'three is enough for two'\n"
+        "    def g():\n"
+        "        raise errors.Unsafe.of('within another function')\n"
+        "    warnings.warn(said)\n"
         "    log.warning('two is not enough: %d', x)\n"
-        "    raise\n"
+        "    raise KeyError('name')\n"
     )
-    assert messages(package) == [
-        ("is one too many", "package/room.py:3"),
-        ("two is not enough", "package/room.py:4"),
-    ]
+    assert set(errors.messages(package)) == {
+        ("X is one too many: NAME has ...", "ValueError", "package/room.py"),
+        ("three is enough for two", "warning", "package/room.py"),
+        ("within another function", "Unsafe", "package/room.py"),
+        ("two is not enough: ...", "warning", "package/room.py"),
+    }

@@ -91,15 +91,6 @@ def test_offload_changes_nothing_in_low_precision(run_on_device, stage, offload)
     run_on_device(2, is_as_without_offload, recipe=recipe, stage=stage, offload=offload)
 
 
-@EACH
-@RANKS
-@pytest.mark.exhaustive
-def test_updates_that_begin_during_backward_change_nothing(run_on_device, ranks, offload):
-    recipe = Recipe(Wide, sgd, steps=4, micro_batches=2, device=NAME)
-    options = {"early": True, "units": [nn.Linear]}
-    run_on_device(ranks, is_as_without_offload, recipe=recipe, stage=3, offload=offload, **options)
-
-
 @in_order
 def evaluate_before_each_step(**options: Any) -> None:
     module, optimizer = prepare(Recipe(Wide, sgd, device=NAME))

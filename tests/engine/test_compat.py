@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.engine import Engine, ShardedTensor, compat
@@ -206,14 +205,8 @@ def test_post_accumulate_grad_hooks_can_be_read():
     assert list(compat.accumulation_hooks(tensor).values()) == [hook]
 
 
-def test_hooks_of_an_optimizer_can_be_listed_and_ordered():
+def test_hooks_of_an_optimizer_can_be_ordered():
     calls, optimizer = [], torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
-    assert list(compat.step_pre_hooks(optimizer)) == []
-    own = optimizer.register_step_pre_hook(before := (lambda *_: calls.append("before")))
-    of_all = register_optimizer_step_pre_hook(for_all := (lambda *_: calls.append("for all")))
-    assert list(compat.step_pre_hooks(optimizer)) == [before, for_all]
-    own.remove()
-    of_all.remove()
     optimizer.register_step_post_hook(lambda *_: calls.append("first"))
     compat.call_first(optimizer.register_step_post_hook(lambda *_: calls.append("second")))
     optimizer.step()
@@ -221,9 +214,6 @@ def test_hooks_of_an_optimizer_can_be_listed_and_ordered():
     optimizer.register_load_state_dict_pre_hook(lambda *_: None)
     optimizer.register_load_state_dict_post_hook(lambda *_: None)
     assert [len(getattr(optimizer, name)) for name in compat.LOAD_HOOKS] == [1, 1]
-    assert not compat.is_step_of_scheduler(optimizer.step)
-    torch.optim.lr_scheduler.ConstantLR(optimizer)
-    assert compat.is_step_of_scheduler(optimizer.step)
 
 
 def test_the_device_under_which_an_operator_was_called_is_known_within_the_operator():
@@ -250,14 +240,6 @@ def test_functions_on_the_stack_are_found_by_name_with_their_first_argument():
         return list(compat.calls_on_stack(("reset", "other")))
 
     assert reset(3) == [("reset", 3)] and not list(compat.calls_on_stack(("reset",)))
-
-
-@pytest.mark.parametrize("name", ["register_full_backward_hook", "register_full_backward_pre_hook"])
-def test_backward_hooks_of_a_module_are_found(name):
-    module = nn.Linear(2, 2)
-    assert not compat.has_backward_hooks(module)
-    getattr(module, name)(lambda *_: None)
-    assert compat.has_backward_hooks(module)
 
 
 def test_a_recurrent_modules_list_of_replaced_parameters_can_be_refreshed():

@@ -80,8 +80,7 @@ def count_setup_and_step(stage: int, tensors: int, units: int, ranks: int, **opt
     engines: list[Engine] = []
 
     def step() -> None:
-        with engines[0].last_backward(optimizer):
-            module(torch.ones(WIDTH)).sum().backward()
+        module(torch.ones(WIDTH)).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 import copy
 import errno
 import gc
-import itertools
 import os
 import threading
 import time
 import weakref
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from lightning_zero.engine import Engine, optimizers
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import DiskUpdate, Update
+from lightning_zero.engine.offload.updates import Update
 from lightning_zero.engine.optim import masters, state
 from lightning_zero.io.disk import ALIGNMENT, DirectFile
 from tests.checkpoint import faults
@@ -74,8 +72,7 @@ def option(offload: str | None, stage: int) -> Any:
     return chosen
 
 
-def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, **options: Any) -> dict[str, Any]:
-    """The results of a run; with ``early``, updates may start during the last backward of a step."""
+def train(recipe: Recipe, stage: int, offload: str | None, **options: Any) -> dict[str, Any]:
     module, optimizer = prepare(recipe)
     before = set(threading.enumerate())
     engine = Engine(module, [optimizer], stage=stage, offload=option(offload, stage), **options)
@@ -84,8 +81,7 @@ def train(recipe: Recipe, stage: int, offload: str | None, early: bool = False, 
     for index, inputs in enumerate(batches):
         is_last = (index + 1) % recipe.micro_batches == 0
         loss = module(*inputs) / recipe.micro_batches
-        with engine.last_backward(optimizer) if is_last and early else nullcontext():
-            loss.backward()
+        loss.backward()
         losses.append(loss.detach().clone())
         if is_last:
             if recipe.clip is not None:
@@ -112,8 +108,7 @@ train_without = trained_once(train)
 
 
 def is_as_without(recipe: Recipe, stage: int, offload: str, **options: Any) -> None:
-    early = options.pop("early", False)
-    found = train(recipe, stage, offload, early, **options)
+    found = train(recipe, stage, offload, **options)
     same_values(found, train_without(recipe, stage, None, **options), offload)
 
 
@@ -122,13 +117,6 @@ def is_as_without(recipe: Recipe, stage: int, offload: str, **options: Any) -> N
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_a_run_with_offload_equals_one_without(run_on, ranks, stage, offload):
     run_on(ranks, is_as_without, recipe=Recipe(steps=4), stage=stage, offload=offload)
-
-
-@EACH
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_offloaded_updates_that_begin_during_backward_change_no_numbers(run_on, ranks, offload):
-    recipe = Recipe(Wide, steps=5, micro_batches=2)
-    run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload, early=True, units=[nn.Linear])
 
 
 @ON_BOTH
@@ -153,7 +141,7 @@ def test_offload_changes_no_numbers_in_low_precision(run_on, stage, offload):
     ],
 )
 def test_offload_changes_no_numbers_with_any_optimizer(run_on, optimizer, offload):
-    run_on(2, is_as_without, recipe=Recipe(Wide, optimizer, steps=3), stage=3, offload=offload, early=True)
+    run_on(2, is_as_without, recipe=Recipe(Wide, optimizer, steps=3), stage=3, offload=offload)
 
 
 def clip(parameters: Any) -> Any:
@@ -169,7 +157,7 @@ def test_offload_changes_no_numbers_with_clipping_and_micro_batches(run_on, rank
 
 @ON_BOTH
 def test_offload_changes_no_numbers_with_activation_checkpointing(run_on, offload):
-    options = {"early": True, "units": [nn.Linear], "activation_checkpointing": "units"}
+    options = {"units": [nn.Linear], "activation_checkpointing": "units"}
     run_on(2, is_as_without, recipe=Recipe(Wide, steps=3), stage=3, offload=offload, **options)
 
 
@@ -490,44 +478,6 @@ def test_an_optimizer_may_be_replaced_while_its_update_is_still_running(run_on, 
 # --------------------------------------------------------------------------------------------------------- the overlap
 
 
-def updates_in_backward(offload: str) -> None:
-    """The last layers are updated before the first have their gradients: the test makes backward wait for it."""
-    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
-    engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), reduction_buffers=1)
-    act, updated = Update.act, threading.Event()
-
-    def noted(*args: Any) -> Any:
-        state = act(*args)
-        updated.set()
-        return state
-
-    def wait(*_: Any) -> None:
-        assert updated.wait(30), "nothing is updated, and backward is about to end"
-
-    module(*batch(0)).backward()  # shows which parameters are used
-    optimizer.step()
-    waited = module.layers[0].register_full_backward_pre_hook(wait)
-    for step in (1, 2):
-        optimizer.zero_grad()
-        loss = module(*batch(step))
-        updated.clear()
-        Update.act = noted
-        try:
-            with engine.last_backward(optimizer):
-                loss.backward()
-        finally:
-            Update.act = act
-        optimizer.step()
-    waited.remove()
-    engine.close()
-
-
-@ON_BOTH
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_updates_begin_while_backward_is_still_running(run_on, ranks, offload):
-    run_on(ranks, updates_in_backward, offload=offload)
-
-
 def updates_in_forward(stage: int, offload: str) -> None:
     """The next forward begins before the last layer is updated: the test makes that update wait for the forward."""
     module, _ = prepare(Recipe(lambda: Wide(layers=4)))
@@ -676,75 +626,6 @@ def test_apart_from_updates_nothing_is_read_from_or_written_to_the_disk(run_on, 
     run_on(ranks, traffic_on_disk, stage=stage)
 
 
-def read_in_backward(offload: str) -> None:
-    """A tensor hook that reads a parameter interrupts an update's wait for gradients, which is then restarted."""
-    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
-    engine = Engine(module, [optimizer], units=[nn.Linear], stage=1, offload=option(offload, 1), reduction_buffers=1)
-    for step in range(3):
-        x = module.embed(batch(step)[0])
-        x.register_hook(lambda gradient: None if module.head.weight.norm() else None)
-        for layer in module.layers:
-            x = x + torch.tanh(layer(x))
-        loss = module.head(x).square().mean()
-        with engine.last_backward(optimizer):
-            loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    counts = {float(state["step"]) for state in engine.full_optimizer_state_dict(optimizer)["state"].values()}
-    engine.close()
-    assert counts == {3}, counts
-
-
-@ON_BOTH
-def test_reading_a_parameter_in_backward_blocks_no_update(run_on, offload):
-    run_on(1, read_in_backward, offload=offload, timeout=60)
-
-
-def dropped_by_two() -> None:
-    """Both threads have seen the waiting updates before either drops them."""
-    module, optimizer = prepare(Recipe(Wide))
-    engine = Engine(module, [optimizer], offload=option("disk", 3))
-    update = engine.background.stream([bucket.states for bucket in engine.buckets if bucket.states is not None])
-    waiting, both = DiskUpdate.waiting, threading.Barrier(2, timeout=30)
-
-    def seen(self: DiskUpdate) -> Any:
-        found = waiting.fget(self)
-        both.wait()
-        return found
-
-    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(2) as threads:
-        patch.setattr(DiskUpdate, "waiting", property(seen))
-        for dropped in [threads.submit(update.drop) for _ in range(2)]:
-            dropped.result()
-    assert not update.waiting
-    engine.close()
-
-
-def test_two_threads_may_drop_waiting_updates_at_the_same_time(run_on):
-    run_on(1, dropped_by_two)
-
-
-def settled_meanwhile() -> None:
-    """Another thread synchronizes just before an update is submitted."""
-    give, calls = DiskUpdate.give, itertools.count()
-
-    def late(self: DiskUpdate, *args: Any, **options: Any) -> Any:
-        if args[1] is not None and next(calls) % 2 == 0:
-            thread = threading.Thread(target=synchronize)
-            thread.start()
-            thread.join()
-        return give(self, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DiskUpdate, "give", late)
-        is_as_without(Recipe(Wide, steps=4), 3, "disk", early=True, units=[nn.Linear])
-    assert next(calls) > 8
-
-
-def test_an_update_that_another_thread_drops_meanwhile_is_still_applied(run_on):
-    run_on(1, settled_meanwhile)
-
-
 def dtype_of_counts(offload: str | None) -> set[torch.dtype]:
     module = nn.Linear(4, 4).double()
     optimizer = torch.optim.AdamW(module.parameters())
@@ -771,60 +652,6 @@ def test_step_counts_have_the_same_dtype_as_without_offload(run_on, offload):
     assert run_on(1, dtype_of_counts, offload=offload) == run_on(1, dtype_of_counts, offload=None) == [{torch.float32}]
 
 
-def with_forwards_before_step(stage: int, offload: str | None) -> dict[str, Any]:
-    """Each forward is refused where updates may have begun; the step completes them. Without offload none is tried."""
-    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
-    engine = Engine(module, [optimizer], units=[nn.Linear], stage=stage, offload=option(offload, stage))
-    for step in range(4):
-        with engine.last_backward(optimizer):
-            module(*batch(step)).backward()
-        if offload is not None:
-            was_left = pytest.raises(RuntimeError, match="optimizer.step.. has not been called since 'with")
-            with was_left, torch.no_grad():
-                module(*batch(9))
-            with was_left:
-                module(*batch(9)).backward()
-            with was_left, engine.window():
-                module(*batch(9))
-            with was_left, engine.last_backward(optimizer):
-                pass
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            module(*batch(9))
-    weights, states = dict(engine.full_state_dict()), engine.full_optimizer_state_dict(optimizer)
-    engine.close()
-    return {"weights": weights, "states": states}
-
-
-def forwards_before_step_change_nothing(stage: int, offload: str) -> None:
-    same_values(with_forwards_before_step(stage, offload), with_forwards_before_step(stage, None), offload)
-
-
-@ON_BOTH
-@pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
-def test_a_forward_between_the_last_backward_and_the_step_is_refused_and_changes_nothing(run_on, ranks, stage, offload):
-    run_on(ranks, forwards_before_step_change_nothing, stage=stage, offload=offload)
-
-
-def backward_after_the_last() -> None:
-    module, optimizer = prepare(Recipe(Wide))
-    engine = Engine(module, [optimizer], units=[nn.Linear], stage=1, offload=option("cpu", 1))
-    module(*batch(0)).backward()
-    optimizer.step()
-    loss = module(*batch(1))
-    with engine.last_backward(optimizer):
-        loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="got another gradient after its update had begun"):
-        loss.backward()
-    engine.close()
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_a_backward_after_the_declared_last_one_is_refused(run_on, ranks):
-    run_on(ranks, backward_after_the_last)
-
-
 class Odd(Wide):
     """A parameter that is never used, one that its module modifies in forward, and a layer that runs twice."""
 
@@ -837,8 +664,8 @@ class Odd(Wide):
 
 @EACH
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_odd_modules_are_updated_during_backward_as_without_offload(run_on, ranks, offload):
-    options = {"early": True, "units": [nn.Linear], "reduction_buffers": 1}
+def test_odd_modules_are_updated_as_without_offload(run_on, ranks, offload):
+    options = {"units": [nn.Linear], "reduction_buffers": 1}
     run_on(ranks, is_as_without, recipe=Recipe(Odd, steps=4), stage=3, offload=offload, timeout=90, **options)
 
 
@@ -1014,32 +841,6 @@ def test_a_failed_update_is_reported_by_its_own_engine_only(run_on):
 @pytest.mark.parametrize("when", ["read", "write"])
 def test_a_disk_failure_is_reported(run_on, when):
     run_on(1, fails, when=when)
-
-
-def ends_in_backward(offload: str) -> None:
-    """An error in a backward in which updates have started: missing gradients are not awaited."""
-    module, optimizer = prepare(Recipe(lambda: Wide(layers=4)))
-    engine = Engine(module, [optimizer], units=[nn.Linear], offload=option(offload, 3), reduction_buffers=1)
-    module(*batch(0)).backward()
-    optimizer.step()
-
-    def fail(*_: Any) -> None:
-        raise RuntimeError("of the project's own")
-
-    handle = module.layers[0].register_full_backward_pre_hook(fail)
-    loss = module(*batch(1))
-    with pytest.raises(RuntimeError, match="own"), engine.last_backward(optimizer):
-        loss.backward()
-    handle.remove()
-    assert engine.updates is None, "some masters are a step ahead of others"
-    assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())
-    engine.close()
-
-
-@ON_BOTH
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_an_error_in_backward_leaves_no_update_waiting(run_on, ranks, offload):
-    run_on(ranks, ends_in_backward, offload=offload, timeout=60)
 
 
 # ------------------------------------------------------------------------------------------------------------- memory

@@ -27,6 +27,7 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
@@ -63,6 +64,7 @@ OPTIONS = {
     "averages": False,  # StochasticWeightAveraging from the second epoch on
     "unfreezes": False,  # a layer is trained from the second epoch on, in a group of its own
     "stops": False,  # EarlyStopping ends the fit
+    "has_plugin": False,  # that writes and reads checkpoints
     "teaches": False,  # a frozen layer follows another layer
     "batch": None,  # samples of a rank's batch; null: 16 of all ranks
     "is_plain": False,  # without dropout and batch statistics, so that the results do not depend on the ranks
@@ -161,6 +163,11 @@ class Unfreeze(BaseFinetuning):
     def finetune_function(self, pl_module, epoch, optimizer):
         if epoch == 1:
             self.unfreeze_and_add_param_group(pl_module.layers[4], optimizer)
+
+
+class OwnFiles(TorchCheckpointIO):
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return torch.load(path, map_location)  # fails for a folder
 
 
 class Schedule(GradientAccumulationScheduler):
@@ -281,6 +288,7 @@ def new_trainer() -> Trainer:
         callbacks=callbacks,
         logger=CSVLogger("logs") if options["logs"] else False,
         enable_checkpointing=bool(options["saves"]),
+        plugins=[OwnFiles()] if options["has_plugin"] else None,
         val_check_interval=options["validates"],
         default_root_dir=options["root"],
         enable_progress_bar=False,

@@ -72,6 +72,17 @@ def test_sigterm_to_one_rank_saves_on_all_and_the_same_job_continues(stage, what
 
 
 @pytest.mark.exhaustive
+def test_with_a_plugin_for_checkpoints_a_job_continues_after_a_kill_and_after_sigterm(uninterrupted, folder):
+    faults = [fault(0, 3, [1], "backward"), fault(1, 5, [1], "backward", "term")]
+    options = {"has_plugin": True, "faults": faults}
+    assert started(folder, options).wait(120) == 0
+    shutil.rmtree(memory_of(folder))
+    found = ended(folder, started(folder, options | {"faults": []}).wait(90))
+    assert found.continued == [3, 6], found.output
+    found.same_as(uninterrupted({}))
+
+
+@pytest.mark.exhaustive
 def test_after_sigterm_to_the_launcher_the_state_is_saved_within_a_step_and_two_seconds(folder):
     process = started(folder, {"pause": 0.2})
     wait_for(folder, "rank 1 begins step 4")

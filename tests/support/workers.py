@@ -58,6 +58,7 @@ class Case:
     kwargs: dict[str, Any]
     seed: int
     path: list[str]
+    merges_units: bool
 
 
 @dataclass(frozen=True)
@@ -173,9 +174,8 @@ def _run(case: Case) -> Outcome:
     random.seed(case.seed)
     try:
         sys.path[:] = case.path
-        # The tests' tiny models would be one unit each; merging of units is tested in
-        # tests/engine/test_merged_units.py.
-        importlib.import_module("lightning_zero.engine.plan.units").UNIT_NUMEL = 0
+        units = importlib.import_module("lightning_zero.engine.plan.units")
+        units.UNIT_NUMEL = 2**20 if case.merges_units else 0
         value = getattr(importlib.import_module(case.module), case.name)(**case.kwargs)
         if _world_size == 1:
             return Outcome(value, healthy=not dist.is_initialized())
@@ -240,7 +240,14 @@ class WorkerPools:
         atexit.register(self.close)
 
     def run_on(
-        self, world_size: int, fn: Callable[..., Any], *, timeout: float = 60, seed: int = 0, **kwargs: Any
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *,
+        timeout: float = 60,
+        seed: int = 0,
+        merges_units: bool = False,
+        **kwargs: Any,
     ) -> list[Any]:
         """Run `fn(**kwargs)` on every rank of a group.
 
@@ -249,6 +256,8 @@ class WorkerPools:
             fn: a function at the top of a module.
             timeout: seconds after which the case has failed.
             seed: of torch, numpy and random on every rank alike.
+            merges_units: whether blocks of small models are merged, as they are by default; a test's model is then one
+                unit. False to divide it as a large model is divided.
             kwargs: passed to `fn` on every rank.
 
         Returns:
@@ -264,7 +273,8 @@ class WorkerPools:
             )
         pool = self._pools.pop(world_size, None) or _Pool(self._context, world_size, self._kind)
         try:
-            values = pool.run(Case(fn.__module__, fn.__name__, kwargs, seed, list(sys.path)), timeout)
+            case = Case(fn.__module__, fn.__name__, kwargs, seed, list(sys.path), merges_units)
+            values = pool.run(case, timeout)
         finally:
             if pool.closed:
                 self._pools.pop(world_size, None)

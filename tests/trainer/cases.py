@@ -48,6 +48,15 @@ def same_as_under_ddp(case: Case, bound: float = 0) -> None:
         same_values(results[stage], results["ddp"], stage, bound)
 
 
+def same_as_under_ddp_in_double(case: Case, bound: float) -> None:
+    """Compare in 64 bits, where a bound just above the errors of rounding shows that there are no others."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        same_as_under_ddp(case, bound)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 class Body:
     """A typical module of either namespace: two blocks, a head and a scale; it logs, evaluates, predicts."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from threading import Event
 
@@ -27,15 +26,11 @@ class BackgroundWork:
         owner: the object that the task works for. ``wait`` raises the task's error; ``synchronize`` raises it only if
             called with this owner. None if errors are reported in another way.
         is_awaited: whether ``synchronize`` waits for the task; if False, only after a call of ``await_always``.
-        cut_short: function that makes the task skip inputs that have not arrived; ``synchronize`` calls it before
-            waiting for the task.
     """
 
-    def __init__(
-        self, owner: object | None = None, *, is_awaited: bool = True, cut_short: Callable[[], object] | None = None
-    ) -> None:
+    def __init__(self, owner: object | None = None, *, is_awaited: bool = True) -> None:
         self._owner = weakref.ref(owner) if owner is not None else None
-        self._ended, self._cut_short = Event(), cut_short
+        self._ended = Event()
         self._error: BaseException | None = None
         if is_awaited:
             self.await_always()
@@ -53,7 +48,7 @@ class BackgroundWork:
     def end(self, error: BaseException | None = None) -> None:
         """Mark the task as done, or as failed. Only the first call has an effect."""
         if not self._ended.is_set():
-            self._error, self._cut_short = error, None  # releases the owner, to which ``cut_short`` usually refers
+            self._error = error
             self._ended.set()
 
     def wait(self) -> None:
@@ -101,9 +96,6 @@ def synchronize(*owners: object) -> None:
     if _under_way:
         works = list(_under_way)
         for work in works:
-            cut_short = work._cut_short
-            if cut_short is not None:
-                cut_short()
             work._ended.wait()
         owned = [work for work in works if work.is_owned_by(owners)]
         for work in works:

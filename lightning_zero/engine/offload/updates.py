@@ -11,11 +11,10 @@ import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from functools import cache
 from queue import SimpleQueue
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -38,7 +37,6 @@ class Updates:
         self._copier: Updates | None = None  # a second thread, since updates may wait for its copies
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread: Thread | None = None
-        self._streams: list[DiskUpdate] = []
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
         """Run a function in the thread, after all functions submitted earlier; return a ``BackgroundWork`` for it."""
@@ -48,15 +46,15 @@ class Updates:
             with suppress(Exception), work:  # ``work.wait()`` raises the error
                 act()
 
-        self._begin(work, run)
+        self._begin(work, run, work.end)
         return work
 
-    def _begin(self, work: BackgroundWork, run: Callable[[], None]) -> None:
+    def _begin(self, work: BackgroundWork, run: Callable[[], None], end: Callable[[], None]) -> None:
         try:
             work.await_always()
             self._put(run)
         except BaseException:  # Ctrl-C: nothing must wait for a function that may not be in the queue
-            self._put(work.end)
+            self._put(end)
             raise
 
     def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
@@ -71,16 +69,12 @@ class Updates:
         self._copier = self._copier or Updates()
         return targets, self._copier.submit(on_own_stream(device, copy))
 
-    def stream(self, states: Sequence[DiskStates]) -> DiskUpdate:
-        """Start an update of states on a disk, which are read in the order given."""
-        update = DiskUpdate(states, self)
-        self._streams = [*(each for each in self._streams if each.waiting), update]
-        self._begin(update.all, update.run)
-        return update
+    def start(self, update: DiskUpdate) -> None:
+        """Run an update of states on a disk in the thread, after all functions submitted earlier."""
+        self._begin(update.all, update.run, update.end)
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._thread is None:
-            # Not an executor: at exit, Python waits for an executor's threads, and this one may wait for a gradient.
             self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
             self._thread.start()
             weakref.finalize(self, self._queue.put, None)
@@ -88,9 +82,7 @@ class Updates:
         self._queue.put(run)
 
     def close(self) -> None:
-        """Finish updates whose gradients have arrived, drop all others, and end the thread."""
-        for update in self._streams:
-            update.drop()
+        """Finish all updates, and end the thread."""
         if self._copier is not None:
             self._copier.close()
         if self._thread is not None:
@@ -116,73 +108,55 @@ def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
 
 
 P = ParamSpec("P")
-_GIVEN: Future[Any] = Future()
-_GIVEN.set_result(None)
 
 OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
 """Function of (start, stop, fields) that changes elements ``[start, stop)`` of a bucket's states in place."""
 
 
 class DiskUpdate:
-    """An update of states on a disk: streams sub-groups through memory, and changes each when its gradient arrives.
+    """An update of states on a disk, which streams their sub-groups through memory.
 
     Args:
-        states: the states of buckets, in the order in which their gradients arrive.
         owner: see ``BackgroundWork``.
 
     Attributes:
         all: the work on all buckets.
+        acts: by the states of a bucket, the function that changes each of their sub-groups.
     """
 
-    def __init__(self, states: Sequence[DiskStates], owner: Updates) -> None:
-        self._states, self._lock = states, Lock()
-        self._acts: dict[DiskStates, Future[OnSubGroup | None]] = {each: Future() for each in states}
-        self.all = BackgroundWork(owner, is_awaited=False, cut_short=self.drop)
-        self._shown = {each: BackgroundWork(owner, is_awaited=False) for each in states}
-        self._written = {each: BackgroundWork(owner, is_awaited=False) for each in states}
+    def __init__(self, owner: Updates) -> None:
+        self._owner = owner
+        self.all = BackgroundWork(owner, is_awaited=False)
+        self.acts: dict[DiskStates, OnSubGroup] = {}
+        self._shown: dict[DiskStates, BackgroundWork] = {}
+        self._written: dict[DiskStates, BackgroundWork] = {}
 
-    def give(self, states: DiskStates, act: OnSubGroup | None, *, until_written: bool = False) -> BackgroundWork | None:
-        """Set the function that changes the states of one bucket. Must be called for each bucket.
+    def add(self, states: DiskStates, act: OnSubGroup, *, until_written: bool) -> BackgroundWork:
+        """Add the states of a bucket, before the update is started; return the work on them.
 
         Args:
-            act: called with each sub-group; None leaves the states unchanged.
-            until_written: whether the returned work ends only when the result is on the disk.
-
-        Returns:
-            The work; None if ``drop`` was called first: updating the bucket then requires another ``DiskUpdate``.
+            act: called with each sub-group.
+            until_written: whether the work ends only when the result is on the disk.
         """
-        with self._lock:
-            if self._acts[states].done():
-                return None
-            self._acts[states].set_result(act)
+        self._shown[states], self._written[states] = (BackgroundWork(self._owner, is_awaited=False) for _ in range(2))
+        self.acts[states] = act  # at last, since Ctrl-C may come at any time
         return (self._written if until_written else self._shown)[states]
-
-    @property
-    def waiting(self) -> list[DiskStates]:
-        """States whose function has not been set yet."""
-        return [states for states, act in self._acts.items() if not act.done()]
-
-    def drop(self) -> None:
-        """Leave states unchanged if their function has not been set yet. May be called in any thread."""
-        for states in self.waiting:
-            self.give(states, None)
 
     def run(self) -> None:
         """Run the update; called in the thread of ``Updates``."""
+        acts, self.acts = self.acts, {}
         try:
-            places = [(states, index) for states in self._states for index in range(states.count)]
-            extents = [extent for states in self._states for extent in states.extents()]
+            places = [(states, index) for states in acts for index in range(states.count)]
+            extents = [extent for states in acts for extent in states.extents()]
 
             def on_sub_group(number: int, memory: memoryview) -> None:
                 states, index = places[number]
-                act = self._acts[states].result()
-                if act is not None:
-                    act(*states.range_of(index), states.views(index, memory))
+                acts[states](*states.range_of(index), states.views(index, memory))
                 if index + 1 == states.count:
                     self._shown[states].end()
-                    self._acts[states] = _GIVEN  # free the function, which holds gradients
+                    del acts[states]  # free the function, which holds gradients
 
-            left = {states: states.count for states in self._states}
+            left = {states: states.count for states in acts}
 
             def on_written(number: int) -> None:
                 states, _ = places[number]
@@ -191,11 +165,15 @@ class DiskUpdate:
                     self._written[states].end()
 
             if extents:
-                ring = self._states[0].swap.ring(max(extent.nbytes for extent in extents))
+                ring = places[0][0].swap.ring(max(extent.nbytes for extent in extents))
                 stream(extents, on_sub_group, ring, on_written=on_written)
             error = None
         except BaseException as raised:
             error = raised
+        self.end(error)
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Mark the work that has not ended as done, or as failed."""
         for work in (*self._shown.values(), *self._written.values(), self.all):
             work.end(error)
 

@@ -12,8 +12,8 @@ import dis
 import inspect
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial, wraps
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -30,10 +30,10 @@ from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, Owner
 from lightning_zero.engine.optim.state_mapping import StateMapping, States
-from lightning_zero.engine.optim.updating import OffloadedStep, gains_by_chunks, updated
+from lightning_zero.engine.optim.updating import gains_by_chunks, update_offloaded, updated
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all
+from lightning_zero.engine.state.gradient_shard import shard_of_all
 from lightning_zero.engine.state.slot import cut_anew, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts, whole
@@ -49,7 +49,6 @@ class Masters:
     Attributes:
         states: the masters and their state.
         is_closed: whether ``close`` was called.
-        awaits_step: whether a backward pass may have begun updates and ``optimizer.step`` has not been called since.
         hooks_after_update: see ``after_updates``.
     """
 
@@ -57,7 +56,7 @@ class Masters:
         _masters_of[optimizer] = self
         _ZERO_GRAD.hold(self)
         self.states = MasterStates(optimizer, owner)
-        self.is_closed = self.awaits_step = False
+        self.is_closed = False
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
         self._replaced: list[list[Any]] | None = None  # during a step: the module's parameters, by group
         self._active: list[Master] = []
@@ -68,7 +67,6 @@ class Masters:
         self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
         self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # of ``optimizer.state`` before the step, those of no parameter
-        self._offloaded = OffloadedStep()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._sparse_rows = {
             slot: SparseRows(slot)
@@ -171,11 +169,9 @@ class Masters:
         self._replaced, self._is_in_step = [list(group["params"]) for group in groups], True
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
-        self._offloaded.read_ahead(buckets)
-        for bucket in buckets:
-            self._update_offloaded(bucket, gradients)
+        masters_in = {bucket: self._arranged_in[bucket] for bucket in buckets}
+        update_offloaded(self.states.optimizer, masters_in, gradients, self._own_entries)
         self._begun.update(buckets)  # a nested call must not update these buckets again
-        self._offloaded.drop()
         if not all(bucket.background.overlap for bucket in buckets):
             self.states.synchronize()
         for group, arranged in zip(groups, self._arranged):
@@ -208,41 +204,6 @@ class Masters:
             self.states.synchronize()
             self._own_entries = of_no_parameter(self.states.by_master)
 
-    def begin(self, bucket: Bucket, shards: Mapping[int, GradientShard], order: Iterable[Bucket]) -> None:
-        """Update the offloaded masters of a bucket before ``optimizer.step`` is called.
-
-        Args:
-            shards: the gradients of the bucket's parameters, by index; equal to those that ``step`` would find.
-            order: the buckets that will probably be updated next, in order.
-        """
-        masters = [master for _, master in self._arranged_in.get(bucket, ())]
-        held = {slot for master in masters for slot in master.slots}
-        if (
-            bucket.updates is None
-            or self._signature is None
-            or (not self._begun and self._signature[0] != self._state_of_groups())
-            or any(slot not in held or slot.hooks_after_reduction for slot in slots_of(bucket))
-        ):
-            return
-        self._begin_update()
-        bucket.before_update()
-        if not self._begun:
-            self._offloaded.read_ahead(each for each in order if each in self._arranged_in)
-        self._offloaded.read_ahead([bucket])
-        self._begun.add(bucket)
-
-        def gradient_of(master: Master) -> Tensor:
-            return shards[master.first].range_of(master.range).view(master.tensor.shape)
-
-        # a function, since the gradient may not have arrived yet
-        self._update_offloaded(bucket, {master: partial(gradient_of, master) for master in masters})
-
-    def _update_offloaded(self, bucket: Bucket, gradients: Mapping[Master, Any]) -> None:
-        awaits_step = bucket in self._begun
-        masters = self._arranged_in[bucket]
-        begin = partial(self._offloaded.update, self.states.optimizer, bucket, masters, gradients, self._own_entries)
-        bucket.update_in_background(begin, is_early=awaits_step or self.awaits_step, awaits_step=awaits_step)
-
     def _after_step(self) -> None:
         if self._replaced is not None:
             self.recover()
@@ -273,11 +234,7 @@ class Masters:
     def recover(self) -> None:
         """Put the module's parameters back into the groups; also called after a step that raised."""
         self._put_back()
-        for bucket in self._begun:
-            if bucket.update is not None:
-                bucket.update.awaits_step = False
-        self._begun, self.awaits_step, self._is_in_step = set(), False, False
-        self._offloaded.drop()
+        self._begun, self._is_in_step = set(), False
 
     def recover_if_raised(self) -> None:
         """Recover if a step has raised while the groups held masters, for example because of Ctrl-C."""

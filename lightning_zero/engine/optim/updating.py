@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
-from lightning_zero.engine.offload.updates import DiskUpdate, Update, on_own_stream
+from lightning_zero.engine.offload.updates import DiskUpdate, Update, Updates, on_own_stream
 from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 from lightning_zero.engine.optim.kinds import copied, is_by_element
 from lightning_zero.engine.optim.master import Master
@@ -62,75 +62,65 @@ def _split(tensor: Tensor) -> tuple[Tensor, ...]:
     return tensor.view(-1).split(CHUNK_NUMEL)
 
 
-class OffloadedStep:
-    """Submits the offloaded buckets of one optimizer to the update thread, and reads their states ahead from a disk."""
+def update_offloaded(
+    optimizer: Optimizer,
+    buckets: Mapping[Bucket, Sequence[tuple[int, Master]]],
+    gradients: Mapping[Master, Tensor | None],
+    own: dict[Any, Any],
+) -> None:
+    """Start to update the masters of offloaded buckets in a thread, with the current options of their groups.
 
-    def __init__(self) -> None:
-        self._streams: dict[Bucket, DiskUpdate] = {}
+    Args:
+        buckets: each bucket's masters, each preceded by the number of its group.
+        own: the entries of the optimizer's state that belong to no parameter, from before the step.
+    """
+    on_disk: dict[Updates, DiskUpdate] = {}
+    try:
+        for bucket, masters in buckets.items():
+            device, groups = bucket.full.device, optimizer.param_groups
+            update_of = {number: Update.of(optimizer, groups[number], device, own) for number, _ in masters}
+            wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
+            bucket.update_in_background(partial(_begin, optimizer, bucket, wanted, on_disk))
+    finally:
+        for background, update in on_disk.items():
+            background.start(update)
 
-    def read_ahead(self, buckets: Iterable[Bucket]) -> None:
-        """Start to read the states of the buckets whose states are on a disk, unless a read is already queued."""
-        on_disk = {
-            bucket: bucket.states
-            for bucket in buckets
-            if bucket.states is not None
-            and (bucket not in self._streams or bucket.states not in self._streams[bucket].waiting)  # not queued yet
-        }
-        if on_disk:
-            stream = next(iter(on_disk)).background.stream(list(on_disk.values()))
-            self._streams |= dict.fromkeys(on_disk, stream)
 
-    def drop(self) -> None:
-        """Stop reading the states of buckets for which ``update`` has not been called."""
-        for stream in self._streams.values():
-            stream.drop()
-        self._streams = {}
+def _begin(
+    optimizer: Optimizer,
+    bucket: Bucket,
+    wanted: list[tuple[Update, Master, Tensor | None]],
+    on_disk: dict[Updates, DiskUpdate],
+    shown: Tensor | None,
+) -> BackgroundWork:
+    """Start to update the masters of a bucket, or add them to an update of states on a disk.
 
-    def update(
-        self,
-        optimizer: Optimizer,
-        bucket: Bucket,
-        masters: Sequence[tuple[int, Master]],
-        gradients: Mapping[Master, Any],
-        own: dict[Any, Any],
-        shown: Tensor | None,
-    ) -> BackgroundWork:
-        """Start to update the masters of a bucket in a thread, with the current options of their groups.
-
-        Args:
-            masters: the bucket's masters, each preceded by the number of its group.
-            gradients: each master's gradient, or a function that returns it.
-            own: the entries of the optimizer's state that belong to no parameter, from before the step.
-            shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
-        """
-        device = bucket.full.device
-        groups, numbers = optimizer.param_groups, {number for number, _ in masters}
-        update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
-        wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
-        update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
-        if bucket.states is None:
-            return bucket.background.submit(on_own_stream(device, update.in_memory))
-        update.in_memory(only_empty=True)  # empty masters are in no sub-group
-        on_disk = on_own_stream(device, update.on_disk)
-        # without ``shown``, the next gather reads the new values from the disk
-        while (work := self._streams[bucket].give(bucket.states, on_disk, until_written=shown is None)) is None:
-            self.read_ahead([bucket])
-        return work
+    Args:
+        shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
+    """
+    background, device = bucket.background, bucket.full.device
+    update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
+    if bucket.states is None:
+        return background.submit(on_own_stream(device, update.in_memory))
+    update.in_memory(only_empty=True)  # empty masters are in no sub-group
+    disk_update = on_disk.setdefault(background, DiskUpdate(background))
+    # without ``shown``, the next gather reads the new values from the disk
+    return disk_update.add(bucket.states, on_own_stream(device, update.on_disk), until_written=shown is None)
 
 
 class _BucketUpdate(NamedTuple):
-    """The update of a bucket's masters. ``wanted`` lists (update, master, gradient or a function that returns it)."""
+    """The update of a bucket's masters. ``wanted`` lists (update, master, gradient)."""
 
     optimizer: Optimizer
     phase: Callable[[], AbstractContextManager[Any]]
-    wanted: list[tuple[Update, Master, Any]]
+    wanted: list[tuple[Update, Master, Tensor | None]]
     shown: Tensor | None
 
     def in_memory(self, only_empty: bool = False) -> None:
         states = self.optimizer.state
         for update, master, gradient in self.wanted:
             if not only_empty or not master.tensor.numel():
-                values, gradient = master.values(), _computed(gradient)
+                values = master.values()
                 with self.phase():
                     states[master.tensor] = updated(update, values, gradient, states.get(master.tensor, {}))
                 self._show(master.range, values)
@@ -146,9 +136,9 @@ class _BucketUpdate(NamedTuple):
             values = fields[MASTERS][inside]
             before = states.get(master.tensor, {})
             known = {key: fields[key][inside] if key in fields else copied(value) for key, value in before.items()}
-            whole = _computed(gradient)
+            part = gradient[low - first : high - first] if gradient is not None else None
             with self.phase():
-                after = updated(update, values, whole[low - first : high - first] if whole is not None else None, known)
+                after = updated(update, values, part, known)
             for key, value in after.items():
                 if key in fields and value is not known.get(key):
                     fields[key][inside] = value
@@ -168,7 +158,3 @@ class _BucketUpdate(NamedTuple):
     def _show(self, part: slice, values: Tensor) -> None:
         if self.shown is not None:
             self.shown[part].copy_(values.reshape(-1), non_blocking=True)
-
-
-def _computed(gradient: Any) -> Tensor | None:
-    return gradient() if callable(gradient) else gradient

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -21,7 +21,6 @@ from lightning_zero.engine.compat import current_autograd_node, current_graph_ta
 from lightning_zero.engine.optim.hyperparameters import Hyperparameters
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
 from lightning_zero.engine.runtime.schedule import Schedule, Unit, weakly
-from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
@@ -135,7 +134,6 @@ class GradientReducer:
         self._number = next(_reducers)
         self._added: tuple[int, int] | None = None  # (bucket, parameter) whose ``.grad`` autograd has just added to
         self.hyperparameters = Hyperparameters((), communicator)
-        self.on_reduced: Callable[[Bucket, dict[int, GradientShard], Iterable[Bucket]], None] | None = None
         self._hooks: list[Any] = []
         schedule.on_turn_in_backward = weakly(self.turn_to)
         for number, bucket in enumerate(self._buckets):
@@ -281,12 +279,6 @@ class GradientReducer:
 
     def _launch(self, backward: _Backward, number: int) -> None:
         bucket, gradients = self._buckets[number], self._gradients[number]
-        if bucket.has_begun:
-            raise RuntimeError(
-                f"A parameter of unit {self._units[number].name or 'root'!r} got another gradient after its update "
-                "had begun, unlike in earlier backward passes. Set OffloadConfig(overlap=False): updates then begin "
-                "after all gradients have been computed."
-            )
         with at(self._streams.home):
             while backward.in_flight and len(backward.in_flight) >= max(self._in_flight, 1):
                 self._finish_oldest(backward)
@@ -315,13 +307,7 @@ class GradientReducer:
                 self._finish_reduction(backward, *backward.crossing.popleft())
 
     def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
-        bucket = self._buckets[number]
-        shards = backward.shards[number] = self._gradients[number].finish_reduction(pending)
-        # If a unit ran twice, one run's backward may still need the unit's values when all gradients have arrived.
-        is_done = all(backward.counts[number]) and number not in backward.left and not self._units[number].ran_twice
-        if self.on_reduced is not None and backward.expectation.observed and is_done:
-            order = (self._buckets[number] for number in backward.expectation.order)
-            self.on_reduced(bucket, shards, order)
+        backward.shards[number] = self._gradients[number].finish_reduction(pending)
 
     # -- at the end of backward -------------------------------------------------------------------------------------
 
@@ -404,9 +390,7 @@ class GradientReducer:
         backward, self._backward, self._deferred = self._backward, None, False
         if backward is None:
             return False
-        on_reduced, self.on_reduced = self.on_reduced, None  # no update may begin with these gradients
         self._finish_all(backward)
-        self.on_reduced = on_reduced
         for gradients in self._gradients:
             gradients.drop() if self._synchronises else gradients.drop_unshown()
         return True

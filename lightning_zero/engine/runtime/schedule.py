@@ -67,8 +67,6 @@ class Unit:
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.ran: set[Scope] = set()  # scopes whose forward built a graph since the last backward
-        self.ran_twice = False  # whether a scope in ``ran`` has run again since the last backward
         self.turn: Turn | None = None  # the running turn
         self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()  # whose graphs exist and have not been differentiated
         self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered between uses
@@ -95,7 +93,7 @@ class Unit:
         All ranks must decide the same way, but an update may have ended on only some ranks. So the decision does not
         depend on whether the update has ended.
         """
-        if not any(bucket.is_updated_late for bucket in self.buckets):
+        if all(bucket.update is None for bucket in self.buckets):
             self.gather()
 
     def wait(self) -> None:
@@ -378,9 +376,6 @@ class Schedule:
         unit.depth -= 1
         if torch.is_grad_enabled():
             unit.outstanding = True
-            if not in_backward():
-                unit.ran_twice = unit.ran_twice or scope in unit.ran
-                unit.ran.add(scope)
         # Keep the unit after a recomputation, since backward follows, and in a window until another unit begins.
         if not in_backward() and (not self.windows or unit is not self._current):
             self.release_if_idle(unit)
@@ -473,8 +468,7 @@ class Schedule:
         """Release all units that are still gathered, and reset them for the next step."""
         self._turn_to(None)
         for unit in self.units:
-            unit.outstanding, unit.ran_twice = False, False
-            unit.ran.clear()
+            unit.outstanding = False
             if unit.is_root and not self.windows:
                 unit.held = False
             self.release_if_idle(unit)

@@ -66,8 +66,6 @@ class BackgroundUpdate:
     """A background update of the master weights, until a gather of its result begins."""
 
     work: BackgroundWork
-    is_early: bool  # whether the update may begin in backward; the same on every rank
-    awaits_step: bool  # the update began in backward, before the optimizer's step, which has not been called yet
     writes_to_buffer: bool  # the update writes to ``full`` as well as to the master weights
     was_kept: bool  # user code had a tensor over ``full`` when the update began
 
@@ -234,11 +232,6 @@ class Bucket:
             self._gather(by_changes)
 
     def _gather(self, by_changes: bool) -> None:
-        if self.has_begun:
-            raise RuntimeError(
-                f"Unit {self.unit_name or 'root'!r} is used again after its update has begun in backward. Set "
-                "OffloadConfig(overlap=False), so that updates begin only after backward."
-            )
         self._finish_gather()
         update = self.update
         if update is not None:
@@ -355,16 +348,6 @@ class Bucket:
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether an update has begun in backward and the optimizer's step has not been called yet."""
-        return self.update is not None and self.update.awaits_step
-
-    @property
-    def is_updated_late(self) -> bool:
-        """Whether a gather would probably wait for an update, since the update begins only at the optimizer's step."""
-        return self.update is not None and not self.update.is_early
-
     def before_update(self) -> None:
         """Prepare for a change of the master weights: finish gathers and copies that read them."""
         self.wait()
@@ -373,20 +356,17 @@ class Bucket:
         if self._left is not None:
             self._left.synchronize()
 
-    def update_in_background(
-        self, begin: Callable[[Tensor | None], BackgroundWork], *, is_early: bool, awaits_step: bool
-    ) -> None:
+    def update_in_background(self, begin: Callable[[Tensor | None], BackgroundWork]) -> None:
         """Start to update the master weights in another thread.
 
         ``begin`` receives a tensor in the compute dtype to which the update also writes this rank's new values, or
         None if gathers start from the master weights.
         """
-        # an update that begins in backward does not write to ``full``, since backward still reads the former values
-        writes_to_buffer = self.residency.plan.updates_write_to_buffer and not awaits_step
+        writes_to_buffer = self.residency.plan.updates_write_to_buffer
         was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over ``full``
         # through ``data``, which has its own version: the update must not look like a write by a module
         shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
-        self.update = BackgroundUpdate(begin(shown), is_early, awaits_step, writes_to_buffer, was_kept)
+        self.update = BackgroundUpdate(begin(shown), writes_to_buffer, was_kept)
 
     def correct_update(self, part: slice, values: Tensor) -> None:
         """Copy new values of a range of the master weights to ``full``, if the last update wrote to ``full``."""
