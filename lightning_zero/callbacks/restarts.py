@@ -23,7 +23,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -33,6 +33,7 @@ from typing import Any, NamedTuple
 
 import fsspec
 from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
@@ -231,8 +232,9 @@ class Restarts:
         private, fit = os.path.join(_MEMORY, f"lightning_zero-{os.geteuid()}"), f"fit-{next(_fits)}"
         path = os.path.join(private, job)
         self._folder = os.path.join(path, fit)
-        root = str(trainer.default_root_dir)
-        self._on_disk = os.path.join(root if "://" in root else os.path.abspath(root), f".lightning_zero-{job}")
+        fs, root = url_to_fs(str(trainer.default_root_dir))
+        root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
+        self._on_disk = os.path.join(root, f".lightning_zero-{job}")
         self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
         self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
         places = self._agree_on_places(private, path)
@@ -289,7 +291,7 @@ class Restarts:
             self._last = last = source.step
             self._whole = [last] if source.is_in_memory else []
             if self._leads:
-                self._remove([step for step in self._steps() if step > last])  # they are damaged
+                self._keep_only([step for step in self._steps() if step <= last])  # newer ones are damaged
             rank_zero_info(f"Restart: continuing after step {last}, from {source.path}.")
             return
         if sources:
@@ -331,7 +333,6 @@ class Restarts:
         return [int(name[1]) for name in names if name is not None]
 
     def _checkpoints(self, weights_only: bool | None) -> list[Source]:
-        """Return the checkpoints on a disk that this fit has saved."""
         sources = []
         for path in self._recorded():
             try:
@@ -408,12 +409,12 @@ class Restarts:
 
     def _prepare(self, keep: list[int], destination: Destination) -> None:
         """Make room and a folder for a generation. Called in the background, on the first rank of each machine."""
-        self._remove(set(self._steps()) - set(keep))
+        self._keep_only(keep)
         os.makedirs(destination.partial, exist_ok=True)
         os.chmod(destination.partial, 0o700)
 
-    def _remove(self, steps: Iterable[int]) -> None:
-        for step in steps:
+    def _keep_only(self, steps: list[int]) -> None:
+        for step in set(self._steps()) - set(steps):
             remove(self._path_of(step))
 
     def _finish(self) -> None:
@@ -498,4 +499,4 @@ class Restarts:
             with suppress(Exception):  # of a save that another rank has not finished: the run has failed
                 self._saver.close(abandon=not has_ended)
         if has_ended and self._leads and self._whole:
-            self._remove(set(self._steps()) - {self._whole[-1]})
+            self._keep_only(self._whole[-1:])

@@ -95,12 +95,7 @@ class Saver:
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
-        # Connect before any collective. If the store's host is lost, connecting takes as long as the group's timeout;
-        # and a rank that is lost before its lifeline is connected would be waited for without end.
-        store = None
-        if self._in_background and process_group.is_initialized():
-            lifelines_over()
-            store = own_connection()
+        store = self._connected()
         label = new_label()
         # The path is also checked here, so that every rank refuses it before any rank writes to it.
         everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
@@ -135,6 +130,17 @@ class Saver:
                 save_in_parts(content, destination, written_by, rank, written, entries, folders)
 
         self._submit(save)
+
+    def _connected(self) -> Store | None:
+        """Return the store for exchanges in the background; None if there is no background or no other rank.
+
+        Called before any collective. If the store's host is lost, connecting takes as long as the group's timeout; and
+        a rank that is lost before its lifeline is connected would be waited for without end.
+        """
+        if not self._in_background or not process_group.is_initialized():
+            return None
+        lifelines_over()
+        return own_connection()
 
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
