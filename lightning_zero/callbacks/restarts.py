@@ -251,7 +251,7 @@ class Restarts:
         self._has_begun = self._has_failed = False
         self._last: int | None = None  # step of the last save, or from which the fit has continued
         self._saving: int | None = None  # step of the save in progress
-        self._whole: list[int] = []  # steps of the generations that are whole, the newest last
+        self._whole: list[int] = []  # step of the newest whole generation; empty if there is none
         self._held: list[dict[int, tuple[list[str], list[str]]]] = []
         self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
 
@@ -400,7 +400,7 @@ class Restarts:
         if self._saving is not None and since > 0:
             self._finish()  # so that no more than ``every_n_steps`` steps are at risk
         if since >= (1 if is_end else self._every):
-            self._last, before = step, partial(self._prepare, self._whole[-1:])
+            self._last, before = step, partial(self._prepare, self._whole)
             try:
                 self._strategy.save_generation(self._saver, self._path_of(step), self._leaders, before)
                 self._saving = step
@@ -425,7 +425,7 @@ class Restarts:
         except CheckpointNotSavedError as error:
             self._warn(step, error)
         else:
-            self._whole += [step] if step is not None else []
+            self._whole = self._whole if step is None else [step]
 
     def _warn(self, step: int | None, error: CheckpointNotSavedError) -> None:
         if not self._has_failed:
@@ -487,10 +487,7 @@ class Restarts:
         )
 
     def close(self, *, has_ended: bool) -> None:
-        """Stop keeping states. Kept states stay until the job ends, since a rank may be killed after the fit.
-
-        If the fit has not ended normally, this method does not communicate.
-        """
+        """Stop keeping states. Kept states stay until the job ends. After a failure, this method does not communicate."""
         try:
             if has_ended:
                 self._finish()
@@ -499,4 +496,4 @@ class Restarts:
             with suppress(Exception):  # of a save that another rank has not finished: the run has failed
                 self._saver.close(abandon=not has_ended)
         if has_ended and self._leads and self._whole:
-            self._keep_only(self._whole[-1:])
+            self._keep_only(self._whole)
