@@ -487,7 +487,7 @@ class Restarts:
         )
 
     def close(self, *, has_ended: bool) -> None:
-        """Stop keeping states. Kept states stay until the job ends. After a failure, this method does not communicate."""
+        """Stop keeping states. Kept states stay until the job ends. No communication after a failure."""
         try:
             if has_ended:
                 self._finish()
