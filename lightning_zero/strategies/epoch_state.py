@@ -35,6 +35,7 @@ def epoch_state(trainer: Trainer) -> EpochState:
         "trained": {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)},
         "training": {name: modes.get(name, part.training) for name, part in module.named_modules()},
         "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
+        "accumulate": trainer.accumulate_grad_batches,
     }
 
 
@@ -58,6 +59,8 @@ def set_epoch(trainer: Trainer, state: EpochState) -> None:
     """Restore what belongs to the epoch that is about to continue."""
     module = trainer.lightning_module
     trainer.fit_loop._last_train_dl_reload_epoch = state["reloaded"]
+    # ``GradientAccumulationScheduler`` sets this only when an epoch begins.
+    trainer.accumulate_grad_batches = state.get("accumulate", trainer.accumulate_grad_batches)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if any(cls.__name__ == "StochasticWeightAveraging" for cls in type(callback).__mro__):
             with _preserved(trainer):  # the loaded options and buffers already contain what its setup changes
