@@ -2,7 +2,7 @@
 
     python benchmarks/resilience.py
     python benchmarks/resilience.py --batch 4 --systems ""      # the overhead alone
-    python benchmarks/resilience.py --model tiny --pairs 8 --rounds 1 --systems memory,memory_launch --output FOLDER
+    python benchmarks/resilience.py --model tiny --pairs 8 --rounds 1 --systems memory --output FOLDER
 
 The overhead is measured within one run that keeps the state of every other step: a step during which a state is copied
 takes longer than the steps before and after it. In the other measurement rank 1 of two is killed (SIGKILL) within a
@@ -20,20 +20,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone"]
-LAUNCH = ["-m", "lightning_zero", "launch"]
-SYSTEMS: dict[str, tuple[str, list[str]]] = {
-    "memory_launch": ("zero3, memory, lightning-zero launch", LAUNCH),
-    "memory": ("zero3, memory, torchrun", TORCHRUN),
-    "checkpoint": ("zero3, checkpoints, torchrun", TORCHRUN),
-    "ddp": ("DDP, checkpoints, torchrun", TORCHRUN),
-    "deepspeed3": ("DeepSpeed stage 3, checkpoints, torchrun", TORCHRUN),
+SYSTEMS = {
+    "memory": "zero3, memory",
+    "checkpoint": "zero3, checkpoints",
+    "ddp": "DDP, checkpoints",
+    "deepspeed3": "DeepSpeed stage 3, checkpoints",
 }
 WORKER_TIMEOUT = 1800.0  # seconds
 BATCH = 2
@@ -48,7 +45,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="systems that are killed; by default all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is killed")
     parser.add_argument("--kill-at", type=int, default=27, help="step in which rank 1 is killed")
-    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between the other systems' checkpoints")
+    parser.add_argument("--checkpoint-every", type=int, default=10, help="steps between kept states or checkpoints")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
     parser.add_argument("--job", help=argparse.SUPPRESS)  # likewise, a job that is killed
@@ -82,7 +79,7 @@ def work(arguments: argparse.Namespace) -> None:
 
     torch.set_num_threads(1)
     seed_everything(0, verbose=False)
-    config = ResilienceConfig(job=f"benchmark-{os.environ['MASTER_PORT']}")
+    config = ResilienceConfig(every_n_steps=1, job=f"benchmark-{os.environ['MASTER_PORT']}")
 
     class Clock(Callback):
         """Times steps from end to end, so that a step's time includes the copy of the state before it."""
@@ -93,7 +90,7 @@ def work(arguments: argparse.Namespace) -> None:
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
             interval = 1 if len(self.ends) % 2 == 0 else NEVER
             self.ends.append(time.perf_counter())
-            trainer.strategy._resilience._config = replace(config, every_n_steps=interval)
+            trainer.strategy._restarts._every = interval
 
     steps = WARM_UP + 2 * arguments.pairs + 2
     clock = Clock()
@@ -132,7 +129,7 @@ def overhead_table(seconds: dict[str, list[float]]) -> list[str]:
     added = [copy - rest for copy, rest in zip(seconds["with"][1:], around, strict=False)]
     mean, error = statistics.mean(added), statistics.stdev(added) / len(added) ** 0.5
     rows = [["nothing", f"{step:.4f}", "", ""]]
-    for name, interval in (("every step", 1), ("every fifth (a fifth of that)", 5)):
+    for name, interval in (("every step", 1), ("every 20th (the default)", 20)):
         of_step = mean / interval
         ratio = f"{of_step / step:+.1%} +- {error / interval / step:.1%}"
         rows.append([name, f"{step + of_step:.4f}", f"{1e3 * of_step:.1f} +- {1e3 * error / interval:.1f}", ratio])
@@ -178,8 +175,9 @@ def job_of_lightning(arguments: argparse.Namespace) -> None:
             die_once(arguments.folder, trainer.global_step, arguments.kill_at)
 
     in_memory = arguments.job.startswith("memory")
-    memory = ResilienceConfig(job=f"benchmark-{arguments.folder.name}") if in_memory else None
-    saver = ModelCheckpoint(arguments.folder, every_n_train_steps=arguments.checkpoint_every, save_last=True)
+    every = arguments.checkpoint_every
+    memory = ResilienceConfig(every, job=f"benchmark-{arguments.folder.name}") if in_memory else None
+    saver = ModelCheckpoint(arguments.folder, every_n_train_steps=every, save_last=True)
     strategy = "ddp" if arguments.job == "ddp" else ZeroStrategy(stage=3, resilience=memory)
     callbacks = [Notes()] if in_memory else [Notes(), saver]
     steps = arguments.kill_at + 3
@@ -220,7 +218,7 @@ def recovered(arguments: argparse.Namespace, system: str) -> dict[str, float]:
     """Run a job whose rank 1 is killed once: seconds until the next step begins, and until lost steps are redone."""
     folder = Path(tempfile.mkdtemp(prefix="resilience-"))
     given = [f"--{name}={getattr(arguments, name.replace('-', '_'))}" for name in GIVEN]
-    command = [sys.executable, *SYSTEMS[system][1], "--nproc-per-node", "2", "--max-restarts", "2"]
+    command = [sys.executable, *TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2"]
     command += [__file__, "--job", system, "--folder", str(folder), *given]
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     settings = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -267,7 +265,7 @@ def main() -> None:
     for name in systems:
         columns = {key: [each[key] for each in found[name]] for key in ("restarted", "caught up", "steps again")}
         spans = [f"{statistics.median(each):.1f} ({min(each):.1f} - {max(each):.1f})" for each in columns.values()]
-        rows.append([SYSTEMS[name][0], *spans[:2], f"{statistics.median(columns['steps again']):.0f}"])
+        rows.append([SYSTEMS[name], *spans[:2], f"{statistics.median(columns['steps again']):.0f}"])
     head = ["system", "seconds to the next step", "seconds until no step is missing", "steps done again"]
     lines += ["", *markdown_table(head, rows)] if rows else []
     about = describe(__file__, ("torch", "lightning", "deepspeed"))

@@ -11,7 +11,6 @@ from lightning_zero.version import __version__
 
 COMMANDS = {
     "train": "train a model, or a sweep of models, configured by Hydra",
-    "launch": "start a script's processes, and restart them when one dies",
     "plan": "predict memory, traffic and time without training",
     "parity": "train a few steps under DDP and ZeRO, and compare every bit",
     "doctor": "measure this machine, and report what works on it",
@@ -33,8 +32,6 @@ def main() -> int:
     try:
         try:
             ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
-            if ours[:1] == ["launch"]:
-                ours = []  # the launched script's options are not ours
             wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
             with stdout_for_json() if wants_json else contextlib.nullcontext():
                 return menu.run(sys.argv[1:])

@@ -6,7 +6,7 @@ import atexit
 import logging
 import pickle
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import lru_cache
@@ -79,6 +79,8 @@ class Saver:
         rank: int,
         gather: Gather,
         serialising: OnRank0 | None = None,
+        folders: Sequence[int] = (0,),
+        before: Callable[[Destination], None] | None = None,
     ) -> None:
         """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
@@ -87,16 +89,13 @@ class Saver:
             path: the folder's path; rank 0's value is used.
             written_by: versions, stage and world size, for the manifest.
             gather: all-gathers a value.
+            folders: see ``saving.save_in_parts``.
+            before: called in the background, after the values have been copied and before any are written.
 
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
-        # Connect before any collective. If the store's host is lost, connecting takes as long as the group's timeout;
-        # and a rank that is lost before its lifeline is connected would be waited for without end.
-        store = None
-        if self._in_background and process_group.is_initialized():
-            lifelines_over()
-            store = own_connection()
+        store = self._connected()
         label = new_label()
         # The path is also checked here, so that every rank refuses it before any rank writes to it.
         everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
@@ -105,7 +104,7 @@ class Saver:
             raise not_saved(path, 0, refusal)
         content, destination = content_of(tree, rest, rank, serialising), Destination(path, label)
         if not self._in_background:
-            save_in_parts(content, destination, written_by, rank, gather)
+            save_in_parts(content, destination, written_by, rank, gather, folders=folders)
             return
         self.finish()
         copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
@@ -117,6 +116,8 @@ class Saver:
 
         def entries() -> list[Entry]:
             memory = iter(copied())
+            if before is not None:
+                before(destination)
             return [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
 
         def save() -> None:
@@ -126,9 +127,20 @@ class Saver:
                     reading.end()  # this rank's file has been written
                     return exchange(value)
 
-                save_in_parts(content, destination, written_by, rank, written, entries)
+                save_in_parts(content, destination, written_by, rank, written, entries, folders)
 
         self._submit(save)
+
+    def _connected(self) -> Store | None:
+        """Return the store for exchanges in the background; None if there is no background or no other rank.
+
+        Called before any collective. If the store's host is lost, connecting takes as long as the group's timeout; and
+        a rank that is lost before its lifeline is connected would be waited for without end.
+        """
+        if not self._in_background or not process_group.is_initialized():
+            return None
+        lifelines_over()
+        return own_connection()
 
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.

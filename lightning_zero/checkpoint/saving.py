@@ -316,6 +316,7 @@ def save_in_parts(
     rank: int = 0,
     gather: Gather = lambda value: [value],
     entries: Callable[[], list[Entry]] | None = None,
+    folders: Sequence[int] = (0,),
 ) -> None:
     """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
@@ -326,34 +327,38 @@ def save_in_parts(
         rank: this rank's number.
         gather: all-gathers a value.
         entries: returns copies of the content's entries, which are written instead.
+        folders: the first rank of each group of ranks that share a folder, beginning with rank 0. By default, all ranks
+            do. Otherwise each folder contains the files of its own ranks, and only that of rank 0 has the metadata.
 
     Raises:
         CheckpointNotSavedError: on every rank, if any rank could not write; this save's files are then removed.
     """
+    leads = rank in folders
     try:
         try:
             if entries is not None:
                 content = replace(content, entries=entries())
-            written: Any = _write(content, destination, rank)
+            written: Any = _write(content, destination, rank, leads)
         except Exception as error:
             written = reason_of(error)
         everyone = gather(written)
         failed = {number: reason for number, reason in enumerate(everyone) if isinstance(reason, str)}
         outcome = None
-        if rank == 0 and not failed:
+        if leads and not failed:
             try:
-                _complete(content, destination, written_by, everyone)
+                if rank == 0:
+                    _complete(content, destination, written_by, everyone, are_visible=len(folders) == 1)
+                destination.put_in_place()
             except Exception as error:
                 outcome = reason_of(error)
         if not failed:
-            outcome = gather(outcome)[0]
-            failed = {0: outcome} if outcome is not None else {}
+            failed = {number: reason for number, reason in enumerate(gather(outcome)) if reason is not None}
     except BaseException:  # another rank is gone, or the user pressed Ctrl-C
-        if rank == 0:
+        if leads:
             destination.discard()
         raise
     if failed:
-        if rank == 0:
+        if leads:
             destination.discard()
         raise not_saved(destination.path, *next(iter(failed.items())))
 
@@ -402,8 +407,8 @@ def reason_of(error: BaseException) -> str:
     return f"{type(cause or error).__name__}: {cause or error}"
 
 
-def _write(content: Content, destination: Destination, rank: int) -> Written:
-    if rank == 0:
+def _write(content: Content, destination: Destination, rank: int, leads: bool) -> Written:
+    if leads:
         destination.check_replaceable()
         destination.clear_leftovers()
     name = f"__{rank}_0.distcp"
@@ -438,10 +443,16 @@ def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
     return [offset, stream.position - offset, stream.crc32]
 
 
-def _complete(content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written]) -> None:
-    """On rank 0, write the metadata and the manifest, and move the complete checkpoint into place."""
+def _complete(
+    content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written], are_visible: bool
+) -> None:
+    """On rank 0, write the metadata and the manifest.
+
+    Args:
+        are_visible: whether the files of all ranks must be in the folder.
+    """
     invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
-    if invisible:
+    if invisible and are_visible:
         raise OSError(
             f"the files of rank(s) {invisible} are not visible to rank 0: a sharded checkpoint requires a folder that "
             "all machines share. Choose such a folder, or ZeroStrategy(checkpoint='full')"
@@ -458,7 +469,6 @@ def _complete(content: Content, destination: Destination, written_by: dict[str, 
             manifest.files[REST] = written.rest
     with destination.writing(MANIFEST) as file:
         file.write(manifest.to_bytes())
-    destination.put_in_place()
 
 
 def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> Metadata:

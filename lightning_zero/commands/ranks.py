@@ -10,9 +10,7 @@ import signal
 import sys
 import time
 import traceback
-import zlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from omegaconf import DictConfig
@@ -22,10 +20,8 @@ from torch.multiprocessing import ProcessExitedException, start_processes
 from lightning_zero.commands.check import ConfigError, JobFailed
 from lightning_zero.engine.comm import process_group
 from lightning_zero.strategies.lightning_internals import set_num_threads_if_needed
-from lightning_zero.strategies.resilience_config import resilience_config
 
 Job = Callable[[DictConfig], None]
-RESTARTS = 3  # maximum number of restarts of a job with ``resilience``
 GRACE = 5.0  # seconds to wait for ranks after a failure before SIGTERM is sent, and again before SIGKILL is sent
 _TERMINATED = 128 + signal.SIGTERM  # exit code, as in shells
 
@@ -38,12 +34,11 @@ def ranks_exist() -> bool:
 def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
-    If a process fails, or on Ctrl-C, all remaining processes are terminated within seconds. With ``resilience``, all
-    processes are restarted after a failure, and continue from the state kept in memory. SIGTERM is forwarded to the
+    If a process fails, or on Ctrl-C, all remaining processes are terminated within seconds. SIGTERM is forwarded to the
     processes, which have as long as they need to end after their step and to save; a second SIGTERM terminates them.
 
     Raises:
-        JobFailed: if a process fails, and no restarts are left.
+        JobFailed: if a process fails.
         SystemExit: after SIGTERM, with exit code 0 if all processes ended with 0.
     """
     if config.trainer.num_nodes != 1:
@@ -51,22 +46,6 @@ def launch(job: Job, config: DictConfig) -> None:
             f"trainer.num_nodes={config.trainer.num_nodes} requires a launcher: start one process per rank "
             "with torchrun or srun"
         )
-    strategy = config.trainer.strategy
-    kept = resilience_config(strategy.get("resilience"))
-    if kept is not None and kept.job is None:
-        kept = replace(kept, job=f"train-{zlib.crc32(os.path.abspath(config.folder).encode()):08x}")
-    if kept is not None:
-        strategy.resilience = asdict(kept)
-    restarts = RESTARTS if kept is not None else 0
-    for attempt in range(restarts):
-        try:
-            return _run(job, config, attempt, restarts)
-        except JobFailed as error:
-            print(f"lightning-zero train: {error}; restarting all ranks", file=sys.stderr, flush=True)
-    _run(job, config, restarts, restarts)
-
-
-def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
     world_size = _world_size(config)
     # As with torchrun, this process hosts the store. The port is opened before its number is passed to the
     # ranks, so no other program can take the port.
@@ -84,7 +63,7 @@ def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
         is_asked_to_end = True
 
     before = signal.signal(signal.SIGTERM, forward)
-    ranks = start_processes(_run_rank, (job, config, world_size, store.port, attempt, restarts), world_size, join=False)
+    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
     try:
         while not ranks.join(grace_period=GRACE):
             pass
@@ -105,17 +84,17 @@ def _run(job: Job, config: DictConfig, attempt: int, restarts: int) -> None:
             process.kill()
         signal.signal(signal.SIGTERM, before)
         if is_asked_to_end and not was_asked_to_end:
-            raise SystemExit(_TERMINATED)  # asked during the clean-up: there is no restart
+            raise SystemExit(_TERMINATED)  # asked during the clean-up
 
 
-def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int, attempt: int, restarts: int) -> None:
+def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:
     os.environ.update(
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
         TORCHELASTIC_RUN_ID="lightning-zero",  # so that Lightning launches no processes itself
-        TORCHELASTIC_RESTART_COUNT=str(attempt),
-        TORCHELASTIC_MAX_RESTARTS=str(restarts),
+        TORCHELASTIC_RESTART_COUNT="0",
+        TORCHELASTIC_MAX_RESTARTS="0",
         RANK=str(rank),
         LOCAL_RANK=str(rank),
         WORLD_SIZE=str(world_size),

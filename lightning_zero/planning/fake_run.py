@@ -18,6 +18,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
+from lightning_zero.checkpoint.saving import entry_of, identity
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.tensor_parallel import TENSOR
 from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
@@ -122,7 +123,7 @@ class _PlannedZero(_Planned):
         shared = self._recorder.tensor_parallel_bytes
         return {**sent, "tensor_parallel": shared} if shared else sent
 
-    def _new_resilience(self) -> None:
+    def _new_restarts(self) -> None:
         """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
     def offloaded(self) -> tuple[int, int, int]:
@@ -132,9 +133,11 @@ class _PlannedZero(_Planned):
         largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
         kept = 0
         if self.options.keeps is not None:  # type: ignore[attr-defined]
-            state, _ = self.state_in_parts()  # type: ignore[attr-defined]
-            copies = 2 if self._machines == 1 else 4  # two slots, plus mirrors of two slots of another machine, if any
-            kept = copies * sum(entry.nbytes for entry in state.entries)
+            leaves = tree_leaves(self.state_to_keep())  # type: ignore[attr-defined]
+            rank: int = self.global_rank  # type: ignore[attr-defined]
+            entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
+            # two generations in shared memory, and the copy from which a save writes
+            kept = 3 * sum(entry.nbytes for entry in entries.values())
         return on_host, BUFFERS * largest + kept, sum(states.nbytes for states in files)
 
     def most_loaded(self, rank: int) -> int:
@@ -227,7 +230,7 @@ class FakeRun:
         report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
             run.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
-            ``resilience`` keeps in shared memory.
+            ``resilience`` keeps.
         disk_bytes: bytes of states on a disk.
         traffic: bytes of communicated buffers per step, by kind of collective.
         leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.

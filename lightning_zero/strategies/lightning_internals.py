@@ -130,6 +130,10 @@ def requeue(connector: Any, number: int, frame: FrameType | None) -> None:
     type(connector)._slurm_sigusr_handler_fn(connector, number, frame)
 
 
+checkpoint_connector = attrgetter("_checkpoint_connector")
+"""The part of a Trainer whose ``resume_start`` loads the checkpoint of a fit; restarts put another one in its place."""
+
+
 def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     """The checkpoint that ``Trainer.save_checkpoint`` would write."""
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)

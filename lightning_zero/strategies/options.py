@@ -11,9 +11,9 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
+from lightning_zero.callbacks.restarts import ResilienceConfig, resilience_config
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
 from lightning_zero.io.annotations import check_fields
-from lightning_zero.strategies.resilience_config import ResilienceConfig, resilience_config
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -77,9 +77,9 @@ class TrainerOptions(StrategyOptions):
             host's available memory suffice for all its ranks, otherwise ``"sharded"``, with a warning.
         exclude_frozen_parameters: leave parameters with ``requires_grad=False`` out of checkpoints, and accept
             checkpoints without them. This suits adapters of a large model that is stored separately.
-        resilience: ``"memory"`` keeps the state of a fit in shared memory after every step. If processes are killed and
-            the job is started again (by torchrun or SLURM), only the step that was running is lost. A
-            ``ResilienceConfig``, or a mapping of its fields, sets more options. ``None`` keeps no state.
+        resilience: ``"memory"`` keeps the state of a fit in shared memory every 20 steps. If processes are killed and
+            the job is started again (by torchrun, SLURM or Ray), it continues from there. A ``ResilienceConfig``, or a
+            mapping of its fields, sets more options. ``None`` keeps no state.
     """
 
     after_fit: Literal["auto", "full", "sharded"] = "auto"

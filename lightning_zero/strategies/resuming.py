@@ -7,7 +7,6 @@ import random
 import sys
 import warnings
 from collections.abc import Iterator
-from fractions import Fraction
 from itertools import chain, islice
 from typing import Any
 
@@ -26,7 +25,6 @@ from lightning_zero.strategies.epoch_state import (
     set_epoch,
     set_logged,
     set_modules,
-    update_counts,
 )
 from lightning_zero.strategies.loops import Around
 
@@ -80,8 +78,6 @@ class DataLoadingState:
         self._loop: Any = trainer.fit_loop
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._saved: dict[str, Any] | None = None  # the loaded state, until the first epoch begins
-        self._same_ranks = True
-        self._counts: dict[str, int] = {}
         self._generators: list[torch.Generator] = []  # those of all loaders and their samplers
         self._has_order = False  # whether samplers determine the order in all loaders
         self._epoch_of_iterators: int | None = None
@@ -113,13 +109,8 @@ class DataLoadingState:
         if self._saved is not None:
             return self._saved
         is_within = self._step is not None and self._is_within_step
-        counts = self._counts if self._trainer.validating else {}
-        epoch = epoch_state(self._trainer, with_sums=not is_within, counts=counts)
-        return {**self.state(), "epoch": {**epoch, "is_between": not (is_within or self._trainer.validating)}}
-
-    def on_validation_start(self) -> None:
-        """Note which metrics the validation will be the first to update."""
-        self._counts = update_counts(self._trainer.lightning_module)
+        is_between = not (is_within or self._trainer.validating)
+        return {**self.state(), "epoch": {**epoch_state(self._trainer), "is_between": is_between}}
 
     def _now(self, *, repeats: bool = False) -> dict[str, Any]:
         data, combined = None, self._loop._combined_loader
@@ -153,16 +144,9 @@ class DataLoadingState:
         if self._step is None or self._step[0] != step or is_by_hand:
             self._step = (step, self._now(repeats=True))
 
-    def resume(
-        self, rng: Rng | None, data: dict[str, Any] | None, epoch: EpochState | None, *, same_ranks: bool
-    ) -> None:
-        """Set the state from which training continues. An argument is None if the checkpoint lacks the entry.
-
-        Args:
-            same_ranks: whether the checkpoint was saved by as many ranks.
-        """
+    def resume(self, rng: Rng | None, data: dict[str, Any] | None, epoch: EpochState | None) -> None:
+        """Set the state from which training continues. An argument is None if the checkpoint lacks the entry."""
         self._saved = {"rng": rng or rng_state(self._device), "data": data, "epoch": epoch}
-        self._same_ranks = same_ranks
         if epoch is not None:
             self._trainer.should_stop = epoch["should_stop"]
 
@@ -180,7 +164,7 @@ class DataLoadingState:
         if (epoch := self._saved["epoch"]) is not None:
             set_logged(self._trainer, epoch)
             if has_ended:
-                set_modules(self._trainer.lightning_module, epoch, same_ranks=self._same_ranks)
+                set_modules(self._trainer.lightning_module, epoch)
 
     @property
     def _data(self) -> dict[str, Any] | None:
@@ -225,8 +209,8 @@ class DataLoadingState:
             self._loop._restarting = False  # otherwise Lightning skips schedulers that monitor a metric
             if epoch["is_between"]:
                 self._epoch_loop.restarting = False  # otherwise Lightning repeats what follows a batch
-            set_modules(self._trainer.lightning_module, epoch, same_ranks=self._same_ranks)
-            set_epoch(self._trainer, epoch, same_ranks=self._same_ranks)
+            set_modules(self._trainer.lightning_module, epoch)
+            set_epoch(self._trainer, epoch)
         self._epoch_of_iterators = self._epoch
         start_profiler = fetcher._start_profiler
 
@@ -248,26 +232,6 @@ class DataLoadingState:
             self._epoch_loop.restarting = False  # otherwise the loop would try to continue an interrupted validation
         if data["batches"]:
             rank_zero_info(f"Resuming the epoch after {data['batches']} batch(es), which are not read again.")
-
-
-def moved(data: dict[str, Any], factor: Fraction) -> dict[str, Any]:
-    """Convert a saved position in the data to this rank's batch size.
-
-    Args:
-        data: the saved position, from the ``"data"`` entry of a checkpoint.
-        factor: how many batches of this rank correspond to one batch of the saving rank.
-    """
-    batches = int(data["batches"] * factor)
-    combined = dict(data["combined"])
-    if combined.get("_idx") == data["batches"]:
-        combined["_idx"] = batches
-    return {
-        **data,
-        "loaders": [(rng, int(skipped * factor)) for rng, skipped in data["loaders"]],
-        "combined": combined,
-        "batches": batches,
-        "repeats": data["repeats"] or factor != 1,
-    }
 
 
 def _go_by_samplers(loaders: list[Any]) -> bool:

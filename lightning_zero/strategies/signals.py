@@ -12,11 +12,11 @@ import itertools
 from types import FrameType
 from typing import Any
 
+from lightning_zero.callbacks.restarts import Restarts
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import lifelines_over, listeners
 from lightning_zero.engine.comm.process_group import named_store, rank, world_size
 from lightning_zero.strategies import lightning_internals as internals
-from lightning_zero.strategies.resilience import Resilience
 
 _ASKED = "SIGTERM"
 _runs = itertools.count()  # numbers for the store keys of runs without an engine
@@ -25,9 +25,9 @@ _runs = itertools.count()  # numbers for the store keys of runs without an engin
 class Signals:
     """Signal handlers of one Trainer run with several processes. Create this before the Trainer installs handlers."""
 
-    def __init__(self, trainer: Any, communicator: Communicator | None, resilience: Resilience | None) -> None:
+    def __init__(self, trainer: Any, communicator: Communicator | None, restarts: Restarts | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, internals.signal_connector(trainer), communicator
-        self._resilience = resilience
+        self._restarts = restarts
         run = f"without/{next(_runs)}" if communicator is None else communicator.everyone.name
         self._is_asked_to_end = self._is_asked_to_requeue = False
         self._rank, self._size = rank(), world_size()
@@ -61,17 +61,11 @@ class Signals:
         Between the micro-batches of a step, ranks go on until the step is complete: a checkpoint contains no gradients.
         Called before each training batch and at the end of training, where Lightning also ends runs with DDP.
         """
-        keeper = self._resilience
-        noted = [
-            self._is_asked_to_end,
-            self._is_asked_to_requeue,
-            keeper is not None and keeper.has_failed(is_end=is_end),
-        ]
-        ends, requeues, has_failed = self._meet(what, noted, has_ended=is_end)
+        ends, requeues = self._meet(what, [self._is_asked_to_end, self._is_asked_to_requeue], has_ended=is_end)
         if not is_end and self._is_within_step:
             ends = requeues = False  # the flags stay set
-        if keeper is not None:
-            keeper.keep(has_failed, is_end=is_end or ends)
+        if self._restarts is not None and not ends:
+            self._restarts.between_batches(is_end=is_end)
         if requeues:
             self._is_asked_to_requeue = False
             environment = self._trainer.strategy.cluster_environment
@@ -82,7 +76,7 @@ class Signals:
 
     def end_epoch(self) -> None:
         """Meet the other ranks at the end of a training epoch, before validation and the last hooks. Collective."""
-        self._meet("the end of a training epoch", [False] * 3, has_ended=True)
+        self._meet("the end of a training epoch", [False, False], has_ended=True)
 
     def _meet(self, what: str, noted: list[bool], *, has_ended: bool) -> list[bool]:
         """Exchange flags between two batches, and return for each whether any rank has set it. Collective.

@@ -20,18 +20,17 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
+from lightning_zero.callbacks.restarts import Restarts, keep_for_next_attempt, name_of_job
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import ended_ranks
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
-from lightning_zero.io.beats import note_end, note_step
 from lightning_zero.strategies import lightning_internals as internals
-from lightning_zero.strategies.jobs import name_of_job
 from lightning_zero.strategies.loops import (
+    Around,
     act_between_batches,
     attend,
     leave,
@@ -41,7 +40,6 @@ from lightning_zero.strategies.loops import (
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.processes import ZeroProcesses
-from lightning_zero.strategies.resilience import NoRoomError, Resilience, keep_for_next_attempt
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.same_batches import SameBatches
 from lightning_zero.strategies.signals import Signals
@@ -50,7 +48,6 @@ from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints
 
 def _in_window(step: str) -> Callable[..., Any]:
     def run(self: TrainerStrategy, *args: Any, **kwargs: Any) -> Any:
-        note_step()
         engine, module, run_step = self.engine, self.lightning_module, getattr(super(TrainerStrategy, self), step)
         if engine is None:
             return run_step(*args, **kwargs)
@@ -108,10 +105,10 @@ class TrainerStrategy(TrainerCheckpoints):
             internals.set_device_mesh(self.lightning_module, self._mesh)
         if self.lightning_module is not None:
             consolidate(self.lightning_module, self._handshake_timeout)
-            self._resilience = self._new_resilience()
+            self._restarts = self._new_restarts()
 
-    def _new_resilience(self) -> Resilience | None:
-        """Return the ``Resilience`` of a fit, or None if no state is to be kept."""
+    def _new_restarts(self) -> Restarts | None:
+        """Return the ``Restarts`` of a fit, or None if no state is to be kept."""
         config, trainer = self.options.keeps, self.lightning_module.trainer
         if config is None or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return None
@@ -123,15 +120,9 @@ class TrainerStrategy(TrainerCheckpoints):
                 "resilience=ResilienceConfig(job=...)."
             )
             return None
-        try:
-            return Resilience(config, self, trainer, job)
-        except NoRoomError as error:
-            rank_zero_warn(str(error))
-            return None
-
-    def _keep(self, *, is_end: bool = False) -> None:
-        assert self._resilience is not None
-        self._resilience.keep(self._resilience.has_failed(is_end=is_end), is_end=is_end)
+        restarts = Restarts(config, self, trainer, job)
+        Around.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
+        return restarts
 
     @property
     def _communicator(self) -> Communicator | None:
@@ -183,11 +174,11 @@ class TrainerStrategy(TrainerCheckpoints):
         elif not self._is_single:
             internals.sync_module_states(self.lightning_module)
         if not self._is_single:
-            self._signals = Signals(trainer, self._communicator, self._resilience)
+            self._signals = Signals(trainer, self._communicator, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
             meet_between_batches(trainer, meet, self._signals.end_epoch)
-        elif self._resilience is not None:
-            act_between_batches(trainer, self._keep)
+        elif self._restarts is not None:
+            act_between_batches(trainer, self._restarts.between_batches)
         self._masters = {}
         if not self.restore_checkpoint_after_setup:
             self._loaded = self._loaded or {}
@@ -275,13 +266,9 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def on_exception(self, exception: BaseException) -> None:
         is_asked_to_end = isinstance(exception, self.lightning.utilities.exceptions.SIGTERMException)
-        if isinstance(exception, Exception):
-            keep_for_next_attempt()
-        if self._resilience is not None and self._ended_by is None:
-            if is_asked_to_end:
-                self._resilience.save_before_end()
-            elif isinstance(exception, Exception) and not ended_ranks():  # otherwise a killed rank caused the exception
-                self._resilience.note_failure()
+        keep_for_next_attempt()
+        if self._restarts is not None and self._ended_by is None and is_asked_to_end:
+            self._restarts.save_before_end()
         say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)
 
@@ -307,12 +294,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
         take_turns(internals.active_loop(self.lightning_module.trainer), take_turn)
 
-    on_test_start = on_predict_start = _take_turns
-
-    def on_validation_start(self) -> None:
-        self._take_turns()
-        if self._data_loading is not None:
-            self._data_loading.on_validation_start()
+    on_validation_start = on_test_start = on_predict_start = _take_turns
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -320,15 +302,16 @@ class TrainerStrategy(TrainerCheckpoints):
         super().on_train_end()
         if self._signals is not None:
             self._signals.agree("the end of training", is_end=True)
-        elif self._resilience is not None:
-            self._keep(is_end=True)
+        elif self._restarts is not None:
+            self._restarts.between_batches(is_end=True)
 
     def _teardown(self) -> None:
-        note_end()
         self._accept_all()
-        resilience, self._resilience = self._resilience, None
-        if resilience is not None:
-            resilience.close(has_ended=self._ended_by is None)
+        restarts, self._restarts = self._restarts, None
+        if restarts is not None:
+            if self.lightning_module is not None:
+                Around.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
+            restarts.close(has_ended=self._ended_by is None)
             if self._data_loading is not None and self._ended_by is None:
                 self._data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
@@ -417,7 +400,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong only to the original.
-        own = "engine", "_data_loading", "_masters_after_fit", "_signals", "_mesh", "_resilience"
+        own = "engine", "_data_loading", "_masters_after_fit", "_signals", "_mesh", "_restarts"
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -13,12 +13,13 @@ from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.optim import Optimizer
 
+from lightning_zero.callbacks.restarts import Restarts
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
-from lightning_zero.checkpoint.commit import remove
+from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
+from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.checkpoint.slots import KeptState, kept_state_of
 from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
@@ -26,13 +27,11 @@ from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
 from lightning_zero.engine.init.sources import leave_in_files, listed
 from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
-from lightning_zero.strategies.global_batch import GLOBAL_BATCH, global_batch
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
 from lightning_zero.strategies.newest import is_last, others_by_age
 from lightning_zero.strategies.options import TrainerOptions
 from lightning_zero.strategies.processes import ZeroProcesses
-from lightning_zero.strategies.resilience import Resilience
-from lightning_zero.strategies.resuming import DataLoadingState, in_tensors, moved
+from lightning_zero.strategies.resuming import DataLoadingState, in_tensors
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
 
@@ -57,7 +56,7 @@ class TrainerCheckpoints(ZeroProcesses):
         self._loaded: dict[str, Any] | None = None
         # Rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine has been closed.
         self._masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
-        self._resilience: Resilience | None = None
+        self._restarts: Restarts | None = None
         self._leniency: Any = None  # the handle of a hook; see ``_let_frozen_be_missing``
         self._copies_parts = False  # whether ``_taking_parts`` is in effect
 
@@ -182,8 +181,8 @@ class TrainerCheckpoints(ZeroProcesses):
         else:
             communicator = self.engine.communicator if self.engine is not None and self._state_is_in_parts else None
             self._save_whole(checkpoint, filepath, communicator)
-        if self._resilience is not None and to_resume:
-            self._resilience.note(filepath)
+        if self._restarts is not None and to_resume:
+            self._restarts.note(filepath)
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Remove and return the entries that are stored in DCP's format: weights, and optimizer states by name."""
@@ -203,17 +202,24 @@ class TrainerCheckpoints(ZeroProcesses):
         finally:
             self._copies_parts = before
 
-    def state_in_parts(self) -> tuple[KeptState, dict[str, Any]]:
-        """Return this rank's part of the state, and a dict with its RNG and data-loading states.
+    def state_to_keep(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the entries of a checkpoint that are stored in DCP's format, and all others. Tensors stay sharded.
 
         Collective. The ranks must have synchronized just before.
         """
-        with self._taking_parts():
+        with self._taking_parts(), self.saving_epoch_state():
             checkpoint = dump_checkpoint(self.lightning_module.trainer)
-            checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True, is_kept=True)
-            tree = {key: checkpoint.pop(key) for key in ("state_dict", "optimizer_states")}
-            state = kept_state_of(tree, checkpoint, self.global_rank)
-        return state, self._data_loading.state_with_epoch() if self._data_loading is not None else {}
+            checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(to_resume=True)
+            return self._tree_in(checkpoint), checkpoint
+
+    def save_generation(
+        self, saver: Saver, path: str, folders: list[int], before: Callable[[Destination], None]
+    ) -> None:
+        """Begin to save the state to a folder in each machine's memory; see ``Saver.save_in_parts``. Collective."""
+        tree, rest = self.state_to_keep()
+        rank, ranks = self.global_rank, self.all_gather_values
+        first = before if rank in folders else None
+        saver.save_in_parts(tree, rest, path, self._written_by, rank, ranks, self._on_rank_0, folders, first)
 
     def save_in_parts(self, path: Any) -> None:
         """Save the last checkpoint of a job that a signal ends. Collective.
@@ -232,31 +238,26 @@ class TrainerCheckpoints(ZeroProcesses):
         finally:
             self._saves_epoch_state = False
 
-    def _about_checkpoint(self, *, to_resume: bool, is_kept: bool = False) -> dict[str, Any]:
-        """Return this package's entry for a checkpoint: versions, and state that Lightning does not save.
-
-        A state kept in memory has the state of data loading elsewhere, and is never exported.
-        """
+    def _about_checkpoint(self, *, to_resume: bool) -> dict[str, Any]:
+        """Return this package's entry for a checkpoint: versions, and state that Lightning does not save."""
         about: dict[str, Any] = {"format": FORMAT, "written_by": self._written_by}
         if left_out := self._left_out:
             about[LEFT_OUT] = sorted(left_out)
         if to_resume and not self._takes_parts:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
-        if to_resume and not is_kept and self._data_loading is not None:
+        if to_resume and self._data_loading is not None:
             loading = self._data_loading
             ranks = self.all_gather_values(
                 in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
             )
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
-        if self._resilience is not None:
-            about[GLOBAL_BATCH] = global_batch(self.lightning_module.trainer)
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
         if self.engine is not None and to_resume:
             leaf = self._leaf(parts=self._state_is_in_parts, keeps=self.is_global_zero)
             masters = self.engine.masters_by_name(leaf=leaf)
         if masters and to_resume:
             about["masters"] = masters
-        if not is_kept and (configs := configs_of_models(self.lightning_module)):
+        if configs := configs_of_models(self.lightning_module):
             about["transformers"] = configs
         return about
 
@@ -285,9 +286,8 @@ class TrainerCheckpoints(ZeroProcesses):
             ValueError: if a newer version wrote the checkpoint.
         """
         self._alike(self._saver.finish)
-        if self._resilience is not None and (kept := self._resilience.opened(checkpoint_path)) is not None:
-            return kept
-        if not self._loads_itself:
+        is_kept = self._restarts is not None and self._restarts.loaded(checkpoint_path)
+        if not (self._loads_itself or is_kept):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
         try:
             return self._opened(checkpoint_path, weights_only).checkpoint
@@ -314,7 +314,7 @@ class TrainerCheckpoints(ZeroProcesses):
             raise
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        if self._resilience is not None and self.engine is None:
+        if self._restarts is not None and self.engine is None:
             self._convert_module()  # before loading: in 64-true, fp32 parameters would round the loaded values
         self._let_frozen_be_missing(checkpoint.get(CHECKPOINT_KEY, {}))
         check_module(self.lightning_module, checkpoint["state_dict"], strict)
@@ -356,23 +356,17 @@ class TrainerCheckpoints(ZeroProcesses):
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
         if self._data_loading is not None and "rng" in loaded and loaded is self._loaded:
             rng, data, epochs, own = loaded["rng"], loaded["data"], loaded.get("epoch", [None]), None
-            factor = self._resilience.factor if self._resilience is not None else None
-            if factor is not None and all(data):
-                own = moved(data[self.global_rank % len(data)], factor)
-            elif len(data) == self.world_size:
+            if len(data) == self.world_size:
                 own = data[self.global_rank]
             self._data_loading.resume(
                 rng[self.global_rank] if self.global_rank < len(rng) else None,
                 own,
                 epochs[self.global_rank % len(epochs)],
-                same_ranks=len(epochs) == self.world_size,
             )
 
     def on_train_start(self) -> None:
         super().on_train_start()
         self._accept_all()
         self._loaded = self._loaded or {}  # from here on, callbacks only restore checkpoints of this run
-        if self._resilience is not None:
-            self._resilience.on_train_start()
         if self._data_loading is not None:
             self._data_loading.restore()

@@ -50,8 +50,8 @@ def test_fake_tensors_take_as_many_bytes_as_real_tensors(stage, offload):
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("precision", "bytes_of_state"), [("32-true", 12), ("bf16-true", 14)])
-def test_resilience_keeps_two_copies_of_a_ranks_states_and_four_on_two_machines(stage, precision, bytes_of_state):
-    for machines, copies in ((1, 2), (2, 4)):
+def test_resilience_keeps_three_copies_of_a_ranks_states(stage, precision, bytes_of_state):
+    for machines in (1, 2):
         plain, keeping = (
             fake_run(
                 partial(Net, width=256),
@@ -65,7 +65,7 @@ def test_resilience_keeps_two_copies_of_a_ranks_states_and_four_on_two_machines(
             for options in ({}, {"resilience": "memory"})
         )
         kept = keeping.host_bytes - plain.host_bytes
-        assert kept == pytest.approx(copies * bytes_of_state * plain.numel / 4, rel=0.01)
+        assert kept == pytest.approx(3 * bytes_of_state * plain.numel / 4, rel=0.01)
         assert keeping.peak_bytes == plain.peak_bytes
 
 

@@ -1,4 +1,4 @@
-"""A job as torchrun or `lightning-zero launch` starts it, with faults: `python job.py '{"stage": 3, ...}'`.
+"""A job as torchrun starts it, with faults: `python job.py '{"stage": 3, ...}'`.
 
 Every process prints a line at the start of each batch, so that a test can see which steps were repeated.
 """
@@ -17,7 +17,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
-import torchmetrics
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import (
     BaseFinetuning,
@@ -28,11 +27,13 @@ from lightning.pytorch.callbacks import (
     StochasticWeightAveraging,
 )
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import TorchCheckpointIO
 from lightning.pytorch.tuner import Tuner
 from torch.utils.data import DataLoader, TensorDataset, WeightedRandomSampler
 
 from lightning_zero import ResilienceConfig, ZeroStrategy, shard_of
-from lightning_zero.checkpoint import slots
+from lightning_zero.checkpoint import saving
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.monitoring import FindNonFinite
 
 OPTIONS = {
@@ -50,6 +51,7 @@ OPTIONS = {
     "has_class": False,  # checkpoints contain an object of a class of the project
     "validates": None,  # every n batches; by default at the end of an epoch
     "tests": False,  # after the fit; an error there ends the process as Hydra ends it
+    "saves_at_the_end": False,  # a checkpoint after the fit
     "epochs": 3,
     "pause": 0.0,  # seconds in each step, for faults from outside
     "precision": "32-true",
@@ -57,11 +59,12 @@ OPTIONS = {
     "schedule": None,  # micro-batches a step by the epoch from which on they apply
     "ckpt_path": None,
     "root": None,  # the Trainer's default_root_dir
-    "watches": False,  # metrics and their means decide learning rates; the start of an epoch freezes a layer
+    "freezes": False,  # the start of an epoch freezes a layer, or puts a module into evaluation mode
     "draws": False,  # a sampler draws from a generator of its own
     "averages": False,  # StochasticWeightAveraging from the second epoch on
     "unfreezes": False,  # a layer is trained from the second epoch on, in a group of its own
     "stops": False,  # EarlyStopping ends the fit
+    "has_plugin": False,  # that writes and reads checkpoints
     "teaches": False,  # a frozen layer follows another layer
     "batch": None,  # samples of a rank's batch; null: 16 of all ranks
     "is_plain": False,  # without dropout and batch statistics, so that the results do not depend on the ranks
@@ -90,15 +93,11 @@ class Net(LightningModule):
             self.hparams.settings = Settings()
             self._set_hparams(self.hparams)
         self.layers[3].requires_grad_(not options["teaches"])
-        self.mean, self.best = torchmetrics.MeanMetric(), torchmetrics.MaxMetric()
-        self.validated, self.values = torchmetrics.SumMetric(), torchmetrics.CatMetric()
-        self.extremes = torchmetrics.MinMaxMetric(torchmetrics.MeanMetric())
 
     def on_train_epoch_start(self):
-        if options["watches"]:
+        if options["freezes"]:
             self.layers[1].requires_grad_(self.current_epoch % 2 == 0)
             self.dropout.train(self.current_epoch % 2 == 0)
-            self.log("at the start", float(trainer.global_step))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
@@ -112,13 +111,6 @@ class Net(LightningModule):
         out = self(x)
         loss = out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
         loss = loss * torch.nan if act("loss") == "nan" else loss
-        if options["watches"]:
-            self.values.update(loss.detach())
-            self.mean(loss.detach())
-            self.log("mean", self.mean, on_step=False, on_epoch=True)
-            self.log("train", loss, on_step=True, on_epoch=True, sync_dist=True)
-            if batch_idx == 0:
-                self.log("early", loss, on_step=False, on_epoch=True, reduce_fx=max, sync_dist=True)
         if loss.requires_grad:
             loss.register_hook(lambda _: act("backward"))
         return loss
@@ -131,33 +123,14 @@ class Net(LightningModule):
     def test_step(self, batch, batch_idx):
         act("test")
 
-    def on_train_epoch_end(self):
-        if options["watches"]:
-            self.log("values", self.values.compute().sum())
-            self.values.reset()
-
     def validation_step(self, batch, batch_idx):
         (x,) = batch
         out = self(x)
         self.log("loss", out.to(torch.promote_types(out.dtype, torch.float32)).square().mean(), sync_dist=True)
-        self.validated.update(len(x))
-        self.log("validated", self.validated)
-
-    def on_validation_epoch_end(self):
-        if options["watches"] and not trainer.sanity_checking:
-            self.best.update(-trainer.callback_metrics["loss"])
-            self.log("best", self.best.compute())
-            self.extremes.update(trainer.callback_metrics["loss"])
-            self.log_dict(self.extremes.compute())
 
     def configure_optimizers(self):
         optimizer = torch.optim.AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.9)
-        if options["watches"]:
-            return [optimizer], [
-                {"scheduler": plateau(optimizer), "interval": "epoch", "monitor": "mean"},
-                {"scheduler": plateau(optimizer), "interval": "step", "monitor": "train_step"},
-            ]
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
     def on_before_optimizer_step(self, optimizer):
@@ -171,11 +144,6 @@ class Net(LightningModule):
             with torch.no_grad():
                 self.layers[3].weight.lerp_(self.layers[4].weight, 0.5)
         act("end")
-
-
-def plateau(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.ReduceLROnPlateau:
-    """Its learning rate depends on each value that it sees."""
-    return torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.9, patience=0, threshold=0.02)
 
 
 class Note(Callback):
@@ -197,19 +165,24 @@ class Unfreeze(BaseFinetuning):
             self.unfreeze_and_add_param_group(pl_module.layers[4], optimizer)
 
 
+class OwnFiles(TorchCheckpointIO):
+    def load_checkpoint(self, path, map_location=None, weights_only=None):
+        return torch.load(path, map_location)  # fails for a folder
+
+
 class Schedule(GradientAccumulationScheduler):
     """A project's own subclass."""
 
 
-EVALUATION = "validation", "test"
+NOT_IN_TRAINING = "validation", "test", "last checkpoint", "end of the script"
 LATER = "forward", "loss", "backward", "update"
 """Moments at which a copy is usually complete: faults wait for it, so that the step to continue from is certain."""
 
 
 def wait_for_the_copy() -> None:
-    resilience = trainer.strategy._resilience
-    if resilience is not None and resilience._copy is not None:
-        resilience._copy.exception()
+    restarts = trainer.strategy._restarts
+    for save in restarts._saver._jobs if restarts is not None else ():
+        save.exception()
 
 
 def act(where: str) -> str | None:
@@ -218,7 +191,7 @@ def act(where: str) -> str | None:
     for fault in options["faults"]:
         if (fault["attempt"], fault["fit"], fault["where"]) == (attempt(), fit, where):
             is_due = fault["step"] <= step <= fault["until"]
-            if is_due and trainer.global_rank in fault["ranks"] and (trainer.training or where in EVALUATION):
+            if is_due and trainer.global_rank in fault["ranks"] and (trainer.training or where in NOT_IN_TRAINING):
                 if where in LATER:
                     wait_for_the_copy()
                 print(f"rank {trainer.global_rank} meets {fault['what']} at {time.time()}", flush=True)
@@ -264,28 +237,28 @@ WHAT = {
     "fail": fail,
     "cut": cut,
     "nan": lambda: "nan",
+    "exit with 3": lambda: sys.exit(3),
 }
 
 
-def in_copies() -> None:
-    """Let faults happen in the middle of a copy, between its values and its header, and before a slot is verified."""
-    copied, described, verify = slots.SlotWriter._copied, slots.SlotWriter._described, slots.Slot.verify
+def in_saves() -> None:
+    """Let faults happen in a save: before each value, when a rank has written its file, and when rank 0 commits."""
+    save_piece, write, put_in_place = saving._save_piece, saving._write, Destination.put_in_place
 
-    def copying(self, entries, first):
-        half = len(entries) // 2
-        copied(self, entries[:half], first)
+    def saving_piece(*arguments):
         act("copy")
-        return copied(self, entries, first)
+        return save_piece(*arguments)
 
-    def describing(self, *arguments):
+    def writing(*arguments):
+        written = write(*arguments)
+        act("written")
+        return written
+
+    def committing(self):
         act("commit")
-        return described(self, *arguments)
+        return put_in_place(self)
 
-    def verifying(self):
-        act("read")
-        return verify(self)
-
-    slots.SlotWriter._copied, slots.SlotWriter._described, slots.Slot.verify = copying, describing, verifying
+    saving._save_piece, saving._write, Destination.put_in_place = saving_piece, writing, committing
 
 
 def new_trainer() -> Trainer:
@@ -315,6 +288,7 @@ def new_trainer() -> Trainer:
         callbacks=callbacks,
         logger=CSVLogger("logs") if options["logs"] else False,
         enable_checkpointing=bool(options["saves"]),
+        plugins=[OwnFiles()] if options["has_plugin"] else None,
         val_check_interval=options["validates"],
         default_root_dir=options["root"],
         enable_progress_bar=False,
@@ -334,8 +308,9 @@ def new_loaders() -> tuple[DataLoader, DataLoader]:
 
 if __name__ == "__main__":
     options = OPTIONS | json.loads(sys.argv[1])
+    print(f"attempt {attempt()} is process {os.getpid()}", flush=True)
     resilience = None if options["resilience"] is None else ResilienceConfig(**options["resilience"])
-    in_copies()
+    in_saves()
     seed_everything(0)
     net, fit, trainer = Net(), -1, new_trainer()
     if options["tunes"]:
@@ -343,7 +318,7 @@ if __name__ == "__main__":
         print("found the learning rate", net.lr, flush=True)
     for fit in range(options["fits"]):
         trainer = new_trainer() if fit else trainer
-        print(f"rank {trainer.global_rank} begins fit {fit}", flush=True)
+        print(f"attempt {attempt()} begins fit {fit} on rank {trainer.global_rank}", flush=True)
         more = {"weights_only": False} if options["has_class"] else {}
         trainer.fit(net, *new_loaders(), ckpt_path=options["ckpt_path"], **more)
     logged = dict(trainer.callback_metrics)  # a test forgets them
@@ -353,7 +328,12 @@ if __name__ == "__main__":
         except ValueError as error:
             print(error, flush=True)
             sys.exit(1)
+    if options["saves_at_the_end"]:
+        if trainer.global_rank == 0:
+            act("last checkpoint")
+        trainer.save_checkpoint("last.ckpt")
     if trainer.global_rank == 0:
         torch.save(net.state_dict() | logged, options["out"])
+    act("end of the script")
     print("ended after step", trainer.global_step, flush=True)
     print("threads at the end:", *sorted(thread.name for thread in threading.enumerate()), flush=True)

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import subprocess
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,14 @@ class Ended:
         same_tensors(other.weights, self.weights, bound=0)
 
     @property
+    def memory(self) -> Path:
+        return memory_of(self.folder)
+
+    @property
+    def attempts(self) -> int:
+        return len(set(re.findall(r"attempt (\d+) begins", self.output)))
+
+    @property
     def begun(self) -> list[list[int]]:
         """The steps that rank 0 has begun, by attempt."""
         found: dict[int, list[int]] = {}
@@ -60,7 +69,7 @@ class Ended:
     @property
     def continued(self) -> list[int]:
         """The steps after which the job was continued."""
-        return [int(step) for step in re.findall(r"Continuing after step (\d+)", self.output)]
+        return [int(step) for step in re.findall(r"continuing after step (\d+)", self.output)]
 
     def repeats_at_most(self, steps: int) -> None:
         """At most `steps` completed steps are repeated; the step in which an attempt died does not count."""
@@ -69,7 +78,6 @@ class Ended:
 
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone")
-LAUNCH = ("-m", "lightning_zero", "launch")
 
 
 def command(
@@ -86,11 +94,16 @@ def command(
 
 
 def options_of(folder: Path, options: dict[str, Any]) -> str:
-    """The script's argument; the job's slots are in the folder."""
+    """The script's argument. Each step is kept, and the job's name belongs to the folder."""
     options = {"out": str(folder / "weights.pt"), **options}
     if (given := options.get("resilience", {})) is not None:
-        options["resilience"] = {"path": str(folder / "memory"), "job": "job", **given}
+        options["resilience"] = {"every_n_steps": 1, "job": memory_of(folder).name, **given}
     return json.dumps(options)
+
+
+def memory_of(folder: Path) -> Path:
+    """The folder in memory of the job in a folder."""
+    return Path(f"/dev/shm/lightning_zero-{os.geteuid()}", f"test-{zlib.crc32(str(folder).encode()):08x}")
 
 
 def environment() -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Faults other than kills: signals, damaged or missing slots, a full tmpfs, hangs, repeated mistakes."""
+"""Faults other than kills: signals, damaged, missing or foreign states, a full tmpfs, lost memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 import pytest
 
 from tests.checkpoint.faults import on_a_small_disk
-from tests.resilience.jobs import command, ended, environment, fault, run
+from tests.resilience.jobs import command, ended, environment, fault, memory_of, run
 from tests.support.selection import one_at_a_time
 
 NAMED = ["-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0", "--rdzv-id=the-job"]
@@ -38,102 +38,196 @@ def wait_for(folder, text, seconds=120):
         time.sleep(0.02)
 
 
-def slots_in(folder):
-    return sorted((folder / "memory").glob("*/fit-0/*.[01]"))
+def generations_in(folder):
+    found = (memory_of(folder) / "fit-0").glob("step-*")
+    return sorted(found, key=lambda path: int(path.name.removeprefix("step-")))
+
+
+def on_disk(folder):
+    return folder / f".lightning_zero-{memory_of(folder).name}"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    yield tmp_path / "job"
+    shutil.rmtree(memory_of(tmp_path / "job"), ignore_errors=True)
+
+
+# -- signals -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("stage", "what_is_left"), one_at_a_time([3, 1, 2], ["memory", "disk"]))
-def test_sigterm_to_one_rank_saves_on_all_and_the_same_job_continues(stage, what_is_left, tmp_path):
-    expected = run(tmp_path / "whole", {"stage": stage})
-    folder, options = tmp_path / "ended", {"stage": stage, "faults": [fault(0, 5, [1], "backward", "term")]}
-    code = started(folder, options).wait(60)
+def test_sigterm_to_one_rank_saves_on_all_and_the_same_job_continues(stage, what_is_left, uninterrupted, folder):
+    options = {"stage": stage, "faults": [fault(0, 5, [1], "backward", "term")]}
+    code = started(folder, options).wait(90)
     before = ended(folder, code)
     assert code == 0 and before.weights is None and "Its state after step 6 was saved to" in before.output
-    assert len(slots_in(folder)) == 4
+    assert generations_in(folder)
     if what_is_left == "disk":
-        shutil.rmtree(folder / "memory")  # as on another machine
-    found = ended(folder, started(folder, options).wait(60))
-    assert "Continuing after step 6" in found.output
-    found.same_as(expected)
-    assert not os.listdir(folder / "memory") and not os.listdir(folder / ".lightning_zero" / "job")
+        shutil.rmtree(memory_of(folder))  # as on another machine
+    found = ended(folder, started(folder, options).wait(90))
+    assert found.continued == [6]
+    found.same_as(uninterrupted({"stage": stage}))
+    assert not memory_of(folder).exists() and not on_disk(folder).exists()
 
 
-def test_after_sigterm_to_the_launcher_the_state_is_saved_within_a_step_and_two_seconds(tmp_path):
-    process = started(tmp_path, {"pause": 0.2})
-    wait_for(tmp_path, "rank 1 begins step 4")
+@pytest.mark.exhaustive
+def test_with_a_plugin_for_checkpoints_a_job_continues_after_a_kill_and_after_sigterm(uninterrupted, folder):
+    faults = [fault(0, 3, [1], "backward"), fault(1, 5, [1], "backward", "term")]
+    options = {"has_plugin": True, "faults": faults}
+    assert started(folder, options).wait(120) == 0
+    shutil.rmtree(memory_of(folder))
+    found = ended(folder, started(folder, options | {"faults": []}).wait(90))
+    assert found.continued == [3, 6], found.output
+    found.same_as(uninterrupted({}))
+
+
+@pytest.mark.exhaustive
+def test_after_sigterm_to_the_launcher_the_state_is_saved_within_a_step_and_two_seconds(folder):
+    process = started(folder, {"pause": 0.2})
+    wait_for(folder, "rank 1 begins step 4")
     began = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    wait_for(tmp_path, "was saved to")
+    wait_for(folder, "was saved to")
     assert time.monotonic() - began < 0.2 + 2 + 0.5  # half a second for the step's own work and this check
     process.wait(60)
 
 
+# -- states that cannot be used ----------------------------------------------------------------------------------------
+
+
 def stopped_after_kills(folder, options, step):
-    """A job that has run out of restarts in a step: its slots hold two steps."""
+    """A job that has run out of restarts in a step: the states after this step and the one before are in memory."""
     options = options | {"faults": [fault(0, step, [0, 1], "forward")]}
-    assert started(folder, options, restarts=0).wait(60) != 0
-    assert len(slots_in(folder)) == 4
+    assert started(folder, options, restarts=0).wait(90) != 0
+    assert [path.name for path in generations_in(folder)] == [f"step-{step - 1}", f"step-{step}"]
     return options
 
 
 def flip(path):
-    with open(path, "r+b") as file:
-        file.seek(4096 + 1000)
-        (byte,) = file.read(1)
-        file.seek(4096 + 1000)
-        file.write(bytes([byte ^ 1]))
+    """Change one bit in a value of rank 1."""
+    with open(path / "__1_0.distcp", "r+b") as file:
+        content = file.read()
+        position = content.index(b"data/0") + 200
+        file.seek(position)
+        file.write(bytes([content[position] ^ 1]))
 
 
-@pytest.mark.parametrize(("damage", "which"), one_at_a_time(["flipped", "truncated", "missing"], ["the newest", "all"]))
-def test_a_damaged_slot_is_noticed_and_an_older_state_taken(damage, which, tmp_path):
-    expected = run(tmp_path / "whole", {})
-    folder = tmp_path / "damaged"
+def truncate(path):
+    os.truncate(path / "__1_0.distcp", 1000)
+
+
+def lose_metadata(path):
+    os.remove(path / ".metadata")
+
+
+def change_owner(path):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    os.chown(path / "meta.pt", 12345, 12345)
+
+
+def replace_by_link(path):
+    path.rename(path.parent.parent.parent / "victim")
+    path.symlink_to(path.parent.parent.parent / "victim")
+
+
+def open_to_others(path):
+    path.chmod(0o777)
+
+
+DAMAGES = {
+    each.__name__: each for each in (flip, truncate, lose_metadata, change_owner, replace_by_link, open_to_others)
+}
+
+
+@pytest.mark.parametrize(
+    ("damage", "which"),
+    [
+        ("flip", "the newest"),
+        ("change_owner", "the newest"),
+        ("truncate", "all"),
+        *(
+            pytest.param(name, which, marks=pytest.mark.exhaustive)
+            for name, which in [
+                ("truncate", "the newest"),
+                ("lose_metadata", "the newest"),
+                ("replace_by_link", "the newest"),
+                ("open_to_others", "the newest"),
+                ("flip", "all"),
+            ]
+        ),
+    ],
+)
+def test_of_a_state_that_is_damaged_or_not_the_users_own_another_takes_the_place(damage, which, uninterrupted, folder):
     options = stopped_after_kills(folder, {}, 7)
-    of_rank_1 = [path for path in slots_in(folder) if path.name.startswith("1.")]
-    newest = max(of_rank_1, key=lambda path: path.stat().st_mtime_ns)
-    for path in [newest] if which == "the newest" else of_rank_1:
-        {"flipped": flip, "truncated": lambda path: os.truncate(path, 5000), "missing": os.remove}[damage](path)
-    found = ended(folder, started(folder, options | {"faults": []}).wait(60))
-    begins_anew = which == "all"
-    assert ("the job starts over" in found.output) == begins_anew
-    assert ("Continuing after step 6" in found.output) == (not begins_anew)
-    found.same_as(expected)
+    try:
+        for path in generations_in(folder)[-1 if which == "the newest" else 0 :]:
+            DAMAGES[damage](path)
+        found = ended(folder, started(folder, options | {"faults": []}).wait(90))
+    finally:
+        shutil.rmtree(memory_of(folder).parent / "victim", ignore_errors=True)
+    assert found.continued == ([6] if which == "the newest" else []), found.output
+    assert ("the job starts over" in found.output) == (which == "all")
+    found.same_as(uninterrupted({}))
+
+
+@pytest.mark.parametrize("left", ["damaged", pytest.param("nothing", marks=pytest.mark.exhaustive)])
+def test_without_a_whole_state_in_memory_the_job_continues_from_its_last_checkpoint(left, uninterrupted, folder):
+    options = stopped_after_kills(folder, {"saves": 3}, 8)
+    for path in generations_in(folder):
+        truncate(path) if left == "damaged" else shutil.rmtree(path)
+    found = ended(folder, started(folder, options | {"faults": []}).wait(90))
+    assert found.continued == [6], found.output
+    found.same_as(uninterrupted({}))
+    assert not memory_of(folder).exists() and not on_disk(folder).exists()
 
 
 @pytest.mark.exhaustive
-def test_a_job_whose_agent_was_killed_continues_when_started_again(tmp_path):
-    expected = run(tmp_path / "whole", {"pause": 0.05})
-    folder = tmp_path / "killed"
-    process = started(folder, {"pause": 0.05})
-    wait_for(folder, "rank 1 begins step 5")
-    process.kill()  # its processes outlive it for a while
-    process.wait()
-    found = ended(folder, started(folder, {"pause": 0.05}).wait(60))
-    assert "Continuing after step" in found.output
-    found.same_as(expected)
-
-
-def test_a_third_death_in_one_step_stops_the_job_and_names_the_step(tmp_path):
-    faults = [fault(number, 4, [0], "forward", "fail") for number in range(9)]
-    process = started(tmp_path, {"faults": faults}, restarts=3)
-    found = ended(tmp_path, process.wait(90))
-    assert found.code != 0
-    assert "a mistake of the project" in found.output
-    assert "has died 3 times after step 4 without keeping a newer state, so it stops" in found.output
-    assert found.begun == [[0, 1, 2, 3, 4], [4], [3, 4]]
+def test_the_folder_of_checkpoints_may_be_a_url(uninterrupted, folder):
+    options = {"root": f"file://{folder}/root", "saves": 3}
+    stopped_after_kills(folder, options, 8)
+    shutil.rmtree(memory_of(folder))  # as on another machine
+    found = run(folder, options)
+    assert found.continued == [6], found.output
+    found.same_as(uninterrupted({}))
+    assert not (folder / "file:").exists() and not list((folder / "root").glob(".lightning_zero-*"))
 
 
 @pytest.mark.exhaustive
-def test_training_continues_with_a_warning_where_memory_has_no_room(tmp_path):
-    memory = tmp_path / "memory"
-    memory.mkdir()
+def test_a_record_of_another_user_is_not_read(uninterrupted, folder):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a file to another user")
+    options = stopped_after_kills(folder, {"saves": 3}, 8)
+    shutil.rmtree(memory_of(folder))
+    os.chown(on_disk(folder) / "fit-0.json", 12345, 12345)
+    found = ended(folder, started(folder, options | {"faults": []}).wait(90))
+    assert found.continued == [], found.output
+    found.same_as(uninterrupted({}))
 
+
+# -- no room -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nbytes", [2**18, pytest.param(2**14, marks=pytest.mark.exhaustive)])
+def test_training_continues_with_one_warning_where_memory_has_no_room(nbytes, tmp_path):
     def act():
         found = run(tmp_path, {"epochs": 1}, python=sys.executable)  # the warm interpreter is outside this file system
-        assert found.code == 0 and found.output.count("could not keep the state after step 0") == 2, found.output
-        assert "ended after step 6" in found.output
+        assert found.code == 0 and "ended after step 6" in found.output, found.output
+        assert found.output.count("could not be kept in memory") == 1, found.output
 
-    assert on_a_small_disk(memory, 2**14, act, seconds=120) == 0
+    assert on_a_small_disk("/dev/shm", nbytes, act, seconds=120) == 0
+
+
+# -- other ranks -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_a_job_continues_on_another_number_of_ranks(ranks, folder):
+    options = stopped_after_kills(folder, {"precision": "64-true", "is_plain": True}, 6)
+    found = run(folder, options | {"faults": []}, ranks)
+    assert found.code == 0 and found.continued == [6], found.output
+    assert found.begun[-1][-1] == 17
 
 
 @pytest.mark.exhaustive

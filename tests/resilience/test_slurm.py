@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +22,10 @@ def port():
         yield reserved
 
 
+def memory_of_slurm():
+    return list(Path(f"/dev/shm/lightning_zero-{os.geteuid()}").glob("slurm-77-*"))
+
+
 def start_tasks(folder, options, attempt, port):
     """Start the processes of a job step."""
     folder.mkdir(exist_ok=True)
@@ -30,7 +35,11 @@ def start_tasks(folder, options, attempt, port):
     output = (folder / "output").open("a")
     return [
         subprocess.Popen(
-            [warm_python(), str(SCRIPT), options_of(folder, options | {"resilience": {"job": None}})],
+            [
+                warm_python(),
+                str(SCRIPT),
+                options_of(folder, options | {"resilience": {"job": None, "every_n_steps": 1}}),
+            ],
             cwd=folder,
             env=environment() | of_step | of_script | {"SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)},
             stdout=output,
@@ -47,7 +56,7 @@ def test_a_job_step_continues_after_a_task_was_killed(port, tmp_path):
     assert [process.wait(90) for process in start_tasks(folder, options, 1, port)] == [0, 0]
     found = ended(folder, 0)
     found.same_as(run(tmp_path / "whole", {}))
-    assert [steps[0] for steps in found.begun] == [0, 5] and not os.listdir(folder / "memory")
+    assert [steps[0] for steps in found.begun] == [0, 5] and memory_of_slurm() == []
 
 
 @pytest.mark.exhaustive
@@ -60,7 +69,8 @@ def test_a_preempted_job_saves_its_state_and_continues_on_another_machine(port, 
     for task in tasks:
         task.send_signal(signal.SIGTERM)
     assert [task.wait(60) for task in tasks] == [0, 0]
-    shutil.rmtree(folder / "memory")  # on another machine
+    (memory,) = memory_of_slurm()
+    shutil.rmtree(memory)  # on another machine
     assert [process.wait(90) for process in start_tasks(folder, options, 1, port)] == [0, 0]
     found = ended(folder, 0)
     found.same_as(run(tmp_path / "whole", {}))

@@ -151,6 +151,7 @@ def test_a_fit_shows_its_loop_loader_and_accumulation():
     assert seen.found["on_train_batch_start"] == [True, False] * 2
     assert seen.found["on_train_batch_end"] == [False, False, False, True]
     assert {"state_dict", "optimizer_states", "loops"} <= internals.dump_checkpoint(trainer).keys()
+    assert callable(internals.checkpoint_connector(trainer).resume_start)
 
 
 def test_batch_statistics_for_averaged_weights_are_a_pass_without_backward():

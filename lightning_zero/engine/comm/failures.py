@@ -29,7 +29,6 @@ from lightning_zero.engine.comm.attempts import leave_soon, will_be_repeated
 from lightning_zero.engine.comm.cma_exchange import sever_all
 from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifelines
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
-from lightning_zero.io.beats import note_waiting
 
 _FAILED, _REFUSED = "failed", "refused"  # kinds of message: the whole run has failed, or only some waits
 _AT_ONCE = 0.5  # seconds within which failures count as simultaneous
@@ -93,7 +92,6 @@ class _Watchdog(Lifelines):
             if self._rank in refused:
                 self.refusal = where
         elif kind == TICK:
-            note_waiting(self._wait is not None)
             self._announce()
         elif kind in listeners:
             listeners[kind]()

@@ -204,13 +204,6 @@ def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
     dist.send(tensor, group=group, group_dst=rank)
 
 
-def begin_send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> dist.Work:
-    """Begin to send a tensor to a rank of a group; the tensor must not change until the caller has waited."""
-    work = dist.isend(tensor, group=group, group_dst=rank)
-    assert work is not None
-    return work
-
-
 def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
     """Receive a tensor from a rank of a group."""
     dist.recv(tensor, group=group, group_src=rank)

@@ -1,0 +1,499 @@
+"""Keep the state of a fit in memory that outlives its processes, and continue from it when they are started again.
+
+Every ``every_n_steps`` optimizer steps, all ranks begin a sharded save in the background, the same as with
+``ZeroStrategy(checkpoint="sharded", async_save=True)``. It goes to a folder on tmpfs, a *generation*:
+
+    /dev/shm/lightning_zero-UID/JOB/fit-N/step-K              one folder per user, job, fit of the script, and step
+    /dev/shm/lightning_zero-UID/JOB/attempt-ID/RANK           exists once the process has ended with exit code 0
+    DEFAULT_ROOT_DIR/.lightning_zero-JOB/fit-N.ckpt, .json    saved when a signal ends the job; the fit's checkpoints
+
+The two newest generations are kept. On several machines, each machine holds the files of its own ranks. Processes are
+restarted by torchrun, SLURM or Ray Train.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import secrets
+import shutil
+import stat
+import sys
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+from fsspec.core import url_to_fs
+from fsspec.implementations.local import LocalFileSystem
+from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.checkpoint.commit import Destination, remove
+from lightning_zero.checkpoint.form import MANIFEST, Manifest
+from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from lightning_zero.engine.config import config_of
+from lightning_zero.engine.init.sources import listed
+from lightning_zero.io.annotations import check_fields, shown
+from lightning_zero.io.disk import make_own_folder
+from lightning_zero.io.paths import write_anew
+
+_MEMORY = "/dev/shm"
+_FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when the user's next job removes it
+_MESSAGE = 2**26  # maximum size of a message between machines, in bytes
+_OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
+
+_REMOVED = {
+    "path": "states are kept in /dev/shm. Leave path out; in a container, --shm-size gives more room",
+    "deaths_at_one_step": "the launcher counts restarts. Write torchrun --max-restarts=3 instead",
+}
+
+
+@dataclass(frozen=True)
+class ResilienceConfig:
+    """How a job keeps its state in shared memory, to continue when its processes are restarted.
+
+    Args:
+        every_n_steps: number of optimizer steps between two kept states.
+        job: the job's name (ASCII letters, digits, ``_`` and ``-``), which must be the same when the job is restarted,
+            and different for each job; None derives a name from the command line and from SLURM's job id or torchrun's
+            run id.
+
+    Raises:
+        ValueError: if a value is not allowed, or a field no longer exists.
+
+    Example:
+        >>> resilience = lightning_zero.ResilienceConfig(every_n_steps=5)
+        >>> strategy = lightning_zero.ZeroStrategy(stage=3, resilience=resilience)
+    """
+
+    every_n_steps: int = field(default=20, metadata={"least": 1})
+    job: str | None = None
+
+    def __new__(cls, *_: Any, **given: Any) -> ResilienceConfig:
+        _refuse_removed(given)
+        return super().__new__(cls)
+
+    def __post_init__(self) -> None:
+        check_fields(self, "resilience: ")
+        if self.job is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", self.job):  # it becomes a folder's name
+            raise ValueError(f"resilience: job={shown(self.job)} must consist of ASCII letters, digits, '_' and '-'.")
+
+
+def resilience_config(resilience: Any) -> ResilienceConfig | None:
+    """Convert the option ``resilience`` to a ``ResilienceConfig``.
+
+    Args:
+        resilience: None, ``"memory"``, a ``ResilienceConfig``, or a mapping of its fields, as from Hydra.
+
+    Raises:
+        ValueError: for any other value.
+    """
+    if isinstance(resilience, Mapping):
+        _refuse_removed(resilience)
+    value = ResilienceConfig() if isinstance(resilience, str) and resilience == "memory" else resilience
+    return config_of("resilience", value, ResilienceConfig, ["memory"])
+
+
+def _refuse_removed(given: Mapping[str, Any]) -> None:
+    for name, instead in _REMOVED.items():
+        if name in given:
+            raise ValueError(f"resilience: the field {name!r} no longer exists, since {instead}.")
+
+
+def name_of_job() -> str | None:
+    """Return the name under which restarted processes find the job's files; None if the launcher gives the job no name.
+
+    The name includes a checksum of folder and command line, since several programs may run within one SLURM job.
+    """
+    run = os.environ.get("TORCHELASTIC_RUN_ID")
+    if "SLURM_JOB_ID" in os.environ:
+        name = f"slurm-{os.environ['SLURM_JOB_ID']}"
+    elif run is None or run == "lightning-zero":  # ``lightning-zero train`` does not restart processes
+        return None
+    elif run == "none":  # torchrun's default: its process id and, since ids are reused, start time (proc(5), field 22)
+        status = Path(f"/proc/{os.getppid()}/stat").read_text()
+        name = f"torchrun-{os.getppid()}-{status.rpartition(')')[2].split()[19]}"
+    else:
+        name = run
+    program = zlib.crc32("\0".join([os.getcwd(), *sys.argv]).encode())
+    return re.sub(r"[^A-Za-z0-9-]", "_", name)[:80] + f"-{program:08x}"
+
+
+class _Job:
+    """A job's folder on this machine, removed when all of the job's processes there have ended with exit code 0.
+
+    Attributes:
+        keeps: whether the folder must stay when this process ends, because a fit is running or has failed.
+    """
+
+    def __init__(self, path: str, attempt: str, rank: int, neighbours: list[int], on_disk: str) -> None:
+        self._path, self._attempt = path, os.path.join(path, f"attempt-{attempt}")
+        self._rank, self._neighbours, self._on_disk = rank, neighbours, on_disk
+        self.keeps = True
+        if rank == neighbours[0]:
+            for name in os.listdir(path):
+                if name.startswith("attempt-"):
+                    shutil.rmtree(os.path.join(path, name), ignore_errors=True)
+            os.mkdir(self._attempt, 0o700)
+        if not _jobs:
+            vars(sys)["exit"] = partial(_exit, sys.exit)
+        Finalize(None, self._end_process, exitpriority=10)  # unlike atexit, also runs in multiprocessing processes
+
+    def _end_process(self) -> None:
+        if self.keeps or _exit_codes or getattr(sys, "last_value", None) is not None:
+            return
+        try:
+            open(os.path.join(self._attempt, str(self._rank)), "x").close()
+            if len(os.listdir(self._attempt)) < len(self._neighbours):
+                return
+        except OSError:  # another attempt has begun
+            return
+        shutil.rmtree(self._path, ignore_errors=True)
+        with suppress(OSError):  # raised if there are other jobs
+            os.rmdir(os.path.dirname(self._path))
+        if self._neighbours[0] == 0:
+            with suppress(Exception):  # libraries for object stores raise errors of their own
+                fs, place = url_to_fs(self._on_disk)
+                fs.rm(place, recursive=True)
+
+
+_jobs: dict[str, _Job] = {}
+_fits = itertools.count()
+_exit_codes: list[Any] = []
+
+
+def _exit(leave: Callable[[Any], None], code: Any = None) -> None:
+    """In place of ``sys.exit``: note codes other than 0, since functions that run at exit cannot see the code."""
+    if code not in (None, 0):
+        _exit_codes.append(code)
+    leave(code)
+
+
+def keep_for_next_attempt() -> None:
+    """Leave kept states in memory when this process ends, since a run has failed, perhaps after the fit."""
+    for job in _jobs.values():
+        job.keeps = True
+
+
+def _check_own(path: str) -> None:
+    """Raise a PermissionError unless a path is this user's own file, or own folder to which no one else has access."""
+    found = os.lstat(path)
+    is_folder = stat.S_ISDIR(found.st_mode)
+    is_open = is_folder and found.st_mode & 0o077
+    if not (is_folder or stat.S_ISREG(found.st_mode)) or found.st_uid != os.geteuid() or is_open:
+        raise PermissionError(f"{path} is a link, or another user's, or open to others, so it is not read")
+
+
+def _remove_forgotten(private: str, own: str) -> None:
+    for name in os.listdir(private):
+        job = os.path.join(private, name)
+        with suppress(OSError):
+            _check_own(job)
+            folders = [job, *(os.path.join(job, each) for each in os.listdir(job))]
+            if name != own and time.time() - max(os.lstat(each).st_mtime for each in folders) > _FORGOTTEN:
+                shutil.rmtree(job, ignore_errors=True)
+
+
+class Source(NamedTuple):
+    """A state to continue from. The greatest is tried first."""
+
+    step: int
+    is_in_memory: bool
+    path: str
+
+
+class Restarts:
+    """Keeps the states of one fit, and continues the fit from them. All public methods are collective but ``note``.
+
+    Args:
+        config: how often states are kept.
+        strategy: the fit's strategy, whose processes have started.
+        trainer: the fit's trainer.
+        job: the job's name.
+
+    Raises:
+        ValueError: on every rank, if the folder in memory cannot be used.
+    """
+
+    def __init__(self, config: ResilienceConfig, strategy: Any, trainer: Any, job: str) -> None:
+        self._every, self._strategy, self._trainer = config.every_n_steps, strategy, trainer
+        self._rank = strategy.global_rank
+        private, fit = os.path.join(_MEMORY, f"lightning_zero-{os.geteuid()}"), f"fit-{next(_fits)}"
+        path = os.path.join(private, job)
+        self._folder = os.path.join(path, fit)
+        fs, root = url_to_fs(str(trainer.default_root_dir))
+        root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
+        self._on_disk = os.path.join(root, f".lightning_zero-{job}")
+        self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
+        self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
+        places = self._agree_on_places(private, path)
+        neighbours = [rank for rank, place in enumerate(places) if place == places[self._rank]]
+        self._leaders = [places.index(place) for place in dict.fromkeys(places)]  # the first rank of each machine
+        self._leads = self._rank == neighbours[0]
+        if self._leads:
+            _remove_forgotten(private, job)
+        if path not in _jobs:
+            _jobs[path] = _Job(path, self._attempt, self._rank, neighbours, self._on_disk)
+        self._job = _jobs[path]
+        self._job.keeps = True
+        self._saver = Saver(in_background=True)
+        self._has_begun = self._has_failed = False
+        self._last: int | None = None  # step of the last save, or from which the fit has continued
+        self._saving: int | None = None  # step of the save in progress
+        self._whole: list[int] = []  # step of the newest whole generation; empty if there is none
+        self._held: list[dict[int, tuple[list[str], list[str]]]] = []
+        self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
+
+    def _agree_on_places(self, private: str, path: str) -> list[Any]:
+        """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it."""
+        error = place = None
+        try:
+            for _ in range(2):
+                with suppress(FileNotFoundError):  # another job has just ended, and removed the empty parent
+                    for folder in (private, path, self._folder):
+                        make_own_folder(folder)
+            found = os.stat(self._folder)
+            place = Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
+        except OSError as raised:
+            error = f"on rank {self._rank}: {raised}"
+        everyone = self._strategy.all_gather_values((error, place, secrets.token_hex(8)))
+        self._attempt = everyone[0][-1]
+        if errors := [each for each, *_ in everyone if each is not None]:
+            raise ValueError(
+                f"resilience: {path} cannot be used ({errors[0]}). Remove it, or write "
+                "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
+            )
+        return [place for _, place, _ in everyone]
+
+    def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
+        """In place of Lightning's ``resume_start``, its first argument: continue from the newest whole state."""
+        sources = [] if self._has_begun else self._sources(weights_only)  # later calls come from tuners in the fit
+        self._has_begun = True
+        for source in sources:
+            try:
+                if source.is_in_memory:
+                    self._bring(source)
+                resume(source.path, weights_only=weights_only)
+            except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
+                rank_zero_warn(f"{error} Another state is tried, if there is one.")
+                continue
+            self._last = last = source.step
+            self._whole = [last] if source.is_in_memory else []
+            if self._leads:
+                self._keep_only([step for step in self._steps() if step <= last])  # newer ones are damaged
+            rank_zero_info(f"Restart: continuing after step {last}, from {source.path}.")
+            return
+        if sources:
+            rank_zero_warn("No state or checkpoint of this job is intact, so the job starts over.")
+        resume(path, weights_only=weights_only)
+
+    def _sources(self, weights_only: bool | None) -> list[Source]:
+        """Return the states that earlier attempts have left, in the order to try them."""
+        self._held = self._strategy.all_gather_values(self._generations() if self._leads else {})
+        steps = {step for found in self._held for step in found}
+        sources = [Source(step, True, self._path_of(step)) for step in steps]
+        on_disk = self._checkpoints(weights_only) if self._rank == 0 else []
+        return sorted([*sources, *self._strategy.all_gather_values(on_disk)[0]], reverse=True)
+
+    def _path_of(self, step: int) -> str:
+        return os.path.join(self._folder, f"step-{step}")
+
+    def _generations(self) -> dict[int, tuple[list[str], list[str]]]:
+        """Return, by step, the names of a generation's files on this machine, and of all that it needs, if known."""
+        found = {}
+        for step in self._steps():
+            path, needed = self._path_of(step), []
+            try:
+                _check_own(path)
+                names = os.listdir(path)
+                for name in names:
+                    _check_own(os.path.join(path, name))
+            except OSError as error:
+                print(f"A kept state is not continued from: {error}", file=sys.stderr, flush=True)
+                continue
+            with suppress(Exception):  # the manifest is missing or damaged, as will be found when the state is opened
+                needed = [MANIFEST, *Manifest.of_bytes(Path(path, MANIFEST).read_bytes()).files]
+            found[step] = names, needed
+        return found
+
+    def _steps(self) -> list[int]:
+        """The steps of the generations on this machine, whole or not."""
+        names = (re.fullmatch(r"step-(\d+)", name) for name in os.listdir(self._folder))
+        return [int(name[1]) for name in names if name is not None]
+
+    def _checkpoints(self, weights_only: bool | None) -> list[Source]:
+        sources = []
+        for path in self._recorded():
+            try:
+                checkpoint = open_checkpoint(path, weights_only=weights_only).checkpoint
+            except FileNotFoundError:
+                continue  # removed, as ``save_top_k`` does, or none was saved at the end
+            except Exception as error:
+                rank_zero_warn(f"A checkpoint of this job is not continued from, since it cannot be read: {error}")
+                continue
+            if "global_step" in checkpoint and "optimizer_states" in checkpoint:
+                sources.append(Source(checkpoint["global_step"], False, path))
+        return sources
+
+    def _bring(self, source: Source) -> None:
+        """Receive the files of a generation that are on other machines only. Errors are raised on every rank."""
+        held = {rank: self._held[rank].get(source.step, ([], [])) for rank in self._leaders}
+        files = {rank: set(names) for rank, (names, _) in held.items()}
+        every = set().union(*files.values())
+        if lacking := {name for _, needed in held.values() for name in needed} - every:
+            raise DamagedCheckpointError(f"{source.path} lacks {listed(sorted(lacking))}, perhaps with a lost machine.")
+        error = None
+        if self._leads:
+            os.makedirs(source.path, 0o700, exist_ok=True)
+        for name in sorted(every):
+            if any(name not in names for names in files.values()):
+                sender = next(rank for rank, names in files.items() if name in names)
+                receives = self._leads and name not in files[self._rank]
+                error = self._send(os.path.join(source.path, name), sender, receives) or error
+        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+            raise DamagedCheckpointError(f"{source.path} cannot be sent to all machines ({errors[0]}).")
+
+    def _send(self, path: str, sender: int, receives: bool) -> str | None:
+        """Send a file from one rank to those that receive it. Return the reason why this rank could not write it."""
+        error = target = None
+        with ExitStack() as files:
+            source = files.enter_context(open(path, "rb")) if self._rank == sender else None
+            size = self._strategy.broadcast(os.path.getsize(path) if source is not None else None, sender)
+            try:
+                if receives:
+                    target = files.enter_context(open(path, "xb"))
+                    os.posix_fallocate(target.fileno(), 0, max(size, 1))
+                    target.truncate(size)
+            except OSError as raised:
+                error = f"on rank {self._rank}: {raised}"
+            for _ in range(0, size, _MESSAGE):
+                part = self._strategy.broadcast(source.read(_MESSAGE) if source is not None else None, sender)
+                if target is not None and error is None:
+                    target.write(part)
+        return error
+
+    def loaded(self, path: Any) -> bool:
+        """Note that a checkpoint is loaded, and return whether it was written without the Trainer's CheckpointIO."""
+        if self._trial == str(path):
+            self._trial = self._last = None
+        return str(path).startswith(self._folder) or (str(path) == self._at_end and self._strategy.num_nodes == 1)
+
+    def between_batches(self, *, is_end: bool = False) -> None:
+        """Begin a save if one is due. At the end of training, it is due if the state has changed."""
+        step = self._trainer.global_step
+        if self._trial is not None:
+            return
+        if self._last is None:
+            self._last = step
+        since = step - self._last
+        if self._saving is not None and since > 0:
+            self._finish()  # so that no more than ``every_n_steps`` steps are at risk
+        if since >= (1 if is_end else self._every):
+            self._last, before = step, partial(self._prepare, self._whole)
+            try:
+                self._strategy.save_generation(self._saver, self._path_of(step), self._leaders, before)
+                self._saving = step
+            except CheckpointNotSavedError as error:
+                self._warn(step, error)
+
+    def _prepare(self, keep: list[int], destination: Destination) -> None:
+        """Make room and a folder for a generation. Called in the background, on the first rank of each machine."""
+        self._keep_only(keep)
+        os.makedirs(destination.partial, exist_ok=True)
+        os.chmod(destination.partial, 0o700)
+
+    def _keep_only(self, steps: list[int]) -> None:
+        for step in set(self._steps()) - set(steps):
+            remove(self._path_of(step))
+
+    def _finish(self) -> None:
+        """Wait for the save in progress."""
+        step, self._saving = self._saving, None
+        try:
+            self._saver.finish()
+        except CheckpointNotSavedError as error:
+            self._warn(step, error)
+        else:
+            self._whole = self._whole if step is None else [step]
+
+    def _warn(self, step: int | None, error: CheckpointNotSavedError) -> None:
+        if not self._has_failed:
+            rank_zero_warn(
+                f"The state after step {step} could not be kept in memory. Training continues, and later states are "
+                f"tried; give {_MEMORY} more room (in a container: --shm-size). {error}"
+            )
+        self._has_failed = True
+
+    def note(self, path: Any) -> None:
+        """Record a checkpoint that this fit has saved, so that a restarted job finds it. Not collective."""
+        if os.path.basename(path).startswith(_OF_TUNERS):
+            self._trial = str(path)
+        if self._trial is not None or self._rank != 0:
+            return
+        place = str(path) if "://" in str(path) else os.path.abspath(path)
+        paths = [*[each for each in self._recorded() if each not in (place, self._at_end)][-7:], place]
+        try:
+            if "://" in self._record:
+                fs, record = url_to_fs(self._record)
+                fs.pipe_file(record, json.dumps(paths).encode())
+            else:
+                os.makedirs(self._on_disk, 0o700, exist_ok=True)
+                _check_own(self._on_disk)
+                write_anew(Path(self._record), json.dumps(paths))
+        except Exception as error:  # libraries for object stores raise errors of their own
+            rank_zero_warn(
+                f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "
+                "a restarted job will not find this checkpoint."
+            )
+
+    def _recorded(self) -> list[str]:
+        """Return the paths of this fit's checkpoints; none if their record belongs to another user."""
+        paths: list[str] = []
+        with suppress(Exception):
+            if "://" not in self._record:
+                _check_own(self._on_disk)
+            paths.append(self._at_end)
+            if "://" not in self._record:
+                _check_own(self._record)
+            with fsspec.open(self._record, "r") as file:
+                paths += [str(path) for path in json.load(file)]
+        return paths
+
+    def save_before_end(self) -> None:
+        """Save a checkpoint to disk when a signal ends the job: the states in memory may be lost."""
+        self._finish()
+        try:
+            if self._rank == 0 and "://" not in self._on_disk:
+                with suppress(OSError):  # as is then found by the save
+                    os.makedirs(self._on_disk, 0o700, exist_ok=True)
+            self._strategy.save_in_parts(self._at_end)
+        except CheckpointNotSavedError as error:
+            rank_zero_warn(f"{error} A signal is ending this job, and its state is kept only in {self._folder}.")
+            return
+        rank_zero_info(
+            f"A signal is ending this job. Its state after step {self._trainer.global_step} was saved to "
+            f"{self._at_end}. When restarted, the job continues from it."
+        )
+
+    def close(self, *, has_ended: bool) -> None:
+        """Stop keeping states. Kept states stay until the job ends. No communication after a failure."""
+        try:
+            if has_ended:
+                self._finish()
+                self._job.keeps = False
+        finally:
+            with suppress(Exception):  # of a save that another rank has not finished: the run has failed
+                self._saver.close(abandon=not has_ended)
+        if has_ended and self._leads and self._whole:
+            self._keep_only(self._whole)
