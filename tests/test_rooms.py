@@ -231,9 +231,9 @@ def _private_names(tree: ast.Module) -> Iterator[str]:
 
 def test_private_names_of_torch_are_used_in_one_place_only():
     homes = {f"{PACKAGE}.engine.compat", f"{PACKAGE}.engine.comm.process_group"}
-    with_loaders = f"{PACKAGE}.strategies.resuming: torch.utils.data.DataLoader._get_iterator"  # see compat's docstring
-    found = {f"{module}: {name}" for module in FILES if module not in homes for name in _private_names(TREES[module])}
-    assert found <= {with_loaders}
+    assert not [
+        f"{module}: {name}" for module in FILES if module not in homes for name in _private_names(TREES[module])
+    ]
 
 
 @pytest.mark.parametrize(
@@ -257,9 +257,6 @@ def test_private_names_of_torch_are_recognised_however_they_are_reached(code, na
 
 LIGHTNING = ("lightning", "lightning_fabric", "lightning_utilities", "pytorch_lightning", "torchmetrics")
 INTERNALS = f"{PACKAGE}.strategies.lightning_internals"
-NOT_YET = {f"{PACKAGE}.strategies.{name}" for name in ("epoch_state", "resuming")}
-"""Files that still use such names themselves."""
-
 PRIVATE = re.compile(r"_[A-Za-z]\w*(?<!__)")
 
 
@@ -299,7 +296,7 @@ def test_private_names_of_lightning_are_used_in_one_place_only():
     wrong = [
         f"{module}: {name}"
         for module, tree in TREES.items()
-        if module not in {INTERNALS, *NOT_YET} and not module.startswith(others)
+        if module != INTERNALS and not module.startswith(others)
         for name in _private_names_of_lightning(tree)
     ]
     assert not wrong

@@ -13,6 +13,7 @@ restarted by torchrun, SLURM or Ray Train.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import json
 import os
@@ -51,6 +52,7 @@ from lightning_zero.io.paths import write_anew
 _MEMORY = "/dev/shm"
 _FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when the user's next job removes it
 _MESSAGE = 2**26  # maximum size of a message between machines, in bytes
+_PATIENCE = 15.0  # seconds to wait for the processes of an earlier attempt to end
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
 
 _REMOVED = {
@@ -135,12 +137,13 @@ class _Job:
 
     Attributes:
         keeps: whether the folder must stay when this process ends, because a fit is running or has failed.
+        on_disk: the folders on disk of the job's fits, which are removed, too.
     """
 
-    def __init__(self, path: str, attempt: str, rank: int, neighbours: list[int], on_disk: str) -> None:
+    def __init__(self, path: str, attempt: str, rank: int, neighbours: list[int]) -> None:
         self._path, self._attempt = path, os.path.join(path, f"attempt-{attempt}")
-        self._rank, self._neighbours, self._on_disk = rank, neighbours, on_disk
-        self.keeps = True
+        self._rank, self._neighbours = rank, neighbours
+        self.keeps, self.on_disk = True, set[str]()
         if rank == neighbours[0]:
             for name in os.listdir(path):
                 if name.startswith("attempt-"):
@@ -162,13 +165,14 @@ class _Job:
         shutil.rmtree(self._path, ignore_errors=True)
         with suppress(OSError):  # raised if there are other jobs
             os.rmdir(os.path.dirname(self._path))
-        if self._neighbours[0] == 0:
+        for folder in self.on_disk if self._neighbours[0] == 0 else ():
             with suppress(Exception):  # libraries for object stores raise errors of their own
-                fs, place = url_to_fs(self._on_disk)
+                fs, place = url_to_fs(folder)
                 fs.rm(place, recursive=True)
 
 
 _jobs: dict[str, _Job] = {}
+_locks: list[int] = []  # descriptors of the jobs' locks, which are held until the process ends
 _fits = itertools.count()
 _exit_codes: list[Any] = []
 
@@ -195,6 +199,25 @@ def _check_own(path: str) -> None:
         raise PermissionError(f"{path} is a link, or another user's, or open to others, so it is not read")
 
 
+def _lock(path: str, patience: float) -> int:
+    """Lock a job's folder until the returned descriptor is closed or this process ends.
+
+    Raises:
+        BlockingIOError: if another process has locked it for longer than ``patience``, in seconds.
+    """
+    lock = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike ``flock``, not inherited by forked workers
+            return lock
+        except OSError:
+            if time.monotonic() > deadline:
+                os.close(lock)
+                raise BlockingIOError("another run of a job of this name is using it") from None
+        time.sleep(0.1)
+
+
 def _remove_forgotten(private: str, own: str) -> None:
     for name in os.listdir(private):
         job = os.path.join(private, name)
@@ -202,7 +225,9 @@ def _remove_forgotten(private: str, own: str) -> None:
             _check_own(job)
             folders = [job, *(os.path.join(job, each) for each in os.listdir(job))]
             if name != own and time.time() - max(os.lstat(each).st_mtime for each in folders) > _FORGOTTEN:
+                lock = _lock(job, patience=0)
                 shutil.rmtree(job, ignore_errors=True)
+                os.close(lock)
 
 
 class Source(NamedTuple):
@@ -232,44 +257,56 @@ class Restarts:
         private, fit = os.path.join(_MEMORY, f"lightning_zero-{os.geteuid()}"), f"fit-{next(_fits)}"
         path = os.path.join(private, job)
         self._folder = os.path.join(path, fit)
+        self._folders = private, path, self._folder
         fs, root = url_to_fs(str(trainer.default_root_dir))
         root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
         self._on_disk = os.path.join(root, f".lightning_zero-{job}")
         self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
         self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
-        places = self._agree_on_places(private, path)
+        places = self._agree_on_places(path)
         neighbours = [rank for rank, place in enumerate(places) if place == places[self._rank]]
         self._leaders = [places.index(place) for place in dict.fromkeys(places)]  # the first rank of each machine
         self._leads = self._rank == neighbours[0]
         if self._leads:
             _remove_forgotten(private, job)
         if path not in _jobs:
-            _jobs[path] = _Job(path, self._attempt, self._rank, neighbours, self._on_disk)
+            _jobs[path] = _Job(path, self._attempt, self._rank, neighbours)
         self._job = _jobs[path]
         self._job.keeps = True
+        self._job.on_disk.add(self._on_disk)
         self._saver = Saver(in_background=True)
-        self._has_begun = self._has_failed = False
+        self._has_begun = self._has_failed = self.is_trying = False
         self._last: int | None = None  # step of the last save, or from which the fit has continued
         self._saving: int | None = None  # step of the save in progress
         self._whole: list[int] = []  # step of the newest whole generation; empty if there is none
         self._held: list[dict[int, tuple[list[str], list[str]]]] = []
         self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
 
-    def _agree_on_places(self, private: str, path: str) -> list[Any]:
+    def _make_folders(self) -> None:
+        for _ in range(2):
+            with suppress(FileNotFoundError):  # another job has just ended, and removed the empty parent
+                for folder in self._folders:
+                    make_own_folder(folder)
+
+    def _agree_on_places(self, path: str) -> list[Any]:
         """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it."""
         error = place = None
         try:
-            for _ in range(2):
-                with suppress(FileNotFoundError):  # another job has just ended, and removed the empty parent
-                    for folder in (private, path, self._folder):
-                        make_own_folder(folder)
+            self._make_folders()
             found = os.stat(self._folder)
             place = Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
         except OSError as raised:
             error = f"on rank {self._rank}: {raised}"
         everyone = self._strategy.all_gather_values((error, place, secrets.token_hex(8)))
         self._attempt = everyone[0][-1]
-        if errors := [each for each, *_ in everyone if each is not None]:
+        if path not in _jobs and error is None and self._rank == [each for _, each, _ in everyone].index(place):
+            try:
+                _locks.append(_lock(path, _PATIENCE))
+            except OSError as raised:
+                error = f"on rank {self._rank}: {raised}"
+        errors = [each for each, *_ in everyone if each is not None]
+        errors += [each for each in self._strategy.all_gather_values(error) if each is not None]
+        if errors:
             raise ValueError(
                 f"resilience: {path} cannot be used ({errors[0]}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
@@ -284,10 +321,13 @@ class Restarts:
             try:
                 if source.is_in_memory:
                     self._bring(source)
+                self.is_trying = True
                 resume(source.path, weights_only=weights_only)
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
                 rank_zero_warn(f"{error} Another state is tried, if there is one.")
                 continue
+            finally:
+                self.is_trying = False
             self._last = last = source.step
             self._whole = [last] if source.is_in_memory else []
             if self._leads:
@@ -295,7 +335,7 @@ class Restarts:
             rank_zero_info(f"Restart: continuing after step {last}, from {source.path}.")
             return
         if sources:
-            rank_zero_warn("No state or checkpoint of this job is intact, so the job starts over.")
+            rank_zero_warn("No state or checkpoint of this job is intact, so the fit begins as in a new job.")
         resume(path, weights_only=weights_only)
 
     def _sources(self, weights_only: bool | None) -> list[Source]:
@@ -329,8 +369,10 @@ class Restarts:
 
     def _steps(self) -> list[int]:
         """The steps of the generations on this machine, whole or not."""
-        names = (re.fullmatch(r"step-(\d+)", name) for name in os.listdir(self._folder))
-        return [int(name[1]) for name in names if name is not None]
+        names: list[str] = []
+        with suppress(FileNotFoundError):  # the system has cleaned up, for example when the user's last session ended
+            names = os.listdir(self._folder)
+        return [int(step[1]) for name in names if (step := re.fullmatch(r"step-(\d+)", name)) is not None]
 
     def _checkpoints(self, weights_only: bool | None) -> list[Source]:
         sources = []
@@ -387,7 +429,8 @@ class Restarts:
         """Note that a checkpoint is loaded, and return whether it was written without the Trainer's CheckpointIO."""
         if self._trial == str(path):
             self._trial = self._last = None
-        return str(path).startswith(self._folder) or (str(path) == self._at_end and self._strategy.num_nodes == 1)
+        is_kept = os.path.dirname(path) == self._folder
+        return is_kept or (str(path) == self._at_end and self._strategy.num_nodes == 1)
 
     def between_batches(self, *, is_end: bool = False) -> None:
         """Begin a save if one is due. At the end of training, it is due if the state has changed."""
@@ -410,6 +453,7 @@ class Restarts:
     def _prepare(self, keep: list[int], destination: Destination) -> None:
         """Make room and a folder for a generation. Called in the background, on the first rank of each machine."""
         self._keep_only(keep)
+        self._make_folders()
         os.makedirs(destination.partial, exist_ok=True)
         os.chmod(destination.partial, 0o700)
 
@@ -473,12 +517,18 @@ class Restarts:
     def save_before_end(self) -> None:
         """Save a checkpoint to disk when a signal ends the job: the states in memory may be lost."""
         self._finish()
+        refusal = None
         try:
             if self._rank == 0 and "://" not in self._on_disk:
-                with suppress(OSError):  # as is then found by the save
-                    os.makedirs(self._on_disk, 0o700, exist_ok=True)
-            self._strategy.save_in_parts(self._at_end)
-        except CheckpointNotSavedError as error:
+                os.makedirs(self._on_disk, 0o700, exist_ok=True)
+                _check_own(self._on_disk)
+        except OSError as error:
+            refusal = str(error)
+        try:
+            if (refusal := self._strategy.broadcast(refusal)) is not None:
+                raise PermissionError(refusal)
+            self._strategy.save_last(self._at_end)
+        except Exception as error:  # for example, if another rank has been killed meanwhile
             rank_zero_warn(f"{error} A signal is ending this job, and its state is kept only in {self._folder}.")
             return
         rank_zero_info(
@@ -496,4 +546,5 @@ class Restarts:
             with suppress(Exception):  # of a save that another rank has not finished: the run has failed
                 self._saver.close(abandon=not has_ended)
         if has_ended and self._leads and self._whole:
-            self._keep_only(self._whole)
+            with suppress(OSError):
+                self._keep_only(self._whole)

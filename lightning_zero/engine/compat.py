@@ -4,7 +4,7 @@ No other file uses ``torch._...``, a private name of a torch module or a private
 this file has to be checked against a new version of torch. ``tests/engine/test_compat.py`` has a test for each name.
 Checked with torch 2.11, 2.13 and 2.15. Exceptions: private names of ``torch.distributed`` are in
 ``comm/process_group.py``, since only ``comm`` may import that package; private attributes of data loaders are in
-``strategies/resuming.py``; and all files may read ``tensor._version``, ``module._parameters`` and
+``strategies/lightning_internals.py``; and all files may read ``tensor._version``, ``module._parameters`` and
 ``operator._schema``, since torch has had them for years, and wrapper functions would cost time in each step.
 """
 # ruff: noqa: F401  (other files import these names from here)

@@ -14,10 +14,9 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
 from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.strategies import lightning_internals as internals
 
 EpochState = dict[str, Any]
-
-_LOGGED = "_callback_metrics", "_logged_metrics", "_progress_bar_metrics"
 
 
 def epoch_state(trainer: Trainer) -> EpochState:
@@ -25,16 +24,15 @@ def epoch_state(trainer: Trainer) -> EpochState:
 
     Tensors are copied to CPU memory. The state also says whether training should stop.
     """
-    module, loop = trainer.lightning_module, trainer.fit_loop.epoch_loop
-    # Lightning puts all modules into evaluation mode for a validation, and keeps their modes from before.
-    modes = loop.val_loop._module_mode.mode if trainer.validating else {}
-    logged = {name: dict(getattr(trainer._logger_connector, name)) for name in _LOGGED}
+    module = trainer.lightning_module
+    modes = internals.modes_before_validation(trainer) if trainer.validating else {}
+    logged = {name: dict(getattr(internals.logger_connector(trainer), name)) for name in internals.LOGGED}
     return {
         "should_stop": trainer.should_stop,
         "logged": tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), logged),
         "trained": {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)},
         "training": {name: modes.get(name, part.training) for name, part in module.named_modules()},
-        "reloaded": trainer.fit_loop._last_train_dl_reload_epoch,
+        "reloaded": internals.epoch_of_loaders(trainer),
         "accumulate": trainer.accumulate_grad_batches,
     }
 
@@ -44,7 +42,7 @@ def set_logged(trainer: Trainer, state: EpochState) -> None:
     device = trainer.lightning_module.device
     for name, logged in state["logged"].items():
         restored = tree_map_only(Tensor, lambda tensor: tensor.to(device), logged)
-        getattr(trainer._logger_connector, name).update(restored)
+        getattr(internals.logger_connector(trainer), name).update(restored)
 
 
 def set_modules(module: LightningModule, state: EpochState) -> None:
@@ -58,7 +56,7 @@ def set_modules(module: LightningModule, state: EpochState) -> None:
 def set_epoch(trainer: Trainer, state: EpochState) -> None:
     """Restore what belongs to the epoch that is about to continue."""
     module = trainer.lightning_module
-    trainer.fit_loop._last_train_dl_reload_epoch = state["reloaded"]
+    internals.set_epoch_of_loaders(trainer, state["reloaded"])
     # ``GradientAccumulationScheduler`` sets this only when an epoch begins.
     trainer.accumulate_grad_batches = state.get("accumulate", trainer.accumulate_grad_batches)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]

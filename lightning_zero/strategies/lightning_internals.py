@@ -1,4 +1,4 @@
-"""Every private name of Lightning and torchmetrics that this package uses, each with the reason.
+"""Every private name of Lightning, torchmetrics and torch's data loaders that this package uses, each with the reason.
 
 No other file uses them, so only this file has to be checked against a new version; ``tests/strategy/test_internals.py``
 tests them. Checked with Lightning 2.6.6 and torchmetrics 1.9. Classes that differ between ``lightning.pytorch`` and
@@ -32,6 +32,9 @@ from lightning.fabric.utilities.init import _EmptyInit as EmptyInit
 # The same random numbers when a micro-batch is computed again: also those of NumPy and ``random``
 from lightning.fabric.utilities.seed import _collect_rng_states as collect_rng_states
 from lightning.fabric.utilities.seed import _set_rng_states as set_rng_states
+
+# Loaders with a state of their own, which Lightning saves and loads
+from lightning.fabric.utilities.types import _Stateful as Stateful
 
 # Parameters and buffers start from rank 0's in runs without an engine
 from lightning.pytorch.overrides.distributed import _sync_module_states as sync_module_states
@@ -116,6 +119,41 @@ def arguments_of_step(trainer: Any, batch: Any, index: int) -> list[Any]:
     return list(trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, index).values())
 
 
+combined_loader = attrgetter("_combined_loader")
+"""A fit's training loaders, in one; the public property raises an error before the fit has made them."""
+
+LOAD_LOADER_STATES = "_load_combined_loader_states"
+"""The training loop's method that is called once its loaders exist, before they make iterators."""
+
+BEFORE_FETCH = "_start_profiler"
+"""A fetcher's method that is called before each batch is fetched: the state before a step's first batch is recorded."""
+
+iterator_of = attrgetter("_iterator")
+"""The iterator over a ``CombinedLoader``'s loaders, by which the position in each of them is known."""
+
+POSITION_AMONG_LOADERS = {"_idx", "_consumed"}
+"""Attributes of that iterator: the loader whose turn it is, and which loaders have ended."""
+
+
+def do_not_restart(loop: Any) -> None:
+    """Let a training loop go on as within an epoch: after a restart it skips schedulers that monitor a metric."""
+    loop._restarting = False
+
+
+def modes_before_validation(trainer: Any) -> dict[str, bool]:
+    """Which modules were in training mode before Lightning put all of them into evaluation mode for a validation."""
+    return trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+
+
+def epoch_of_loaders(trainer: Any) -> int:
+    """The epoch in which a fit's loaders were last made, from which ``reload_dataloaders_every_n_epochs`` counts."""
+    return trainer.fit_loop._last_train_dl_reload_epoch
+
+
+def set_epoch_of_loaders(trainer: Any, epoch: int) -> None:
+    trainer.fit_loop._last_train_dl_reload_epoch = epoch
+
+
 # -- a Trainer's connectors and callbacks ------------------------------------------------------------------------------
 
 signal_connector = attrgetter("_signal_connector")
@@ -129,6 +167,12 @@ def requeue(connector: Any, number: int, frame: FrameType | None) -> None:
     """Save a checkpoint and requeue the SLURM job, as Lightning's handler does."""
     type(connector)._slurm_sigusr_handler_fn(connector, number, frame)
 
+
+LOGGED = "_callback_metrics", "_logged_metrics", "_progress_bar_metrics"
+"""Attributes of a Trainer's logger connector: the metrics logged so far, which callbacks and schedulers monitor."""
+
+logger_connector = attrgetter("_logger_connector")
+"""The part of a Trainer that has the metrics."""
 
 checkpoint_connector = attrgetter("_checkpoint_connector")
 """The part of a Trainer whose ``resume_start`` loads the checkpoint of a fit; restarts put another one in its place."""
@@ -149,3 +193,31 @@ def last_checkpoints(trainer: Any, callback: Any) -> set[str]:
 
 reductions_of = attrgetter("_reductions")
 """A metric's reduction functions, by the name of the state."""
+
+
+# -- torch's data loaders ----------------------------------------------------------------------------------------------
+
+GET_ITERATOR = "_get_iterator"
+"""A loader's method that makes its iterators, where its sampler is replaced by one that knows its position."""
+
+
+def name_of_sampler(loader: Any) -> str:
+    """The name of the sampler that a loader's iterators use."""
+    return "batch_sampler" if loader._auto_collation else "sampler"
+
+
+def forget_iterator(loader: Any) -> None:
+    """With persistent workers, a loader would otherwise reuse its iterator."""
+    loader._iterator = None
+
+
+def index_sampler(iterator: Any) -> Any:
+    """The sampler that an iterator takes indices from; None for iterators of other loaders than torch's."""
+    return getattr(iterator, "_index_sampler", None)
+
+
+yielded_batches = attrgetter("_num_yielded")
+"""The number of batches that a loader's iterator has yielded; its sampler is ahead of it, for the workers."""
+
+WRAPPED_SAMPLER = "_sampler"
+"""Attribute of Lightning's ``DistributedSamplerWrapper``'s dataset: the sampler that it divides among ranks."""

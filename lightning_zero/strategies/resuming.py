@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.fabric.utilities.types import _Stateful
 from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.epoch_state import (
     EpochState,
     epoch_state,
@@ -84,7 +84,7 @@ class DataLoadingState:
         # The current optimizer step: its number, and the state before its first batch was fetched.
         self._step: tuple[int, dict[str, Any]] | None = None
         self._hooks: list[tuple[Any, str, Any]] = [
-            (self._loop, "_load_combined_loader_states", self._before_iterators),
+            (self._loop, internals.LOAD_LOADER_STATES, self._before_iterators),
             (self._epoch_loop, "reset", self._reset),
             (self._epoch_loop, "on_run_start", self._begin_epoch),
         ]
@@ -95,8 +95,8 @@ class DataLoadingState:
         """Remove the hooks from the loops. ``state`` can still be called."""
         for loop, name, _ in self._hooks:
             Around.take_off(loop, name)
-        for loader in getattr(self._loop._combined_loader, "flattened", ()):
-            Around.take_off(loader, "_get_iterator")
+        for loader in getattr(internals.combined_loader(self._loop), "flattened", ()):
+            Around.take_off(loader, internals.GET_ITERATOR)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's entries ``rng`` and ``data``. Convert them with ``in_tensors`` before saving them."""
@@ -113,14 +113,17 @@ class DataLoadingState:
         return {**self.state(), "epoch": {**epoch_state(self._trainer), "is_between": is_between}}
 
     def _now(self, *, repeats: bool = False) -> dict[str, Any]:
-        data, combined = None, self._loop._combined_loader
-        modes = combined._iterator if combined is not None else None
+        data, combined = None, internals.combined_loader(self._loop)
+        modes = internals.iterator_of(combined) if combined is not None else None
         iterators = modes.iterators if modes is not None and self._epoch_of_iterators == self._epoch else []
-        if iterators and all(isinstance(getattr(each, "_index_sampler", None), _Indices) for each in iterators):
+        samplers = [internals.index_sampler(each) for each in iterators]
+        if samplers and all(isinstance(each, _Indices) for each in samplers):
             data = {
                 "epoch": self._epoch,
-                "loaders": [each._index_sampler.position(each._num_yielded) for each in iterators],
-                "combined": {name: value for name, value in vars(modes).items() if name in ("_idx", "_consumed")},
+                "loaders": [
+                    sampler.position(internals.yielded_batches(each)) for sampler, each in zip(samplers, iterators)
+                ],
+                "combined": {name: vars(modes)[name] for name in internals.POSITION_AMONG_LOADERS & vars(modes).keys()},
                 "batches": self._epoch_loop.batch_progress.current.ready,
                 "repeats": repeats,
             }
@@ -173,11 +176,11 @@ class DataLoadingState:
         if data is None or not self._has_order or data["epoch"] != self._epoch:
             return None
         # Checkpoints of earlier versions have no "loaders" entry.
-        return data if len(data.get("loaders", ())) == len(self._loop._combined_loader.flattened) else None
+        return data if len(data.get("loaders", ())) == len(internals.combined_loader(self._loop).flattened) else None
 
     def _before_iterators(self, load_states: Any) -> None:
         load_states()
-        self._epoch_of_iterators, loaders = self._epoch, self._loop._combined_loader.flattened
+        self._epoch_of_iterators, loaders = self._epoch, internals.combined_loader(self._loop).flattened
         fetches = "dataloader_iter" in inspect.signature(self._trainer.lightning_module.training_step).parameters
         self._has_order = not fetches and _go_by_samplers(loaders)
         self._generators = [generator for loader in loaders for generator in _generators_of(loader)]
@@ -194,38 +197,39 @@ class DataLoadingState:
         data, is_first = self._data, self._saved is not None
         epoch = self._saved["epoch"] if self._saved is not None and self._loop.restarted_mid_epoch else None
         self._saved = self._step = None
-        progress, combined = self._epoch_loop.batch_progress, fetcher.combined_loader
-        iterator = combined._iterator
+        progress = self._epoch_loop.batch_progress
+        iterator = internals.iterator_of(fetcher.combined_loader)
         if data is not None:  # a step may be repeated; or, in manual optimization, be complete before its batch is
             _set_completed(progress, data["batches"])
             progress.is_last_batch = progress.is_last_batch and not data["repeats"]
         begin(fetcher)
         if data is not None:
             self._continue(fetcher, data)
-        elif is_first and self._has_order and progress.current.ready == 0 and combined._iterator is iterator:
+        elif is_first and self._has_order and progress.current.ready == 0:
             # As in an uninterrupted run, start the iterators after the hooks, which set the epoch's number.
-            iter(fetcher)
+            if internals.iterator_of(fetcher.combined_loader) is iterator:
+                iter(fetcher)
         if epoch is not None:
-            self._loop._restarting = False  # otherwise Lightning skips schedulers that monitor a metric
+            internals.do_not_restart(self._loop)
             if epoch["is_between"]:
                 self._epoch_loop.restarting = False  # otherwise Lightning repeats what follows a batch
             set_modules(self._trainer.lightning_module, epoch)
             set_epoch(self._trainer, epoch)
         self._epoch_of_iterators = self._epoch
-        start_profiler = fetcher._start_profiler
+        go_on = getattr(fetcher, internals.BEFORE_FETCH)
 
         def before_fetch() -> None:
             self._before_fetch()
-            start_profiler()
+            go_on()
 
-        fetcher._start_profiler = before_fetch
+        setattr(fetcher, internals.BEFORE_FETCH, before_fetch)
 
     def _continue(self, fetcher: Any, data: dict[str, Any]) -> None:
         rng = rng_state(self._device)
         for loader, position in zip(fetcher.combined_loader.flattened, data["loaders"]):
             _note_order(loader, position)
         iter(fetcher)
-        vars(fetcher.combined_loader._iterator).update(data["combined"])
+        vars(internals.iterator_of(fetcher.combined_loader)).update(data["combined"])
         fetcher.fetched += self._epoch_loop.batch_progress.current.ready
         set_rng_state(rng, self._device)
         if data["repeats"]:
@@ -238,21 +242,20 @@ def _go_by_samplers(loaders: list[Any]) -> bool:
     """Whether samplers determine the batches, as in distinct, map-style, sized, unmodified and stateless loaders."""
     return len(set(map(id, loaders))) == len(loaders) and all(
         isinstance(each, DataLoader)
-        and not isinstance(each, _Stateful)
+        and not isinstance(each, internals.Stateful)
         and not isinstance(each.dataset, IterableDataset)
         and sized_len(each) is not None
         and type(each).__iter__ is DataLoader.__iter__
-        and type(each)._get_iterator is DataLoader._get_iterator
+        and getattr(type(each), internals.GET_ITERATOR) is getattr(DataLoader, internals.GET_ITERATOR)
         for each in loaders
     )
 
 
 def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> None:
     """Make a loader's iterators record their sampler's random state. The next iterator continues from ``position``."""
-    name = "batch_sampler" if loader._auto_collation else "sampler"
+    name = internals.name_of_sampler(loader)
     if position is not None:
-        loader._iterator = None  # with persistent workers, the loader would reuse the old iterator
-
+        internals.forget_iterator(loader)
     generators = _generators_of(loader)
 
     def get_iterator(create: Any) -> Any:
@@ -264,7 +267,7 @@ def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> 
         finally:
             vars(loader)[name] = sampler
 
-    Around.put(loader, "_get_iterator", get_iterator)
+    Around.put(loader, internals.GET_ITERATOR, get_iterator)
 
 
 class _Indices:
@@ -310,8 +313,7 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
         for value in getattr(to_see.pop(), "__dict__", {}).values():
             if isinstance(value, torch.Generator):
                 found[id(value)] = value
-            # Lightning's wrapper of a sampler in a DistributedSampler is a dataset with the attribute `_sampler`.
-            elif isinstance(value, Sampler) or "_sampler" in getattr(value, "__dict__", {}):
+            elif isinstance(value, Sampler) or internals.WRAPPED_SAMPLER in getattr(value, "__dict__", {}):
                 if id(value) not in seen:
                     seen.add(id(value))
                     to_see.append(value)

@@ -120,6 +120,11 @@ class TrainerStrategy(TrainerCheckpoints):
                 "resilience=ResilienceConfig(job=...)."
             )
             return None
+        if self._launcher is not None and self.options.start_method != "popen":
+            raise ValueError(
+                f"resilience cannot be used with start_method={self.options.start_method!r}, since such ranks do not "
+                "know which fit of the script they run: start the script with torchrun, or leave resilience out."
+            )
         restarts = Restarts(config, self, trainer, job)
         Around.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
         return restarts
@@ -312,6 +317,7 @@ class TrainerStrategy(TrainerCheckpoints):
             if self.lightning_module is not None:
                 Around.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
             restarts.close(has_ended=self._ended_by is None)
+            del restarts  # and its copy of the state, before the module is gathered
             if self._data_loading is not None and self._ended_by is None:
                 self._data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None

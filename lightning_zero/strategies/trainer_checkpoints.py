@@ -221,17 +221,18 @@ class TrainerCheckpoints(ZeroProcesses):
         first = before if rank in folders else None
         saver.save_in_parts(tree, rest, path, self._written_by, rank, ranks, self._on_rank_0, folders, first)
 
-    def save_in_parts(self, path: Any) -> None:
+    def save_last(self, path: Any) -> None:
         """Save the last checkpoint of a job that a signal ends. Collective.
 
         It is sharded if there is one machine, and otherwise as in ``options.checkpoint``.
         """
         with self._taking_parts() if self.num_nodes == 1 else nullcontext(), self.saving_epoch_state():
             self.lightning_module.trainer.save_checkpoint(path)
+        self._alike(self._saver.finish)  # at the end of the run, a save in the background may be abandoned
 
     @contextmanager
     def saving_epoch_state(self) -> Iterator[None]:
-        """Context in which checkpoints contain what the epoch has accumulated, since a signal is ending the job."""
+        """Context in which checkpoints contain the state of the running epoch, from which the job continues."""
         self._saves_epoch_state = True
         try:
             yield
@@ -247,9 +248,8 @@ class TrainerCheckpoints(ZeroProcesses):
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and self._data_loading is not None:
             loading = self._data_loading
-            ranks = self.all_gather_values(
-                in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
-            )
+            saves_epoch = self._saves_epoch_state or self._restarts is not None  # a restart may continue from any
+            ranks = self.all_gather_values(in_tensors(loading.state_with_epoch() if saves_epoch else loading.state()))
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
         if self.engine is not None and to_resume:
@@ -293,7 +293,7 @@ class TrainerCheckpoints(ZeroProcesses):
             return self._opened(checkpoint_path, weights_only).checkpoint
         except Exception as error:  # raised on every rank, but the errors may differ
             trainer = self.lightning_module.trainer
-            if not is_last(trainer, checkpoint_path):
+            if not is_last(trainer, checkpoint_path) or (self._restarts is not None and self._restarts.is_trying):
                 raise
             # FileNotFoundError means an empty folder here.
             is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))

@@ -71,6 +71,21 @@ def test_sigterm_to_one_rank_saves_on_all_and_the_same_job_continues(stage, what
     assert not memory_of(folder).exists() and not on_disk(folder).exists()
 
 
+def test_the_state_at_sigterm_is_not_written_to_a_folder_of_another_user(folder):
+    if os.geteuid() != 0:
+        pytest.skip("only root can give a folder to another user")
+    folder.mkdir()
+    on_disk(folder).mkdir(0o777)
+    os.chown(on_disk(folder), 12345, 12345)
+    options = {"epochs": 1, "strategy": {"async_save": True}, "faults": [fault(0, 2, [1], "backward", "term")]}
+    assert started(folder, options).wait(90) == 0
+    assert (
+        "so it is not read A signal is ending this job, and its state is kept only in"
+        in (folder / "output").read_text()
+    )
+    assert not list(on_disk(folder).iterdir())
+
+
 @pytest.mark.exhaustive
 def test_with_a_plugin_for_checkpoints_a_job_continues_after_a_kill_and_after_sigterm(uninterrupted, folder):
     faults = [fault(0, 3, [1], "backward"), fault(1, 5, [1], "backward", "term")]

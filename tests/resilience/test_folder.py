@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import time
 import uuid
 from pathlib import Path
 
 import pytest
+from lightning.pytorch import Callback
 
 from lightning_zero import ResilienceConfig, ZeroStrategy
 from lightning_zero.callbacks.restarts import name_of_job, resilience_config
+from tests.app.commands import REPOSITORY
 from tests.resilience.jobs import run
 from tests.support.trainer import Learner, make_trainer
+from tests.support.warm import warm_python
 
 PRIVATE = Path(f"/dev/shm/lightning_zero-{os.geteuid()}")
 
@@ -71,6 +76,71 @@ def test_a_folder_that_another_user_may_have_prepared_is_not_used(prepared, leve
             trainer.fit(Learner())
     finally:
         job.unlink() if job.is_symlink() or job.is_file() else shutil.rmtree(job)
+
+
+def test_a_job_that_another_process_runs_is_not_touched(monkeypatch):
+    monkeypatch.setattr("lightning_zero.callbacks.restarts._PATIENCE", 0.2)
+    job = PRIVATE / f"test-{uuid.uuid4().hex}"
+    job.mkdir(0o700, parents=True)
+    hold = "import fcntl, sys; f = open(sys.argv[1], 'x'); fcntl.lockf(f, fcntl.LOCK_EX); print(flush=True); input()"
+    holder = [sys.executable, "-c", hold, job / "lock"]
+    try:
+        with subprocess.Popen(holder, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+            other.stdout.readline()
+            trainer = make_trainer(ZeroStrategy(3, resilience=ResilienceConfig(job=job.name)), devices=1, max_steps=1)
+            with pytest.raises(ValueError, match="resilience: .* cannot be used .*another run of a job of this name"):
+                trainer.fit(Learner())
+            other.communicate(b"")
+    finally:
+        shutil.rmtree(job)
+
+
+def test_training_goes_on_if_the_system_removes_the_folder(monkeypatch):
+    job = PRIVATE / f"test-{uuid.uuid4().hex}"
+
+    class Removing(Callback):
+        def on_train_batch_start(self, trainer, *_):
+            if trainer.global_step in (2, 4):
+                shutil.rmtree(job)
+
+    resilience = ResilienceConfig(job=job.name, every_n_steps=1)
+    trainer = make_trainer(ZeroStrategy(3, resilience=resilience), devices=1, max_steps=5, callbacks=[Removing()])
+    try:
+        trainer.fit(Learner())
+        assert trainer.global_step == 5
+    finally:
+        shutil.rmtree(job, ignore_errors=True)
+
+
+def test_ranks_that_do_not_know_which_fit_they_run_are_refused():
+    strategy = ZeroStrategy(3, resilience=ResilienceConfig(job="forked"), start_method="fork")
+    with pytest.raises(Exception, match="resilience cannot be used with start_method='fork'"):
+        make_trainer(strategy, devices=2, max_steps=1).fit(Learner())
+
+
+SEVERAL = """
+import sys
+import lightning_zero
+from pathlib import Path
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import ModelCheckpoint
+from tests.support.trainer import Learner
+
+for root in ("a", "b"):
+    strategy = lightning_zero.ZeroStrategy(1, resilience={"job": sys.argv[1], "every_n_steps": 2})
+    saver = ModelCheckpoint(Path(root, "saved"), every_n_train_steps=1)
+    options = {"strategy": strategy, "callbacks": [saver], "default_root_dir": root}
+    Trainer(accelerator="cpu", devices=1, max_steps=3, **options).fit(Learner())
+"""
+
+
+def test_nothing_is_left_of_fits_with_different_folders(tmp_path):
+    job = f"test-{uuid.uuid4().hex}"
+    (tmp_path / "script.py").write_text(SEVERAL)
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    subprocess.run([warm_python(), "script.py", job], cwd=tmp_path, env=environment, check=True, timeout=120)
+    assert (tmp_path / "b" / "saved").exists() and not list(tmp_path.rglob(f".lightning_zero-{job}"))
+    assert not (PRIVATE / job).exists()
 
 
 @pytest.mark.exhaustive

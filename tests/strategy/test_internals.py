@@ -1,4 +1,4 @@
-"""Private names of Lightning and torchmetrics that the package relies on: a version that changes one fails a test."""
+"""Private names of Lightning, torchmetrics and data loaders that this package uses: each has a test."""
 
 from __future__ import annotations
 
@@ -15,10 +15,12 @@ import numpy
 import pytest
 import pytorch_lightning
 import torch
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.utilities import CombinedLoader
 from torch import nn
 from torchmetrics import SumMetric
 from torchmetrics.utilities import dim_zero_sum
@@ -193,6 +195,69 @@ def test_the_checkpoints_of_a_callback_are_found(tmp_path):
     trainer = run(callback, enable_checkpointing=True)
     assert internals.last_checkpoints(trainer, callback) == {str(tmp_path / "last.ckpt")}
     assert internals.last_checkpoints(trainer, Callback()) == set()
+
+
+def test_a_fit_shows_the_position_in_its_loaders():
+    def start(trainer, module, batch, index):
+        combined = internals.combined_loader(trainer.fit_loop)
+        (iterator,) = internals.iterator_of(combined).iterators
+        assert internals.index_sampler(iterator) is combined.flattened[0].batch_sampler
+        fetches = getattr(internals.data_fetcher(trainer.fit_loop), internals.BEFORE_FETCH)
+        assert callable(fetches) and callable(getattr(trainer.fit_loop, internals.LOAD_LOADER_STATES))
+        assert internals.epoch_of_loaders(trainer) <= trainer.current_epoch
+        return internals.yielded_batches(iterator) - index
+
+    def validate(trainer, module):
+        return module.training, internals.modes_before_validation(trainer).get("layer")
+
+    seen = Seen(on_train_batch_start=start, on_validation_start=validate)
+    trainer = run(seen, num_sanity_val_steps=0)
+    assert seen.found["on_train_batch_start"] in ([1] * 4, [2] * 4)  # one batch may be fetched ahead
+    assert seen.found["on_validation_start"] == [(False, True)]
+    assert all(isinstance(getattr(internals.logger_connector(trainer), name), dict) for name in internals.LOGGED)
+    internals.set_epoch_of_loaders(trainer, 7)
+    assert internals.epoch_of_loaders(trainer) == 7
+    trainer.fit_loop.restarting = True
+    internals.do_not_restart(trainer.fit_loop)
+    assert not trainer.fit_loop.restarting
+
+
+def test_loaders_take_turns_by_these_attributes():
+    combined = CombinedLoader([[1, 2], [3]], "sequential")
+    iter(combined)
+    found = vars(internals.iterator_of(combined)).keys() & internals.POSITION_AMONG_LOADERS
+    iter(combined := CombinedLoader([[1, 2], [3]], "max_size_cycle"))
+    assert found | vars(internals.iterator_of(combined)).keys() & internals.POSITION_AMONG_LOADERS == {
+        "_idx",
+        "_consumed",
+    }
+
+
+def test_a_loader_makes_its_iterators_from_its_sampler():
+    loader = torch.utils.data.DataLoader(range(4), batch_size=2)
+    assert internals.name_of_sampler(loader) == "batch_sampler"
+    assert internals.name_of_sampler(torch.utils.data.DataLoader(range(4), batch_size=None)) == "sampler"
+    iterator = getattr(loader, internals.GET_ITERATOR)()
+    next(iterator)
+    assert internals.index_sampler(iterator) is loader.batch_sampler and internals.yielded_batches(iterator) == 1
+    loader._iterator = iterator
+    internals.forget_iterator(loader)
+    assert loader._iterator is None and internals.index_sampler(iter([])) is None
+    sampler = torch.utils.data.SequentialSampler(range(4))
+    wrapper = DistributedSamplerWrapper(sampler, num_replicas=1, rank=0)
+    assert vars(wrapper.dataset)[internals.WRAPPED_SAMPLER] is sampler
+
+
+def test_loaders_with_a_state_are_recognised():
+    class Loader:
+        def state_dict(self):
+            return {}
+
+        def load_state_dict(self, state):
+            pass
+
+    assert isinstance(Loader(), internals.Stateful)
+    assert not isinstance(torch.utils.data.DataLoader(range(4)), internals.Stateful)
 
 
 def test_a_metric_names_the_reduction_of_each_state():

@@ -2,7 +2,7 @@
 
 Gloo copies bytes into the kernel and out of it again (the loopback device), in several threads. Here, bytes are copied
 once, by cross-memory attach (``process_memory.py``), and sockets only carry signals that memory is ready or has been
-read. Measurements are in ``docs/explanation/performance.md``.
+read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Transport over Gloo: each pair of ranks exchanges slices of the flat buffers directly.
 
-These exchanges overlap with computation and are several times as fast as Gloo's own collectives (see
-``docs/development/benchmarks.md``). Each rank adds up slices in a fixed order, not in the order of arrival.
+These exchanges overlap with computation. Each rank adds up slices in a fixed order, not in the order of arrival.
 """
 
 from __future__ import annotations
