@@ -4,8 +4,8 @@
     python benchmarks/resilience.py --batch 4 --systems ""      # the overhead alone
     python benchmarks/resilience.py --model tiny --pairs 8 --rounds 1 --systems memory --output FOLDER
 
-The overhead is measured within one run that keeps the state of every other step: a step during which a state is copied
-takes longer than the steps before and after it. In the other measurement rank 1 of two is killed (SIGKILL) within a
+The overhead is measured within one run that keeps the state of every fourth step: the step during which a state is copied
+and the next one, which waits until the state is written, take longer than the two steps before and after them. In the other measurement rank 1 of two is killed (SIGKILL) within a
 step. The other systems' jobs resume from checkpoints that they write at regular intervals, as the training scripts in
 their documentation do.
 """
@@ -41,7 +41,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="25m", choices=GPTS)
     parser.add_argument("--batch", type=int, default=BATCH, help="sequences per step and rank")
     parser.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
-    parser.add_argument("--pairs", type=int, default=100, help="timed steps with a copy, and as many without")
+    parser.add_argument("--pairs", type=int, default=100, help="timed pairs of steps with a save, and as many without")
     parser.add_argument("--systems", default=",".join(SYSTEMS), help="systems that are killed; by default all")
     parser.add_argument("--rounds", type=int, default=3, help="how often each system is killed")
     parser.add_argument("--kill-at", type=int, default=27, help="step in which rank 1 is killed")
@@ -71,7 +71,7 @@ def loader_of(arguments: argparse.Namespace, steps: int) -> Any:
 
 
 def work(arguments: argparse.Namespace) -> None:
-    """Run one rank that keeps the state of every other step; write the seconds that steps take."""
+    """Run one rank that keeps the state of every fourth step; write the seconds that steps take."""
     import torch
     from lightning.pytorch import Callback, Trainer, seed_everything
 
@@ -88,11 +88,11 @@ def work(arguments: argparse.Namespace) -> None:
             self.ends: list[float] = []
 
         def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
-            interval = 1 if len(self.ends) % 2 == 0 else NEVER
+            interval = 1 if len(self.ends) % 4 == 0 else NEVER
             self.ends.append(time.perf_counter())
             trainer.strategy._restarts._every = interval
 
-    steps = WARM_UP + 2 * arguments.pairs + 2
+    steps = WARM_UP + 4 * arguments.pairs + 2
     clock = Clock()
     strategy = ZeroStrategy(stage=3, resilience=config)
     with tempfile.TemporaryDirectory() as folder:
@@ -102,7 +102,7 @@ def work(arguments: argparse.Namespace) -> None:
     arguments.worker.write_text(json.dumps(seconds[WARM_UP:]))
 
 
-WARM_UP, NEVER = 6, 10**9  # steps; an even number, so that the first timed step has a copy
+WARM_UP, NEVER = 8, 10**9  # steps; a multiple of 4, so that the first timed step has a copy
 QUIET: dict[str, Any] = {
     "accelerator": "cpu",
     "devices": 2,
@@ -114,17 +114,18 @@ QUIET: dict[str, Any] = {
 
 
 def overhead(arguments: argparse.Namespace) -> dict[str, list[float]]:
-    """Seconds of steps with and without a copy on rank 0, in turn."""
+    """Seconds of two steps with and without a save on rank 0, in turn."""
     given = ["--model", arguments.model, "--batch", str(arguments.batch), "--sequence", str(arguments.sequence)]
     given += ["--pairs", str(arguments.pairs)]
     seconds, _ = run_workers(__file__, given, 2, {}, WORKER_TIMEOUT)
-    return {"with": seconds[0::2], "without": seconds[1::2]}
+    of_two = [first + second for first, second in zip(seconds[0::2], seconds[1::2], strict=False)]
+    return {"with": of_two[0::2], "without": of_two[1::2]}
 
 
 def overhead_table(seconds: dict[str, list[float]]) -> list[str]:
-    """The time that a copy adds to a step: mean and standard error of the differences from neighbouring steps."""
+    """The time that a save adds: mean and standard error of the differences from neighbouring pairs of steps."""
     without = seconds["without"]
-    step = statistics.mean(without)
+    step = statistics.mean(without) / 2
     around = [(before + after) / 2 for before, after in zip(without, without[1:], strict=False)]
     added = [copy - rest for copy, rest in zip(seconds["with"][1:], around, strict=False)]
     mean, error = statistics.mean(added), statistics.stdev(added) / len(added) ** 0.5
