@@ -4,10 +4,10 @@
     python benchmarks/resilience.py --batch 4 --systems ""      # the overhead alone
     python benchmarks/resilience.py --model tiny --pairs 8 --rounds 1 --systems memory --output FOLDER
 
-The overhead is measured within one run that keeps the state of every fourth step: the step during which a state is copied
-and the next one, which waits until the state is written, take longer than the two steps before and after them. In the other measurement rank 1 of two is killed (SIGKILL) within a
-step. The other systems' jobs resume from checkpoints that they write at regular intervals, as the training scripts in
-their documentation do.
+The overhead is measured within one run that keeps the state of every fourth step: the step during which a state is
+copied, and the next one, which waits until the state is written, take longer than the two steps before and after them.
+In the other measurement rank 1 of two is killed (SIGKILL) within a step. The other systems' jobs resume from
+checkpoints that they write at regular intervals, as the training scripts in their documentation do.
 """
 
 import argparse
