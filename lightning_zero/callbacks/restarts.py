@@ -257,20 +257,19 @@ class Restarts:
         private, fit = os.path.join(_MEMORY, f"lightning_zero-{os.geteuid()}"), f"fit-{next(_fits)}"
         path = os.path.join(private, job)
         self._folder = os.path.join(path, fit)
-        self._folders = private, path, self._folder
         fs, root = url_to_fs(str(trainer.default_root_dir))
         root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
         self._on_disk = os.path.join(root, f".lightning_zero-{job}")
         self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
         self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
-        places = self._agree_on_places(path)
+        places, attempt = self._agree_on_places(path)
         neighbours = [rank for rank, place in enumerate(places) if place == places[self._rank]]
         self._leaders = [places.index(place) for place in dict.fromkeys(places)]  # the first rank of each machine
         self._leads = self._rank == neighbours[0]
         if self._leads:
             _remove_forgotten(private, job)
         if path not in _jobs:
-            _jobs[path] = _Job(path, self._attempt, self._rank, neighbours)
+            _jobs[path] = _Job(path, attempt, self._rank, neighbours)
         self._job = _jobs[path]
         self._job.keeps = True
         self._job.on_disk.add(self._on_disk)
@@ -285,11 +284,16 @@ class Restarts:
     def _make_folders(self) -> None:
         for _ in range(2):
             with suppress(FileNotFoundError):  # another job has just ended, and removed the empty parent
-                for folder in self._folders:
+                job = os.path.dirname(self._folder)
+                for folder in (os.path.dirname(job), job, self._folder):
                     make_own_folder(folder)
 
-    def _agree_on_places(self, path: str) -> list[Any]:
-        """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it."""
+    def _agree_on_places(self, path: str) -> tuple[list[Any], str]:
+        """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it.
+
+        Returns:
+            By rank, what identifies its folder; and a name for this attempt of the job.
+        """
         error = place = None
         try:
             self._make_folders()
@@ -298,7 +302,6 @@ class Restarts:
         except OSError as raised:
             error = f"on rank {self._rank}: {raised}"
         everyone = self._strategy.all_gather_values((error, place, secrets.token_hex(8)))
-        self._attempt = everyone[0][-1]
         if path not in _jobs and error is None and self._rank == [each for _, each, _ in everyone].index(place):
             try:
                 _locks.append(_lock(path, _PATIENCE))
@@ -311,7 +314,7 @@ class Restarts:
                 f"resilience: {path} cannot be used ({errors[0]}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
             )
-        return [place for _, place, _ in everyone]
+        return [place for _, place, _ in everyone], everyone[0][-1]
 
     def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
         """In place of Lightning's ``resume_start``, its first argument: continue from the newest whole state."""

@@ -6,6 +6,7 @@ import gc
 import inspect
 import io
 import pickle
+import subprocess
 import sys
 import weakref
 import zipfile
@@ -18,6 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero.engine import Engine, ShardedTensor, compat
 from lightning_zero.engine.comm import process_group
+from tests.support.warm import warm_python
 
 
 def in_a_backward(act):
@@ -385,40 +387,39 @@ def test_dataloaders_take_indices_from_a_sampler_and_count_their_batches():
     assert compat.IncompatibleKeys([], ["w"]).unexpected_keys == ["w"]
 
 
-@pytest.fixture
-def unpatched():
-    """Return a function that reads what engines patch in torch; no engine exists at first."""
-    gc.collect()
+def what_engines_patch():
+    from torch.utils import _foreach_utils
 
-    def now():
-        from torch.utils import _foreach_utils
-
-        return (
-            torch.autograd._engine_run_backward,
-            torch.autograd.graph.disable_saved_tensors_hooks,
-            torch.optim.Optimizer.zero_grad,
-            tuple(_foreach_utils._foreach_supported_types),
-            nn.Module.__reduce_ex__,
-            torch.utils.hooks.RemovableHandle.__getstate__,
-        )
-
-    return now
+    return (
+        torch.autograd._engine_run_backward,
+        torch.autograd.graph.disable_saved_tensors_hooks,
+        torch.optim.Optimizer.zero_grad,
+        tuple(_foreach_utils._foreach_supported_types),
+        nn.Module.__reduce_ex__,
+        torch.utils.hooks.RemovableHandle.__getstate__,
+    )
 
 
-def test_torch_is_patched_only_while_an_engine_exists(unpatched):
-    before = unpatched()
+def patched_only_while_an_engine_exists():
+    before = what_engines_patch()
     assert ShardedTensor not in before[3]
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
     engines = [Engine(module, [optimizer], stage=3) for module, optimizer in zip(modules, optimizers)]
-    patched = unpatched()
+    patched = what_engines_patch()
     assert all(one is not other for one, other in zip(before, patched)) and ShardedTensor in patched[3]
     for left in (1, 0):
         engines.pop().close()
         modules.pop()
         optimizers.pop()
         gc.collect()
-        assert unpatched() == (patched if left else before)
+        assert what_engines_patch() == (patched if left else before)
+
+
+def test_torch_is_patched_only_while_an_engine_exists():
+    """In a process of its own, in which no other test has an engine."""
+    code = f"from {__name__} import patched_only_while_an_engine_exists as check; check()"
+    subprocess.run([warm_python(), "-c", code], cwd=Path(__file__).parents[2], check=True, timeout=60)
 
 
 def test_a_patch_that_other_code_has_wrapped_is_left_in_place(monkeypatch):

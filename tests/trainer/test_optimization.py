@@ -57,6 +57,29 @@ class Gan(Net):
         return [generator, critic], [lr_scheduler.ExponentialLR(each, 0.9) for each in (generator, critic)]
 
 
+class UsesFakesTwice(Gan):
+    """The generator's graph exists while the critic is updated."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, critic = self.optimizers()
+        fake = self.blocks(batch[0])
+        for optimizer in (critic, generator):
+            self.toggle_optimizer(optimizer)
+            if optimizer is critic:
+                loss = self.critic(batch[0]).mean() - self.critic(fake.detach()).mean()
+            else:
+                loss = -self.critic(fake).mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+
+def use_fakes_twice(strategy: str) -> Any:
+    """A GAN whose generator's output is used in both losses: one optimizer steps while another's graph exists"""
+    return trained(ddp_that_finds_unused(strategy), UsesFakesTwice())
+
+
 def ddp_that_finds_unused(strategy: str) -> str:
     return "ddp_find_unused_parameters_true" if strategy == "ddp" else strategy
 
@@ -461,6 +484,7 @@ def configure_in_every_form(strategy: str) -> Any:
     return_from_a_step,
     configure_in_every_form,
     take_new_optimizers,
+    use_fakes_twice,
 )
 def test_an_optimization_step_equals_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)

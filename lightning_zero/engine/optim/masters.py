@@ -168,6 +168,8 @@ class Masters:
         self._arrange(groups)
         self._replaced, self._is_in_step = [list(group["params"]) for group in groups], True
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
+        for master in gradients:
+            master.bucket.note_update(slot.index for slot in master.slots)
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         masters_in = {bucket: self._arranged_in[bucket] for bucket in buckets}
         update_offloaded(self.states.optimizer, masters_in, gradients, self._own_entries)

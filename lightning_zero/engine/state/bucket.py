@@ -23,7 +23,7 @@ If each machine has all parameters (``shard_within``), masters in ``full``'s dty
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, NamedTuple
@@ -354,11 +354,14 @@ class Bucket:
         """Prepare for a change of the master weights: finish gathers and copies that read them."""
         self.wait()
         self.take_over_writes()
-        increment_version(self.views)  # a graph of the former values then raises autograd's usual error
-        self._mark_seen()
         self.residency.forget_fetched()
         if self._left is not None:
             self._left.synchronize()
+
+    def note_update(self, indices: Iterable[int]) -> None:
+        """Let graphs of parameters' former values raise autograd's usual error; called after ``before_update``."""
+        increment_version([self.views[index] for index in indices])
+        self._mark_seen()
 
     def update_in_background(self, begin: Callable[[Tensor | None], BackgroundWork]) -> None:
         """Start to update the master weights in another thread.
