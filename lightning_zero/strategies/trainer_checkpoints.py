@@ -248,8 +248,9 @@ class TrainerCheckpoints(ZeroProcesses):
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and self._data_loading is not None:
             loading = self._data_loading
-            saves_epoch = self._saves_epoch_state or self._restarts is not None  # a restart may continue from any
-            ranks = self.all_gather_values(in_tensors(loading.state_with_epoch() if saves_epoch else loading.state()))
+            ranks = self.all_gather_values(
+                in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
+            )
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
         masters = (self._masters_after_fit or {}).get(self.lightning_module, {})
         if self.engine is not None and to_resume:

@@ -76,9 +76,6 @@ def test_kills_between_and_in_micro_batches_in_bf16_leave_no_trace(stage, precis
     "options",
     [
         pytest.param({"freezes": True, "validates": 3}, id="frozen layers and modes of modules"),
-        pytest.param(
-            {"freezes": True, "saves": 1, "resilience": {"every_n_steps": 20}}, id="continued from ModelCheckpoint"
-        ),
         pytest.param({"draws": True}, id="a sampler's own generator"),
         pytest.param({"unfreezes": True}, id="a group that BaseFinetuning has added", marks=pytest.mark.exhaustive),
         pytest.param({"averages": True}, id="StochasticWeightAveraging", marks=pytest.mark.exhaustive),
