@@ -42,6 +42,8 @@ class Initialisation:
         self._unknown: set[str] = set()  # tensors of modules whose initialisers cannot run on the meta device
         self._owned: set[str] = set()  # tensors of the modules visited so far
         self._classes_that_call: dict[type, bool] = {}
+        if not any(source.is_new for source in sources.values()):
+            return
         self._check_initialisers(module)
         # TorchScript's tensors cannot be replaced by stand-ins
         is_scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())

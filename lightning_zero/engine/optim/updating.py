@@ -78,7 +78,8 @@ def update_offloaded(
     try:
         for bucket, masters in buckets.items():
             device, groups = bucket.full.device, optimizer.param_groups
-            update_of = {number: Update.of(optimizer, groups[number], device, own) for number, _ in masters}
+            numbers = {number for number, _ in masters}
+            update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
             wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
             bucket.update_in_background(partial(_begin, optimizer, bucket, wanted, on_disk))
     finally:
@@ -103,9 +104,11 @@ def _begin(
     if bucket.states is None:
         return background.submit(on_own_stream(device, update.in_memory))
     update.in_memory(only_empty=True)  # empty masters are in no sub-group
-    disk_update = on_disk.setdefault(background, DiskUpdate(background))
+    if background not in on_disk:
+        on_disk[background] = DiskUpdate(background)
     # without ``shown``, the next gather reads the new values from the disk
-    return disk_update.add(bucket.states, on_own_stream(device, update.on_disk), until_written=shown is None)
+    act = on_own_stream(device, update.on_disk)
+    return on_disk[background].add(bucket.states, act, until_written=shown is None)
 
 
 class _BucketUpdate(NamedTuple):

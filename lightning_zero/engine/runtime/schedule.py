@@ -240,7 +240,7 @@ class Schedule:
                         tensor.register_hook(begin_backward)
                         if unit.turn is not None:
                             unit.turn.add(tensor)
-            self._leave(unit, scope)
+            self._leave(unit)
             return output
 
         scope.handles = [
@@ -372,7 +372,7 @@ class Schedule:
         unit.wait()
         unit.depth += 1
 
-    def _leave(self, unit: Unit, scope: Scope) -> None:
+    def _leave(self, unit: Unit) -> None:
         unit.depth -= 1
         if torch.is_grad_enabled():
             unit.outstanding = True

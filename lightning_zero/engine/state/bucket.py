@@ -360,8 +360,9 @@ class Bucket:
 
     def note_update(self, indices: Iterable[int]) -> None:
         """Let graphs of parameters' former values raise autograd's usual error; called after ``before_update``."""
-        increment_version([self.views[index] for index in indices])
-        self._mark_seen()
+        for index in indices:
+            increment_version(self.views[index])
+            self._versions_seen[index] = self.views[index]._version
 
     def update_in_background(self, begin: Callable[[Tensor | None], BackgroundWork]) -> None:
         """Start to update the master weights in another thread.
