@@ -172,7 +172,6 @@ class _Job:
 
 
 _jobs: dict[str, _Job] = {}
-_locks: list[int] = []  # descriptors of the jobs' locks, which are held until the process ends
 _fits = itertools.count()
 _exit_codes: list[Any] = []
 
@@ -205,7 +204,7 @@ def _lock(path: str, patience: float) -> int:
     Raises:
         BlockingIOError: if another process has locked it for longer than ``patience``, in seconds.
     """
-    lock = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    lock = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
     deadline = time.monotonic() + patience
     while True:
         try:
@@ -301,20 +300,19 @@ class Restarts:
             place = Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
         except OSError as raised:
             error = f"on rank {self._rank}: {raised}"
-        everyone = self._strategy.all_gather_values((error, place, secrets.token_hex(8)))
-        if path not in _jobs and error is None and self._rank == [each for _, each, _ in everyone].index(place):
+        everyone = self._strategy.all_gather_values((place, secrets.token_hex(8)))
+        places = [each for each, _ in everyone]
+        if path not in _jobs and error is None and self._rank == places.index(place):
             try:
-                _locks.append(_lock(path, _PATIENCE))
+                _lock(path, _PATIENCE)  # until this process ends
             except OSError as raised:
                 error = f"on rank {self._rank}: {raised}"
-        errors = [each for each, *_ in everyone if each is not None]
-        errors += [each for each in self._strategy.all_gather_values(error) if each is not None]
-        if errors:
+        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
             raise ValueError(
                 f"resilience: {path} cannot be used ({errors[0]}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
             )
-        return [place for _, place, _ in everyone], everyone[0][-1]
+        return places, everyone[0][1]
 
     def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
         """In place of Lightning's ``resume_start``, its first argument: continue from the newest whole state."""
@@ -495,14 +493,17 @@ class Restarts:
                 fs, record = url_to_fs(self._record)
                 fs.pipe_file(record, json.dumps(paths).encode())
             else:
-                os.makedirs(self._on_disk, 0o700, exist_ok=True)
-                _check_own(self._on_disk)
+                self._make_folder_on_disk()
                 write_anew(Path(self._record), json.dumps(paths))
         except Exception as error:  # libraries for object stores raise errors of their own
             rank_zero_warn(
                 f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "
                 "a restarted job will not find this checkpoint."
             )
+
+    def _make_folder_on_disk(self) -> None:
+        os.makedirs(self._on_disk, 0o700, exist_ok=True)
+        _check_own(self._on_disk)
 
     def _recorded(self) -> list[str]:
         """Return the paths of this fit's checkpoints; none if their record belongs to another user."""
@@ -523,8 +524,7 @@ class Restarts:
         refusal = None
         try:
             if self._rank == 0 and "://" not in self._on_disk:
-                os.makedirs(self._on_disk, 0o700, exist_ok=True)
-                _check_own(self._on_disk)
+                self._make_folder_on_disk()
         except OSError as error:
             refusal = str(error)
         try:
