@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from selenium import webdriver
 from selenium.webdriver.common.by import By
 
@@ -68,5 +69,6 @@ def test_numbers_are_shown_as_they_are_in_the_records(browser: webdriver.Chrome,
         shown = dict(zip(names, (cell.text for cell in row.find_elements(By.TAG_NAME, "td")), strict=True))
         results = json.loads((sweep / str(number) / "results.json").read_text())
         assert (shown["job"], shown["status"]) == (str(number), "completed")
-        assert ("stage=ddp", "stage=3")[number] in shown["overrides"]
+        overrides = yaml.safe_load((sweep / str(number) / ".hydra/overrides.yaml").read_text())
+        assert overrides[-1] in ("stage=ddp", 'stage="3"') and shown["overrides"] == " ".join(overrides)
         assert shown["validation/loss"] == f"{results['validation']['loss']:.5g}"
