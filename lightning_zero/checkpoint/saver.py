@@ -27,7 +27,6 @@ from lightning_zero.checkpoint.saving import (
     content_of,
     device_of,
     entry_of,
-    is_view_of_parameter,
     not_saved,
     raise_first,
     reason_of,
@@ -35,6 +34,7 @@ from lightning_zero.checkpoint.saving import (
     write_file,
     write_folder,
 )
+from lightning_zero.checkpoint.trees import is_view_of_parameter
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
