@@ -122,8 +122,8 @@ class Saver:
         store = self._connected()
         label = new_label()
         # The path is also checked here, so that every rank refuses it before any rank writes to it.
-        everyone = ranks.gather((label, str(job.path), refusal_of(job.path, label) if ranks.rank == 0 else None))
-        label, path, refusal = everyone[0]
+        refusal = refusal_of(job.path, label) if ranks.rank == 0 else None
+        label, path, refusal = ranks.gather((label, str(job.path), refusal))[0]
         if refusal is not None:
             raise not_saved(path, 0, refusal)
         if self._in_background:
