@@ -124,6 +124,8 @@ class Destination:
         try:
             self._fs.mv(self.partial, self._place, recursive=True)
         except Exception:
+            if self._fs.exists(self._place):  # with some of the files
+                self._fs.rm(self._place, recursive=True)
             self._fs.mv(self._old, self._place, recursive=True)
             raise
         self._fs.rm(self._old, recursive=True)
@@ -160,11 +162,12 @@ class Destination:
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):
-            path, partial, old = os.path.join(self._parent, entry), _PARTIAL.fullmatch(entry), _OLD.fullmatch(entry)
+            path, found = os.path.join(self._parent, entry), _PARTIAL.fullmatch(entry)
+            old = _OLD.fullmatch(entry)
             if old is not None and os.path.lexists(os.path.join(self._parent, old["stem"] + (old["suffix"] or ""))):
-                partial = old
+                found = old
             with suppress(OSError):  # the entry may belong to another user
-                if partial is not None and is_left_over(partial["label"], path):
+                if found is not None and is_left_over(found["label"], path):
                     remove_path(path)
 
 

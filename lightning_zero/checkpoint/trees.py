@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.engine.compat import nbytes_of, tree_leaves
+from lightning_zero.engine.compat import FakeTensor, nbytes_of, tree_leaves
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -160,8 +160,9 @@ def identity(tensor: Tensor) -> Any:
 
 
 def bytes_of(checkpoint: Any) -> int:
-    """Return the total size of all tensors in bytes, counting tied tensors once."""
-    tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
+    """Return the total size of all tensors in bytes, counting tied tensors once, and fake tensors not at all."""
+    leaves = tree_leaves(checkpoint)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor))
     return sum({identity(tensor): nbytes_of(tensor) for tensor in tensors}.values())
 
 
