@@ -11,8 +11,7 @@ from dataclasses import asdict, replace
 from importlib import metadata
 from typing import Any
 
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
+from lightning_zero.commands.showing import Parser, print_json
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
 

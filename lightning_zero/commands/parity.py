@@ -6,9 +6,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
-from lightning_zero.commands.showing import print_json
+from lightning_zero.commands.showing import Parser, print_json
 
 USAGE = """lightning-zero parity package.module:Module [width=64 ...] --batch package.module:make_batch [options]
        lightning-zero parity train.py [options] [-- arguments of the script]
