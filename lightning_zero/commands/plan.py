@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,6 @@ def main(arguments: list[str]) -> int:
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans
-        from lightning_zero.planning.paper import CONFIGURATIONS
 
         measured = read_json(parsed.resources) if parsed.resources is not None else {}
         parts = [measured.get(name, {}) for name in ("resources", "machine")] if isinstance(measured, dict) else [None]
@@ -45,10 +43,13 @@ def main(arguments: list[str]) -> int:
         if parsed.ranks is not None:
             settings = {"machines": 1, **settings}  # with --ranks, the Trainer's number of machines is ignored
         known = {**project.settings, **settings}
-        plan = partial(
-            make_plans,
+        left_out: list[str] = []
+        plans = make_plans(
             project.make_module,
             project.batch,
+            stages=parsed.stage,
+            offloads=parsed.offload,
+            checkpointing=[{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing],
             micro_batches=parsed.micro_batch or [None],
             resources=resources,
             memory=memory,
@@ -56,13 +57,9 @@ def main(arguments: list[str]) -> int:
             compression=parsed.compression,
             tensor_parallel=parsed.tensor_parallel,
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
+            left_out=left_out,
             **{"ranks": 1, **known, **options},
         )
-        checkpointing = [{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing]
-        own_choices = {"stages": parsed.stage, "offloads": parsed.offload, "checkpointing": checkpointing}
-        choices = [CONFIGURATIONS[each] for each in parsed.configuration] or [own_choices]
-        left_out: list[str] = []
-        plans = [made for each in choices for made in plan(left_out=left_out, **each)]
         if "ranks" not in known:
             plans = [replace(each, assumptions=(*each.assumptions, _ONE_RANK)) for each in plans]
     except (ValueError, ImportError, OSError) as error:
@@ -81,11 +78,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-_SPEEDS = (
-    *("flops", "memory_bandwidth", "link_bandwidth", "machine_bandwidth", "link_seconds"),
-    *("host_bandwidth", "disk_bandwidth"),
-)
-"""Options that override measured values."""
+_SPEEDS = {
+    "flops": "floating-point operations per second in matrix products",
+    "memory_bandwidth": "bytes per second that operators read and write",
+    "link_bandwidth": "bytes per second that a rank sends in a collective",
+    "machine_bandwidth": "bytes per second from a machine to other machines",
+    "link_seconds": "latency of a collective",
+    "host_bandwidth": "bytes per second of optimizer updates on the host",
+    "disk_bandwidth": "bytes per second of optimizer updates on a disk",
+}
+"""Options that override measured values, with their help."""
 
 _SETTINGS = ("ranks", "machines", "accumulate", "precision", "clip")
 """Options that take precedence over the arguments of the project's own Trainer."""
@@ -153,25 +155,13 @@ def parser() -> Parser:
         choices=["off", "on", "partitioned"],
         help="activation checkpointing; partitioned: each tensor-parallel rank keeps a part of the activations",
     )
-    made.add_argument(
-        "--configuration",
-        nargs="+",
-        default=[],
-        choices=["C1", "C2", "C3", "C4", "C5"],
-        help="configuration from the ZeRO paper's Table 3, in place of --stage, --offload and --checkpointing",
-    )
     made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)")
     made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", type=size_of, help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file with the output of lightning-zero doctor --json")
-    made.add_argument("--flops", type=float, help="floating-point operations per second in matrix products")
-    made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
-    made.add_argument("--link-bandwidth", type=float, help="bytes per second that a rank sends in a collective")
-    made.add_argument("--machine-bandwidth", type=float, help="bytes per second from a machine to other machines")
-    made.add_argument("--link-seconds", type=float, help="latency of a collective")
-    made.add_argument("--host-bandwidth", type=float, help="bytes per second of optimizer updates on the host")
-    made.add_argument("--disk-bandwidth", type=float, help="bytes per second of optimizer updates on a disk")
+    for name, does in _SPEEDS.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=float, help=does)
     made.add_argument(
         "--transport",
         choices=["nccl", "gloo", "shared memory"],

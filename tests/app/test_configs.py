@@ -13,8 +13,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig
 from lightning_zero.commands.check import ConfigError, _choose_devices, check
-from lightning_zero.planning.paper import CONFIGURATIONS
 from tests.app.commands import REPOSITORY
+from tests.planning.papers import CONFIGURATIONS
 
 CONF = REPOSITORY / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))

@@ -24,7 +24,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.commands.plan import main
 from lightning_zero.planning.advice import make_plans
 from lightning_zero.planning.fake_run import fake_run
-from lightning_zero.planning.paper import CONFIGURATIONS
+from tests.planning.papers import CONFIGURATIONS
 from tests.planning.test_fake_run import Watch
 from tests.support.selection import exhaustive_but
 from tests.support.trainer import make_trainer
@@ -247,7 +247,8 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
     for plan in plans:  # pairs of ranks share a batch
         samples = SAMPLES * 8 // (plan["tensor_parallel_size"] or 1)
         assert plan["samples_per_second"] == pytest.approx(samples / plan["seconds_per_step"])
-    assert main([*project, "--tensor-parallel", "2", "--configuration", "C2", "C5"]) == 0
+    in_parts = ["--checkpointing", "partitioned", "--offload", "none", "activations"]
+    assert main([*project, "--tensor-parallel", "2", "--stage", "1", *in_parts]) == 0
     printed = capsys.readouterr().out
     assert "zero1 with tensor_parallel_size=2, activation_checkpointing='units', partition_activations=True" in printed
     assert "partition_activations=True, offload={'optimizer': None, 'activations': 'cpu'}" in printed
@@ -257,7 +258,7 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
     ("arguments", "said"),
     [
         (["--tensor-parallel", "3"], "tensor_parallel_size=3 cannot be used with 8 ranks"),
-        (["--configuration", "C2"], "partitioned checkpointing requires several tensor-parallel ranks"),
+        (["--checkpointing", "partitioned"], "partitioned checkpointing requires several tensor-parallel ranks"),
         (["--tensor-parallel", "2", "--stage", "0"], "No combination is valid"),
     ],
     ids=str,
