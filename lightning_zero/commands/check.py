@@ -149,9 +149,7 @@ def _check_values(config: DictConfig) -> None:
 # For each ``_target_``: the package that it imports, and the extra of lightning_zero that installs this package.
 EXTRAS = {
     "lightning_zero.zoo.digits.DigitsData": ("sklearn", "demo"),
-    "lightning_zero.zoo.muon.muon_and_adamw": ("pytorch_optimizer", "optimizers"),
-    "pytorch_optimizer.Lion": ("pytorch_optimizer", "optimizers"),
-    "pytorch_optimizer.SOAP": ("pytorch_optimizer", "optimizers"),
+    **{f"pytorch_optimizer.{name}": ("pytorch_optimizer", "optimizers") for name in ("Lion", "Muon", "SOAP")},
     "bitsandbytes.optim.AdamW8bit": ("bitsandbytes", "optimizers"),
     "lightning.pytorch.loggers.TensorBoardLogger": ("tensorboard", "tensorboard"),
     "lightning.pytorch.loggers.WandbLogger": ("wandb", "wandb"),
@@ -181,6 +179,8 @@ def _check_made(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
+    parameter = torch.nn.Parameter(torch.empty(1, device="cpu"))
+
     def make_model(model: DictConfig) -> None:
         with torch.device("meta"):
             instantiate(model)
@@ -188,7 +188,7 @@ def _check_made(config: DictConfig) -> None:
     makers: dict[str, Callable[[DictConfig], Any]] = {
         "data": lambda data: instantiate(data).setup(),
         "model": make_model,
-        "optimizer": lambda optimizer: instantiate(optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
+        "optimizer": lambda optimizer: instantiate(optimizer)([{"params": [parameter], "use_muon": False}]),
         "stage": instantiate,
         "logger": instantiate,  # also creates MLflow's database, which the ranks would otherwise all create at once
         "callbacks": lambda callbacks: [instantiate(callback) for callback in callbacks.values()],
