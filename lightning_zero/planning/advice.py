@@ -44,17 +44,11 @@ class Plan:
         activation_checkpointing: whether units are recomputed in backward.
         parameters: number of elements in all parameters.
         peak_bytes: bytes on the device at the peak, by category, and their sum under ``"total"``.
-        host_bytes: bytes in the host's memory: offloaded states, buffers for states on a disk, and the copies that
-            ``resilience`` keeps.
-        disk_bytes: bytes offloaded to a disk.
-        traffic_bytes: bytes of communicated buffers per step, by kind of collective.
-        leaving_bytes: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
+        host_bytes, disk_bytes, traffic_bytes, leaving_bytes, assumptions: as in ``FakeRun``.
         seconds_per_step: an estimate; None if the machine's speed is unknown.
         waiting_seconds: the part of ``seconds_per_step`` in which the device waits for communication or the host.
         samples_per_second: the sum over all ranks; None if ``seconds_per_step`` or ``micro_batch`` is None.
         fits: whether the peak is within 90 % of the device's memory; None if the device's memory is unknown.
-        assumptions: what the plan assumes, such as the values of tensors that the user's code reads, and which parts of
-            the user's code did not run.
         shard_within, compression, tensor_parallel_size, partition_activations: as in ``ZeroStrategy``.
     """
 

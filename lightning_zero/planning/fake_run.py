@@ -231,7 +231,7 @@ class FakeRun:
             run.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps.
-        disk_bytes: bytes of states on a disk.
+        disk_bytes: bytes offloaded to a disk.
         traffic: bytes of communicated buffers per step, by kind of collective.
         leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
         numel: number of elements in all parameters.
@@ -315,18 +315,15 @@ class _SecondStep:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context that hides Python warnings and Lightning's log messages below the level ERROR."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    """Context that hides Python warnings, and log messages below the level ERROR."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
             yield
-    finally:
-        for logger, level in zip(loggers, before):
-            logger.setLevel(level)
+        finally:
+            logging.disable(before)
 
 
 @quiet()
