@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     try:
         from lightning_zero.planning.parity import probe
 
-        options = strategy_options(parsed.option, _SET_BY_PARITY)
+        options = {name: values[-1] for name, values in strategy_options(parsed.option, _SET_BY_PARITY).items()}
         project = project_of(parsed, of_script)
         settings = {name: value for name, value in project.settings.items() if name not in ("ranks", "machines")}
         settings |= {"precision": parsed.precision} if parsed.precision is not None else {}

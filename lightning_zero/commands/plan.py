@@ -37,7 +37,6 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{parsed.resources} is not the output of lightning-zero doctor --json")
         resources = _resources(parsed, measured.get("resources", {}))
         memory = parsed.memory or (resources.memory if resources is not None else None)
-        options = strategy_options(parsed.option, _CHOICES)
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
@@ -53,12 +52,10 @@ def main(arguments: list[str]) -> int:
             micro_batches=parsed.micro_batch or [None],
             resources=resources,
             memory=memory,
-            shard_within=parsed.shard_within,
-            compression=parsed.compression,
-            tensor_parallel=parsed.tensor_parallel,
+            choices=strategy_options(parsed.option, _CHOICES),
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
             left_out=left_out,
-            **{"ranks": 1, **known, **options},
+            **{"ranks": 1, **known},
         )
         if "ranks" not in known:
             plans = [replace(each, assumptions=(*each.assumptions, _ONE_RANK)) for each in plans]
@@ -99,9 +96,6 @@ _ONE_RANK = "one rank, because the number of devices is not known (give the numb
 _CHOICES = {
     "stage": "write --stage {}",
     "offload": "write --offload with cpu, nvme or activations",
-    "shard_within": "write --shard-within {}",
-    "compression": "write --compression {}",
-    "tensor_parallel_size": "write --tensor-parallel {}",
     "activation_checkpointing": "write --checkpointing on",
     "partition_activations": "write --checkpointing partitioned",
 }
@@ -124,28 +118,11 @@ def parser() -> Parser:
         nargs="+",
         default=[],
         metavar="name=value",
-        help="other options of ZeroStrategy, such as prefetch=0",
+        help="other options of ZeroStrategy, such as prefetch=0; several values of one are several choices: "
+        "shard_within=null shard_within=node",
     )
     made.add_argument(
         "--machines", type=int, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
-    )
-    of_names: dict[str, Any] = {"nargs": "+", "default": [None], "type": _number_or_name}
-    made.add_argument(
-        "--shard-within",
-        **of_names,
-        help="at stage 3, shard parameters over all ranks (none), a machine's ranks (node), or groups of N ranks (N)",
-    )
-    made.add_argument(
-        "--compression",
-        **of_names,
-        help="compression of traffic between machines (not with nccl): none, exact, int8 or int4",
-    )
-    made.add_argument(
-        "--tensor-parallel",
-        nargs="+",
-        default=[None],
-        type=_size_or_none,
-        help="number of ranks among which the module's configure_model divides tensors (tensor parallelism), or none",
     )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank in each micro-batch")
     made.add_argument(
@@ -172,19 +149,6 @@ def parser() -> Parser:
         "--paper", action="store_true", help="print Table 1 of the ZeRO paper, by its formula and by the engine"
     )
     return made
-
-
-def _size_or_none(text: str) -> int | None:
-    size = _number_or_name(text)
-    if isinstance(size, str) or size == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be 'none' or a positive number of ranks")
-    return size
-
-
-def _number_or_name(text: str) -> str | int | None:
-    if text == "none":
-        return None
-    return int(text) if text.isdigit() else text
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
