@@ -229,10 +229,7 @@ def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name
     }
     depths = DEPTH, 2 * DEPTH
     fewer, more = (
-        make_plans(partial(Divided, depth=depth), batch(4096), **CONFIGURATIONS[name], **sizes, precision="bf16-true")[
-            0
-        ]
-        for depth in depths
+        make_plans(partial(Divided, depth=depth), batch(4096), **CONFIGURATIONS[name], **sizes)[0] for depth in depths
     )
     for plan, depth in zip((fewer, more), depths):
         numel = 8 * WIDTH * WIDTH * depth
