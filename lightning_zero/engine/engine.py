@@ -27,7 +27,7 @@ from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dt
 from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
-from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
+from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import Initialisation
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
@@ -209,10 +209,8 @@ class Engine:
         uncut = assign_to_buckets(self.config, self.placements, plans, share, optimizers, shared)
         check_compression(self.config, uncut, self.communicator)
         try:
-            if simulation is None:  # a simulation may be of another host
-                if offload is not None:
-                    check_room(offload, sources, uncut, self.communicator, has_optimizers=bool(optimizers))
-                check_room_of_owners(sources, uncut, self.communicator)
+            if offload is not None and simulation is None:  # a simulation may be of another host
+                check_room(offload, sources, uncut, self.communicator, has_optimizers=bool(optimizers))
             if self._swap is not None:
                 reserve_disk(self._swap, uncut, self.communicator)
             materialiser = Materialiser(module, plans, uncut, sources, initialisers, self.communicator, self.rendezvous)
