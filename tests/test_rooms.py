@@ -107,7 +107,6 @@ LARGE = {
     "commands.plan.parser": 76,
     "engine.comm.collectives.Communicator": 21,
     "engine.comm.collectives._choose_transports": 61,
-    "engine.init.bucketing.assign_to_buckets": 85,
     "engine.runtime.reducer.GradientReducer": 21,
     "engine.state.bucket.Bucket": 32,
     "engine.state.bucket_gradients.BucketGradients": 26,
