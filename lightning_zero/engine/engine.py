@@ -6,6 +6,7 @@ import copy
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -23,7 +24,7 @@ from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
-from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor
+from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
 from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
 from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
@@ -46,9 +47,9 @@ from lightning_zero.engine.optim.hyperparameters import Hyperparameters
 from lightning_zero.engine.optim.master import restore_digits
 from lightning_zero.engine.optim.masters import Masters
 from lightning_zero.engine.optim.optimizers import Optimizers
-from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine.plan.placement import Placements, placements_of
 from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, torchscript_parameters
-from lightning_zero.engine.report import Report, report_of
+from lightning_zero.engine.report import Offloaded, Report, formula_bytes, offloaded_in, report_of
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
 from lightning_zero.engine.runtime.activation_offload import activation_store
@@ -386,6 +387,47 @@ class Engine:
         return self._optimizers.updates
 
     # -- looking inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.communicator.device
+
+    @property
+    def rank(self) -> int:
+        """This rank among all ranks that train the module, tensor-parallel ones included."""
+        return self.communicator.everyone.rank
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """The ranks over which tensor parallelism divides tensors."""
+        return self.communicator.tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """All-gather a picklable value; the result is in the order of ranks. Collective."""
+        return self.communicator.everyone.control.gather_objects(value)
+
+    def met(self, what: str) -> AbstractContextManager[None]:
+        """Context for reads of sharded tensors that every rank begins now; ``what`` is read, for errors. Collective."""
+        return self.rendezvous.met(what)
+
+    def traffic(self) -> Counter[tuple[str, str, str]]:
+        """What collectives have sent so far: numbers by (elements, bytes or calls; kind of collective; link)."""
+        counters = self.communicator.counters
+        each = {"elements": counters.elements, "bytes": counters.bytes, "calls": counters.calls}
+        return Counter({(what, kind, link): n for what, counts in each.items() for (kind, link), n in counts.items()})
+
+    def bytes_saved_by(self, placements: Placements) -> int:
+        """How many bytes of model states a rank would save with other placements, by the paper's formula."""
+        return formula_bytes(self.placements, self.buckets) - formula_bytes(placements, self.buckets)
+
+    def offloaded(self) -> Offloaded:
+        """The bytes of this rank's offloaded states."""
+        return offloaded_in(self.buckets)
+
+    def owned_numels(self) -> list[int]:
+        """By rank, the number of elements of the parameters that an optimizer needs whole, on their owning rank."""
+        layouts = [bucket.layout for bucket in self.buckets if bucket.layout.is_whole]
+        return [sum(layout.shard_numel(rank) for layout in layouts) for rank in range(self.communicator.size)]
 
     def report(self) -> Report:
         """Report the memory in use and the communication so far."""
