@@ -26,7 +26,7 @@ from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
 from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
-from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
+from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import Initialisation
@@ -64,6 +64,7 @@ from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
