@@ -153,15 +153,15 @@ class Engine:
         if device.type == "cpu":
             let_freed_memory_stay()
         self.ledger = Ledger()
-        self.streams = Streams(device)
         self.phases = Phases(device)
         self._connect(group, device, simulation)
+        self._shared = SharedByBuckets(
+            self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background
+        )
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         self.units = self._shard(module, plans, optimizers, simulation)
         self._share_unsharded(module)
-        self._run(module, plans, checkpointed)
-        self._optimizers = Optimizers(config, module, self.buckets, self.communicator, self.background, self.ledger)
-        self.set_optimizers(optimizers)
+        self._install(module, plans, checkpointed, optimizers)
         _engines[module] = weakref.ref(self)
         for patch in _NOT_COPIED:
             patch.hold(self)
@@ -203,14 +203,11 @@ class Engine:
         if offload is not None and offload.optimizer == "nvme":
             assert offload.path is not None
             self._swap = Swap(os.path.abspath(offload.path), offload.sub_group, simulation)
-        shared = SharedByBuckets(
-            self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
-        )
         # At most a quarter of a small model should be reduced at once.
         share = share_of(module) // self.communicator.tensor.size
-        uncut = assign_to_buckets(self.config, self.placements, plans, share, optimizers, shared)
-        check_compression(self.config, uncut, self.communicator)
         try:
+            uncut = assign_to_buckets(self.config, self.placements, plans, share, optimizers, self._shared)
+            check_compression(self.config, uncut, self.communicator)
             if offload is not None and simulation is None:  # a simulation may be of another host
                 check_room(offload, sources, uncut, self.communicator, has_optimizers=bool(optimizers))
             if self._swap is not None:
@@ -232,7 +229,13 @@ class Engine:
                 tensor.broadcast(each)
         self.communicator.copy_from_first(unsharded)
 
-    def _run(self, module: nn.Module, plans: list[UnitPlan], checkpointed: list[nn.Module]) -> None:
+    def _install(
+        self,
+        module: nn.Module,
+        plans: list[UnitPlan],
+        checkpointed: list[nn.Module],
+        optimizers: Sequence[Optimizer],
+    ) -> None:
         """Hook the module, so that its forwards gather parameters and its backwards reduce gradients. Collective."""
         config = self.config
         self.schedule = Schedule(self.units, config.prefetch if config.overlap else 0)
@@ -245,7 +248,7 @@ class Engine:
             self.units,
             self.schedule,
             self.communicator,
-            self.streams,
+            self._shared.streams,
             self.phases,
             reduce_dtype=config.wire_dtype,
             chunk_numel=config.bucket_numel,
@@ -258,14 +261,14 @@ class Engine:
             module,
             self.schedule,
             self.reducer,
-            self.communicator,
-            self.streams,
-            self.phases,
+            self._shared,
             activations=activations,
             checkpointed=regions,
             check=partial(check_frozen, self._scripted),
         )
         self.sync_buffers()
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
+        self.set_optimizers(optimizers)
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(self._before_forward)
         after = OwnHook(self._after_forward)

@@ -9,14 +9,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
-from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole, warn_of_unknown
 from lightning_zero.engine.optim.masters import Masters, give_owners, make_room, masters_of
 from lightning_zero.engine.plan.ownership import warn_if_uneven
-from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.slot import slots_of
 
 
@@ -32,16 +29,9 @@ class Optimizers:
         steps: the number of updates since the engine's counters were reset.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        module: nn.Module,
-        buckets: list[Bucket],
-        communicator: Communicator,
-        background: Updates,
-        ledger: Ledger,
-    ) -> None:
-        self.buckets, self.communicator, self.background, self.ledger = buckets, communicator, background, ledger
+    def __init__(self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets) -> None:
+        self.buckets, self.communicator = buckets, shared.communicator
+        self.background, self.ledger = shared.updates, shared.ledger
         self._config, self._module = config, weakref.ref(module)
         self.masters: list[Masters] = []
         self._group_sizes: list[int] = []

@@ -10,15 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.phases import Phases
-from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import own_share
 from lightning_zero.engine.compat import running_calls
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule
 from lightning_zero.engine.runtime.activation_offload import ActivationStore
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, in_backward
+from lightning_zero.engine.state.bucket import SharedByBuckets
 
 
 class Windows:
@@ -39,16 +37,14 @@ class Windows:
         module: nn.Module,
         schedule: Schedule,
         reducer: GradientReducer,
-        communicator: Communicator,
-        streams: Streams,
-        phases: Phases,
+        shared: SharedByBuckets,
         *,
         activations: ActivationStore | None,
         checkpointed: Sequence[CheckpointedModule],
         check: Callable[[], None],
     ) -> None:
         self._module, self._schedule, self._reducer = weakref.ref(module), schedule, reducer
-        self._communicator, self._streams, self._phases = communicator, streams, phases
+        self._shared = shared
         self.activations, self._checkpointed, self._check = activations, checkpointed, check
         self.buffers_follow = True
         self._is_forward_a_step = True  # whether a call of the module is a step; False once ``step`` is used
@@ -95,8 +91,8 @@ class Windows:
         """Broadcast rank 0's buffers, as DDP does. Collective."""
         module = self._module()
         assert module is not None, "the module was deleted"
-        with torch.no_grad(), self._phases("wait for the other ranks", "buffers of rank 0"):
-            self._communicator.copy_from_first(list(map(own_share, module.buffers())))
+        with torch.no_grad(), self._shared.phases("wait for the other ranks", "buffers of rank 0"):
+            self._shared.communicator.copy_from_first(list(map(own_share, module.buffers())))
 
     def _open(self, before: Callable[[], None], *, is_step: bool) -> None:
         """Open a window; call ``before`` first if it is the outermost one."""
@@ -105,7 +101,7 @@ class Windows:
         if self._schedule.windows == 0:
             if not in_backward():
                 before()
-                self._streams.begin_forward()
+                self._shared.streams.begin_forward()
                 if self.activations is not None:
                     self.activations.begin_forward()
             if is_step and self.buffers_follow:
