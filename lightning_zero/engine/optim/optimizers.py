@@ -12,7 +12,6 @@ from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole, warn_of_unknown
 from lightning_zero.engine.optim.masters import Masters, give_owners, make_room, masters_of
-from lightning_zero.engine.plan.ownership import warn_if_uneven
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.slot import slots_of
 
@@ -107,8 +106,6 @@ class Optimizers:
         if late:
             synchronize(self.background)
             give_owners(late, self.buckets, self.masters)
-        if self.communicator.everyone.rank == 0:
-            warn_if_uneven([bucket.layout for bucket in self.buckets])
 
     def _check_not_divided(self, optimizers: Iterable[Optimizer]) -> None:
         slots = [slot for bucket in self.buckets for slot in slots_of(bucket)]
