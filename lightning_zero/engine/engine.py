@@ -52,7 +52,7 @@ from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, tor
 from lightning_zero.engine.report import Offloaded, Report, formula_bytes, offloaded_in, report_of
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
-from lightning_zero.engine.runtime.activation_offload import activation_store
+from lightning_zero.engine.runtime.activation_offload import ActivationStore, activation_store
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.join import Join, JoinedMethod
 from lightning_zero.engine.runtime.reducer import GradientReducer
@@ -158,10 +158,11 @@ class Engine:
         self._shared = SharedByBuckets(
             self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background
         )
+        activations = activation_store(config, self.communicator, self.ledger)
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
         self.units = self._shard(module, plans, optimizers, simulation)
         self._share_unsharded(module)
-        self._install(module, plans, checkpointed, optimizers)
+        self._install(module, plans, optimizers, checkpointed, activations)
         _engines[module] = weakref.ref(self)
         for patch in _NOT_COPIED:
             patch.hold(self)
@@ -233,15 +234,15 @@ class Engine:
         self,
         module: nn.Module,
         plans: list[UnitPlan],
-        checkpointed: list[nn.Module],
         optimizers: Sequence[Optimizer],
+        checkpointed: list[nn.Module],
+        activations: ActivationStore | None,
     ) -> None:
         """Hook the module, so that its forwards gather parameters and its backwards reduce gradients. Collective."""
         config = self.config
         self.schedule = Schedule(self.units, config.prefetch if config.overlap else 0)
         self.schedule.install(module, plans)
         autograd_patches.install(self.schedule)
-        activations = activation_store(config, self.communicator, self.ledger)
         regions = [CheckpointedModule(inner, activations) for inner in checkpointed]
         self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
         self.reducer = GradientReducer(
