@@ -12,10 +12,10 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
+from lightning_zero.callbacks.measured import elements_of
 from lightning_zero.engine.access import shard_of
 from lightning_zero.engine.comm.process_group import all_gather_objects
 from lightning_zero.engine.compat import tree_leaves
-from lightning_zero.monitoring.measured import elements_of
 from lightning_zero.strategies import lightning_internals as internals
 
 

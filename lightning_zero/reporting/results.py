@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
+from lightning_zero.callbacks.measured import ranks_with_data
+from lightning_zero.callbacks.monitor import ZeroMonitor
+from lightning_zero.callbacks.pruning import Pruning
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.report import WORKING_BUFFERS
 from lightning_zero.io.tables import show
-from lightning_zero.monitoring.callback import ZeroMonitor
-from lightning_zero.monitoring.measured import ranks_with_data
-from lightning_zero.pruning import Pruning
 
 
 def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:

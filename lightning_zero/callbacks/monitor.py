@@ -16,10 +16,7 @@ from lightning.fabric.utilities.throughput import Throughput, get_available_flop
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_zero.engine.compat import tree_leaves
-from lightning_zero.engine.plan.placement import replicated_bytes
-from lightning_zero.io.annotations import check_arguments
-from lightning_zero.monitoring.measured import (
+from lightning_zero.callbacks.measured import (
     MEGA,
     Measured,
     MeasuredSteps,
@@ -29,6 +26,9 @@ from lightning_zero.monitoring.measured import (
     model_state_bytes,
     ranks_with_data,
 )
+from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.plan.placement import replicated_bytes
+from lightning_zero.io.annotations import check_arguments
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
