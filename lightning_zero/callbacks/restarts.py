@@ -300,14 +300,14 @@ class Restarts:
             place = Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
         except OSError as raised:
             error = f"on rank {self._rank}: {raised}"
-        everyone = self._strategy.all_gather_values((place, secrets.token_hex(8)))
+        everyone = self._strategy.ranks.all_gather_values((place, secrets.token_hex(8)))
         places = [each for each, _ in everyone]
         if path not in _jobs and error is None and self._rank == places.index(place):
             try:
                 _lock(path, _PATIENCE)  # until this process ends
             except OSError as raised:
                 error = f"on rank {self._rank}: {raised}"
-        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+        if errors := [each for each in self._strategy.ranks.all_gather_values(error) if each is not None]:
             raise ValueError(
                 f"resilience: {path} cannot be used ({errors[0]}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
@@ -341,11 +341,11 @@ class Restarts:
 
     def _sources(self, weights_only: bool | None) -> list[Source]:
         """Return the states that earlier attempts have left, in the order to try them."""
-        self._held = self._strategy.all_gather_values(self._generations() if self._leads else {})
+        self._held = self._strategy.ranks.all_gather_values(self._generations() if self._leads else {})
         steps = {step for found in self._held for step in found}
         sources = [Source(step, True, self._path_of(step)) for step in steps]
         on_disk = self._checkpoints(weights_only) if self._rank == 0 else []
-        return sorted([*sources, *self._strategy.all_gather_values(on_disk)[0]], reverse=True)
+        return sorted([*sources, *self._strategy.ranks.all_gather_values(on_disk)[0]], reverse=True)
 
     def _path_of(self, step: int) -> str:
         return os.path.join(self._folder, f"step-{step}")
@@ -404,7 +404,7 @@ class Restarts:
                 sender = next(rank for rank, names in files.items() if name in names)
                 receives = self._leads and name not in files[self._rank]
                 error = self._send(os.path.join(source.path, name), sender, receives) or error
-        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+        if errors := [each for each in self._strategy.ranks.all_gather_values(error) if each is not None]:
             raise DamagedCheckpointError(f"{source.path} cannot be sent to all machines ({errors[0]}).")
 
     def _send(self, path: str, sender: int, receives: bool) -> str | None:

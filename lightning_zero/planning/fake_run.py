@@ -31,6 +31,7 @@ from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.lightning_internals import should_accumulate
 from lightning_zero.strategies.loops import meet_between_batches
+from lightning_zero.strategies.ranks import Ranks
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -83,6 +84,16 @@ class _Planned:
         """Do nothing: fake parameters need not become ordinary parameters again."""
 
 
+class _PlannedRanks(Ranks):
+    """Ranks of which all but this one do not exist, so nothing is sent to them."""
+
+    is_alone = True
+
+    @property
+    def size_of_mesh(self) -> int:
+        return self._strategy.world_size
+
+
 class _PlannedZero(_Planned):
     """Mixin that runs the ZeRO strategy as one rank of a fake process group.
 
@@ -99,19 +110,16 @@ class _PlannedZero(_Planned):
         self._plan(ranks, machines, recorder)
         self._simulation = recorder.simulation(transport, machines)
         super().__init__(**options)
+        self.ranks = _PlannedRanks(self)
 
     @property
     def world_size(self) -> int:
         return self._ranks
 
-    _mesh_ranks = world_size
-
-    _is_alone = True  # the other ranks do not exist, so nothing is sent to them
-
     def setup_environment(self) -> None:
-        self._make_mesh()  # type: ignore[attr-defined]
-        if self._mesh is not None:  # type: ignore[attr-defined]
-            self._recorder.group = self._mesh[TENSOR].get_group()  # type: ignore[attr-defined]
+        self.ranks.make_mesh()
+        if self.ranks.mesh is not None:
+            self._recorder.group = self.ranks.mesh[TENSOR].get_group()
         super().setup_environment()  # type: ignore[misc]
 
     @property

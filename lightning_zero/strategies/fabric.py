@@ -22,7 +22,6 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.compat import replaced
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values
@@ -60,16 +59,13 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if not self._is_single:
+        if not self.ranks.are_single:
             if self not in _strategies:
                 _uncaught_exceptions.hold(self)
             _strategies.add(self)
 
-    @property
-    def _communicator(self) -> Communicator | None:
-        return next((engine.communicator for engine in self.engines), None)
-
-    all_reduce = ZeroProcesses._reduce
+    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.ranks.reduce(tensor, group, reduce_op)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -112,7 +108,7 @@ class FabricStrategy(ZeroProcesses):
             [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
             config=self._config_of_run(),
             device=self.root_device,
-            mesh=self._mesh,
+            mesh=self.ranks.mesh,
         )
         known = (*self._modules_and_engines(), (module, engine))
         self._set_up = [(weakref.ref(module), weakref.ref(engine)) for module, engine in known]
@@ -220,7 +216,7 @@ class FabricStrategy(ZeroProcesses):
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
-        self._alike(self._saver.finish)
+        self.ranks.alike(self._saver.finish)
         if not self._loads_itself:
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         else:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
-from pickle import PicklingError
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -17,25 +16,20 @@ from lightning.fabric.plugins.collectives.torch_collective import default_pg_tim
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.on_rank_0 import on_rank_0
-from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.attempts import store_of_attempt
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import explain, explained, fail, failure, lifelines_over
-from lightning_zero.engine.comm.renewal import renew
-from lightning_zero.engine.comm.tensor_parallel import DATA, device_mesh
+from lightning_zero.engine.comm.tensor_parallel import DATA
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import parameters_await_values
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.options import StrategyOptions, split_options
+from lightning_zero.strategies.ranks import Ranks
 from lightning_zero.version import __version__
 
 log = logging.getLogger(__name__)
@@ -82,11 +76,10 @@ class ZeroProcesses(ParallelStrategy):
         self._saves_in_parts = self.options.checkpoint == "sharded"
         self._saves_in_background = self.options.async_save
         self._saver = Saver(self.options.async_save)
+        self.ranks = Ranks(self)
         super().__init__(**of_base)
         self._num_nodes = 1
         self._process_group_backend = self.options.process_group_backend
-        self._ended_by: str | None = None
-        self._mesh: DeviceMesh | None = None
         self._config_of_run()  # raises if the precision is unsupported
 
     def __repr__(self) -> str:
@@ -109,69 +102,23 @@ class ZeroProcesses(ParallelStrategy):
         Raises:
             RuntimeError: before the processes have started, or without ``tensor_parallel_size``.
         """
-        if self._mesh is None:
+        if self.ranks.mesh is None:
             raise RuntimeError(
                 "The device mesh exists only with ZeroStrategy(tensor_parallel_size=...), and only once the processes "
                 "have started: read it in configure_model or later, or after fabric.launch()."
             )
-        return self._mesh
+        return self.ranks.mesh
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        if self._mesh is None:
+        if self.ranks.mesh is None:
             return DDPStrategy.distributed_sampler_kwargs.__get__(self)
-        along = self._mesh[DATA]
+        along = self.ranks.mesh[DATA]
         return {"num_replicas": along.size(), "rank": along.get_local_rank()}
-
-    @property
-    def mesh_shape(self) -> tuple[int, int] | None:
-        """The numbers of ranks along ``data_parallel`` and ``tensor_parallel``; None if the options need no mesh."""
-        tensor, data = self.options.tensor_parallel_size, self.options.data_parallel_size
-        if tensor is None:
-            return None
-        tensor = self.num_processes if tensor == "auto" else tensor
-        return self._mesh_ranks // tensor if data == "auto" else data, tensor
-
-    def _make_mesh(self) -> None:
-        """Create the mesh of ranks, if the options require one."""
-        if self.mesh_shape is not None and self._mesh is None:
-            self._check_mesh()
-            self._mesh = device_mesh(self.root_device, *self.mesh_shape)
-
-    def _check_mesh(self) -> None:
-        """Raise a ValueError if the number of ranks does not fit the requested mesh."""
-        size, data = self._mesh_ranks, self.options.data_parallel_size
-        if self.mesh_shape is None:
-            return
-        tensor = self.mesh_shape[1]
-        given = "'auto'" if self.options.tensor_parallel_size == "auto" else tensor
-        if size == 1:
-            raise ValueError(
-                f"tensor_parallel_size={given} requires several ranks, but this run has one: leave the option out, "
-                "and divide the module in configure_model only if trainer.world_size is above 1."
-            )
-        if size != self.mesh_shape[0] * tensor:
-            wanted = f"tensor_parallel_size={given}" + ("" if data == "auto" else f" and data_parallel_size={data}")
-            raise ValueError(
-                f"{wanted} cannot be used with {size} ranks (nodes: {self.num_nodes}, each with {self.num_processes}): "
-                + (
-                    "choose a divisor of the number of ranks."
-                    if data == "auto"
-                    else "their product must equal the number of ranks."
-                )
-            )
-
-    @property
-    def _mesh_ranks(self) -> int:
-        return self.num_nodes * self.num_processes
-
-    @property
-    def _is_single(self) -> bool:
-        return self.num_nodes * self.num_processes == 1
 
     def _configure_launcher(self) -> None:
         self._config_of_run()  # raises if the Trainer has set an unsupported precision
-        self._check_mesh()
+        self.ranks.check_mesh()
         own = " and ".join(
             ["checkpoint='sharded'"] * self._saves_in_parts + ["async_save=True"] * self._saves_in_background
         )
@@ -181,7 +128,7 @@ class ZeroProcesses(ParallelStrategy):
                 "strategy writes such checkpoints itself. Remove the plugin, or leave out "
                 f"{own}."
             )
-        if self._is_single:
+        if self.ranks.are_single:
             return
         if self.options.start_method == "popen":
             bases = _Telling, internals.subprocess_launcher(self.lightning)
@@ -192,33 +139,11 @@ class ZeroProcesses(ParallelStrategy):
             self._launcher = cls(self, start_method=self.options.start_method)
 
     def setup_environment(self) -> None:
-        self._ended_by = None
+        self.ranks.begin_run()
         super().setup_environment()
         self._set_world_ranks()
         self._process_group_backend = internals.get_process_group_backend(self)
-        if not self._is_single:
-            if internals.distributed_is_initialized() and failure() is not None:
-                renew(**self._group_options)
-                self._mesh = None  # the mesh's groups have failed, too
-            options = self._group_options_at_start
-            internals.init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
-            lifelines_over()
-            self._make_mesh()
-
-    @property
-    def _group_options(self) -> dict[str, Any]:
-        device_id = self.root_device if self.root_device.type != "cpu" else None
-        return {"timeout": self.options.group_timeout, "device_id": device_id}
-
-    @property
-    def _group_options_at_start(self) -> dict[str, Any]:
-        if internals.distributed_is_initialized():
-            return {}
-        environment, timeout = self.cluster_environment, self.options.group_timeout or default_pg_timeout
-        assert environment is not None
-        address = environment.main_address, environment.main_port
-        store = store_of_attempt(*address, environment.global_rank(), environment.world_size(), timeout)
-        return self._group_options | ({"store": store} if store is not None else {})
+        self.ranks.connect()
 
     @property
     def _handshake_timeout(self) -> float:
@@ -245,59 +170,20 @@ class ZeroProcesses(ParallelStrategy):
                 yield
         else:
             device = nullcontext() if self._is_sharded else self.root_device
-            with device, nullcontext() if self._mesh is not None else parameters_await_values(only_on_meta=True):
+            with device, nullcontext() if self.ranks.mesh is not None else parameters_await_values(only_on_meta=True):
                 yield
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
-    @property
-    def _is_alone(self) -> bool:
-        """Whether this rank must not communicate: there is no process group, or the run has failed."""
-        return self._is_cut_off or not internals.distributed_is_initialized()
-
-    @property
-    def _is_cut_off(self) -> bool:
-        return self._ended_by is not None and not self._is_single
-
-    @contextmanager
-    def _blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
-        """Context of the operation ``what``, which waits for other ranks. If a rank fails, the error says why."""
-        communicator = self._communicator
-        with communicator.waiting(what, everyone) if communicator is not None else explained(what):
-            yield
-
-    @property
-    def _communicator(self) -> Communicator | None:
-        """The communicator of an engine, or None if there is no engine."""
-        raise NotImplementedError
-
     def barrier(self, name: str | None = None) -> None:
-        if not self._is_alone:
-            with self._blocked_in(f"the barrier {name or ''}".strip()):
-                process_group.barrier(self.root_device)
+        self.ranks.barrier(name)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._is_alone:
-            return obj
-        with self._blocked_in("Strategy.broadcast"):
-            return process_group.broadcast_object(obj, src)
+        return self.ranks.broadcast(obj, src)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
-        with self._blocked_in("Strategy.all_gather", everyone=process_group.is_default(group)):
+        with self.ranks.blocked_in("Strategy.all_gather", everyone=process_group.is_default(group)):
             return super().all_gather(tensor, group, sync_grads)
-
-    def _reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        if self._is_cut_off or not isinstance(tensor, Tensor):
-            return tensor
-        with self._blocked_in("Strategy.reduce", everyone=process_group.is_default(group)):
-            return internals.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
-
-    def all_gather_values(self, value: Any) -> list[Any]:
-        """All-gather a picklable value, and return the values in the order of ranks."""
-        if self._is_alone:
-            return [value]
-        with self._blocked_in("an exchange of values between ranks"):
-            return process_group.all_gather_objects(value)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -340,7 +226,7 @@ class ZeroProcesses(ParallelStrategy):
     @property
     def _assembles_in_background(self) -> bool:
         """Whether shards of a full checkpoint may be assembled later. With a mesh, shards are gathered immediately."""
-        return self._saves_in_background and self._mesh is None
+        return self._saves_in_background and self.ranks.mesh is None
 
     def _save_in_parts(self, tree: Any, rest: dict[str, Any], path: Any, storage_options: Any) -> None:
         """Write a sharded checkpoint: each rank writes its shards of ``tree`` to a folder. Collective."""
@@ -349,9 +235,9 @@ class ZeroProcesses(ParallelStrategy):
                 f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
                 "write checkpoint='full' with a CheckpointIO that accepts them."
             )
-        self._alike(self._saver.finish)
+        self.ranks.alike(self._saver.finish)
         self._saver.save_in_parts(
-            tree, rest, path, self._written_by, self.global_rank, self.all_gather_values, self._on_rank_0
+            tree, rest, path, self._written_by, self.global_rank, self.ranks.all_gather_values, self._on_rank_0
         )
 
     def _save_whole(self, checkpoint: dict[str, Any], path: Any, communicator: Communicator | None = None) -> None:
@@ -359,7 +245,7 @@ class ZeroProcesses(ParallelStrategy):
 
         With a communicator, sharded tensors in the checkpoint are assembled in the background.
         """
-        self._alike(self._saver.finish)
+        self.ranks.alike(self._saver.finish)
         if communicator is not None:
             group = communicator.background_group()
             self._saver.save_whole_later(checkpoint, path, self.global_rank, group, self._on_rank_0)
@@ -370,53 +256,33 @@ class ZeroProcesses(ParallelStrategy):
     def _gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint. Collective."""
         leaf = self._leaf(parts=False, keeps=self.is_global_zero)
-        return self._alike(lambda: walk(checkpoint, leaf, is_in_parts))
+        return self.ranks.alike(lambda: walk(checkpoint, leaf, is_in_parts))
 
     def _on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:
         """Call ``act``, which saves objects, on rank 0. The other ranks take part in gathers that the objects need.
 
         Collective: if ``act`` fails, every rank raises.
         """
-        gather = None if self._is_alone else self.all_gather_values
-        return self._alike(lambda: on_rank_0(act, self.global_rank, gather, self._saver.made_values))
+        gather = None if self.ranks.is_alone else self.ranks.all_gather_values
+        return self.ranks.alike(lambda: on_rank_0(act, self.global_rank, gather, self._saver.made_values))
 
     def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open and verify a checkpoint in any format. Collective: an error on one rank is raised on every rank."""
-        opened = self._alike(lambda: open_for_run(path, weights_only))
-        ranks = 1 if self._is_alone else process_group.world_size()
-        self._alike(lambda: opened.verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
+        opened = self.ranks.alike(lambda: open_for_run(path, weights_only))
+        ranks = 1 if self.ranks.is_alone else process_group.world_size()
+        self.ranks.alike(lambda: opened.verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
         if self.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
             opened.trust()
         return opened
 
-    def _alike(self, act: Callable[[], _Result]) -> _Result:
-        """Call ``act`` on every rank and return its result. If a call fails, raise on every rank. Collective."""
-        error = None
-        try:
-            result = act()
-        except Exception as raised:
-            error = raised
-        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, UnsafeFileError]
-        kinds += [CheckpointNotSavedError, FileNotFoundError, OSError]
-        kinds += [RuntimeError, TypeError, AttributeError, PicklingError]
-        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
-        said = self.all_gather_values(None if error is None else (kind, str(error)))
-        if error is not None:
-            raise error
-        for rank, failed in enumerate(said):
-            if failed is not None:
-                kind, message = failed
-                raise kind(f"On rank {rank}: {message}")
-        return result
-
     def _finish_saving(self) -> None:
         """Wait for background saves. An error is raised on every rank, or only logged if the run has failed."""
-        if self._ended_by is None:
+        if self.ranks.ended_by is None:
             if self._saves_in_background:
-                self._alike(self._saver.close)
+                self.ranks.alike(self._saver.close)
             return
         try:
-            self._saver.close(abandon=self._is_cut_off)
+            self._saver.close(abandon=self.ranks.is_cut_off)
         except Exception as error:
             log.warning(_SECOND_ERROR, error)
 
@@ -430,17 +296,22 @@ class ZeroProcesses(ParallelStrategy):
     def _teardown(self) -> None:
         raise NotImplementedError
 
+    @property
+    def engines(self) -> list[Engine]:
+        """The engines of the modules that have been set up, in order of set-up, without engines that were closed."""
+        raise NotImplementedError
+
     def _close(self, engines: Iterable[Engine], error: Exception | None = None, **options: Any) -> None:
         """Close all engines, even if closing one fails. The first error is raised, or logged if the run has failed."""
         for engine in engines:
             try:
                 # After a failure, other ranks may be anywhere in the program, so closing must not communicate.
-                engine.close(communicate=not self._is_cut_off and error is None, **options)
+                engine.close(communicate=not self.ranks.is_cut_off and error is None, **options)
             except Exception as raised:
                 error = error or raised
-        if error is not None and self._ended_by is None:
+        if error is not None and self.ranks.ended_by is None:
             raise error
-        if error is not None and str(error) != self._ended_by:
+        if error is not None and str(error) != self.ranks.ended_by:
             log.warning(_SECOND_ERROR, error)
 
     # -- failures ---------------------------------------------------------------------------------------------------
@@ -452,14 +323,7 @@ class ZeroProcesses(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Record the failure, notify the other ranks, and interrupt ranks that are waiting for this one."""
-        explain(exception)
-        if self._ended_by is not None:
-            return
-        self._ended_by = str(exception)
-        is_known_to_others = self._is_single or isinstance(exception, self._shared_exceptions)
-        if not is_known_to_others and internals.distributed_is_initialized():
-            first, *_ = str(exception).splitlines() or [""]
-            fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
+        self.ranks.end_by(exception, is_shared=isinstance(exception, self._shared_exceptions))
 
     # -- names ------------------------------------------------------------------------------------------------------
 

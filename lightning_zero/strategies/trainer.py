@@ -22,7 +22,6 @@ from torch.optim import Optimizer
 
 from lightning_zero.callbacks.restarts import Restarts, keep_for_next_attempt, name_of_job
 from lightning_zero.engine import Engine, Report, Unit, engine_of
-from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
@@ -97,12 +96,12 @@ class TrainerStrategy(TrainerCheckpoints):
     is_distributed = True  # Lightning reads this attribute to split data over the ranks and to honour `sync_dist`
 
     def setup_environment(self) -> None:
-        self._has_come_back = self._has_tried_to_come_back = False
+        self._has_tried_to_come_back = False
         self._loaded = None
         super().setup_environment()
         reset_seed()
-        if self.lightning_module is not None and self._mesh is not None:
-            internals.set_device_mesh(self.lightning_module, self._mesh)
+        if self.lightning_module is not None and self.ranks.mesh is not None:
+            internals.set_device_mesh(self.lightning_module, self.ranks.mesh)
         if self.lightning_module is not None:
             consolidate(self.lightning_module, self._handshake_timeout)
             self._restarts = self._new_restarts()
@@ -129,21 +128,18 @@ class TrainerStrategy(TrainerCheckpoints):
         Around.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
         return restarts
 
-    @property
-    def _communicator(self) -> Communicator | None:
-        return self.engine.communicator if self.engine is not None else None
-
-    @property
-    def _is_cut_off(self) -> bool:
-        return super()._is_cut_off and not self._has_come_back
-
-    reduce = ZeroProcesses._reduce
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.ranks.reduce(tensor, group, reduce_op)
 
     @property
     def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
         return self.lightning.utilities.exceptions.SIGTERMException, internals.tuner_exit(self.lightning)
 
     # -- setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [self.engine] if self.engine is not None else []
 
     @property
     def units(self) -> list[Unit]:
@@ -169,17 +165,17 @@ class TrainerStrategy(TrainerCheckpoints):
                 _real(self.optimizers) if fitting else [],
                 config=self._config_of_run(),
                 device=self.root_device,
-                mesh=self._mesh,
+                mesh=self.ranks.mesh,
                 simulation=self._simulation,
             )
         if self.engine is not None:
             self.engine.buffers_follow = fitting
             self.engine.load_masters(self._masters)
             attend(trainer, self.engine)
-        elif not self._is_single:
+        elif not self.ranks.are_single:
             internals.sync_module_states(self.lightning_module)
-        if not self._is_single:
-            self._signals = Signals(trainer, self._communicator, self._restarts)
+        if not self.ranks.are_single:
+            self._signals = Signals(trainer, self.ranks.communicator, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
             meet_between_batches(trainer, meet, self._signals.end_epoch)
         elif self._restarts is not None:
@@ -272,7 +268,7 @@ class TrainerStrategy(TrainerCheckpoints):
     def on_exception(self, exception: BaseException) -> None:
         is_asked_to_end = isinstance(exception, self.lightning.utilities.exceptions.SIGTERMException)
         keep_for_next_attempt()
-        if self._restarts is not None and self._ended_by is None and is_asked_to_end:
+        if self._restarts is not None and self.ranks.ended_by is None and is_asked_to_end:
             self._restarts.save_before_end()
         say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)
@@ -316,9 +312,9 @@ class TrainerStrategy(TrainerCheckpoints):
         if restarts is not None:
             if self.lightning_module is not None:
                 Around.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
-            restarts.close(has_ended=self._ended_by is None)
+            restarts.close(has_ended=self.ranks.ended_by is None)
             del restarts  # and its copy of the state, before the module is gathered
-            if self._data_loading is not None and self._ended_by is None:
+            if self._data_loading is not None and self.ranks.ended_by is None:
                 self._data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
@@ -348,7 +344,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def _stays_sharded(self, engine: Engine) -> bool:
         """Whether the module stays sharded after the run. All ranks return the same value. Collective."""
-        if self._is_cut_off or self.options.after_fit == "full":
+        if self.ranks.is_cut_off or self.options.after_fit == "full":
             return False
         if self.options.after_fit == "sharded":
             return True
@@ -381,7 +377,7 @@ class TrainerStrategy(TrainerCheckpoints):
         try:
             if engine.optimizers:
                 self._masters_after_fit = WeakKeyDictionary()
-                if not self._is_cut_off and error is None:
+                if not self.ranks.is_cut_off and error is None:
                     leaf = self._leaf(parts=False, keeps=self.is_global_zero)
                     self._masters_after_fit[engine.module] = engine.masters_by_name(leaf=leaf)
         except Exception as raised:
@@ -406,7 +402,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong only to the original.
-        own = "engine", "_data_loading", "_masters_after_fit", "_signals", "_mesh", "_restarts"
+        own = "engine", "_data_loading", "_masters_after_fit", "_signals", "_restarts"
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
 

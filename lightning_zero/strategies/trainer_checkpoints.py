@@ -49,7 +49,7 @@ class TrainerCheckpoints(ZeroProcesses):
     def __init__(self, **options: Any) -> None:
         self.engine: Engine | None = None
         super().__init__(**options)
-        self._has_come_back = self._has_tried_to_come_back = False
+        self._has_tried_to_come_back = False
         self._masters: dict[str, Tensor] = {}
         self._data_loading: DataLoadingState | None = None
         self._saves_epoch_state = False
@@ -78,9 +78,9 @@ class TrainerCheckpoints(ZeroProcesses):
         Saving requires all ranks. After a failure, the ranks must call this method within ten seconds of each other;
         they then continue with a new process group.
         """
-        if not self._is_cut_off:
+        if not self.ranks.is_cut_off:
             return True
-        if self._mesh is not None:
+        if self.ranks.mesh is not None:
             return False  # the mesh's process groups have failed, too
         if self.engine is None:
             return True
@@ -88,14 +88,16 @@ class TrainerCheckpoints(ZeroProcesses):
             self._has_tried_to_come_back = True
             updates = self.engine.updates
             if have_all_come(f"rank {self.global_rank} is updating" if updates is None else updates, _PATIENCE):
-                renew(**self._group_options)
+                renew(**self.ranks.group_options)
                 self.engine.rejoin()
-                self._has_come_back = True
-        return not self._is_cut_off
+                self.ranks.is_cut_off = False
+        return not self.ranks.is_cut_off
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._mesh is not None  # with a mesh, some parameters are DTensors before setup: each rank has a share
+        return (
+            self.ranks.mesh is not None
+        )  # with a mesh, some parameters are DTensors before setup: each rank has a share
 
     @property
     def _has_hooks(self) -> bool:
@@ -217,7 +219,7 @@ class TrainerCheckpoints(ZeroProcesses):
     ) -> None:
         """Begin to save the state to a folder in each machine's memory; see ``Saver.save_in_parts``. Collective."""
         tree, rest = self.state_to_keep()
-        rank, ranks = self.global_rank, self.all_gather_values
+        rank, ranks = self.global_rank, self.ranks.all_gather_values
         first = before if rank in folders else None
         saver.save_in_parts(tree, rest, path, self._written_by, rank, ranks, self._on_rank_0, folders, first)
 
@@ -228,7 +230,7 @@ class TrainerCheckpoints(ZeroProcesses):
         """
         with self._taking_parts() if self.num_nodes == 1 else nullcontext(), self.saving_epoch_state():
             self.lightning_module.trainer.save_checkpoint(path)
-        self._alike(self._saver.finish)  # at the end of the run, a save in the background may be abandoned
+        self.ranks.alike(self._saver.finish)  # at the end of the run, a save in the background may be abandoned
 
     @contextmanager
     def saving_epoch_state(self) -> Iterator[None]:
@@ -248,7 +250,7 @@ class TrainerCheckpoints(ZeroProcesses):
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and self._data_loading is not None:
             loading = self._data_loading
-            ranks = self.all_gather_values(
+            ranks = self.ranks.all_gather_values(
                 in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
             )
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
@@ -286,7 +288,7 @@ class TrainerCheckpoints(ZeroProcesses):
             UnsafeFileError: if the checkpoint contains more than data.
             ValueError: if a newer version wrote the checkpoint.
         """
-        self._alike(self._saver.finish)
+        self.ranks.alike(self._saver.finish)
         is_kept = self._restarts is not None and self._restarts.loaded(checkpoint_path)
         if not (self._loads_itself or is_kept):
             return super().load_checkpoint(checkpoint_path, weights_only, **options)
@@ -299,7 +301,7 @@ class TrainerCheckpoints(ZeroProcesses):
             # FileNotFoundError means an empty folder here.
             is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))
             others = others_by_age(trainer, checkpoint_path) if self.is_global_zero else []
-            of_ranks = self.all_gather_values((is_spoilt, others))
+            of_ranks = self.ranks.all_gather_values((is_spoilt, others))
             if not all(spoilt for spoilt, _ in of_ranks):
                 raise
             _, others = of_ranks[0]

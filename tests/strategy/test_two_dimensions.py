@@ -157,7 +157,7 @@ def test_save_distributed_checkpoint_is_refused_in_favour_of_checkpoint():
 )
 def test_automatic_sizes_are_ranks_per_machine_and_number_of_machines(machines, options, mesh):
     trainer = make_trainer(ZeroStrategy(**options), devices=4, num_nodes=machines)
-    assert trainer.strategy.mesh_shape == mesh
+    assert trainer.strategy.ranks.mesh_shape == mesh
 
 
 @pytest.mark.exhaustive
