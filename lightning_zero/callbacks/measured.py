@@ -184,7 +184,7 @@ def gradient_norm(trainer: Trainer) -> Tensor | None:
     None if there are no gradients, or if offloaded updates may be reading or releasing them in the background.
     """
     engine = engine_of_run(trainer)
-    if engine is not None and engine.config.offloads is not None:
+    if engine is not None and engine.config.offload is not None:
         return None
     gradients = [elements_of(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None]
     with torch.no_grad():

@@ -133,7 +133,7 @@ class Engine(Optimizers):
         if mesh is not None:
             check_mesh(mesh)
         config.check_mesh(mesh[TENSOR].size() if mesh is not None else None)
-        offload = config.offloads
+        offload = config.offload
         self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
         check_optimizers(optimizers, config, ranks=world_size(group if mesh is None else None))
@@ -201,7 +201,7 @@ class Engine(Optimizers):
             self.communicator,
             self.streams,
             self.phases,
-            reduce_dtype=config.wire_dtype,
+            reduce_dtype=config.reduce_dtype,
             chunk_numel=config.bucket_numel,
             in_flight=config.reduction_buffers,
             overlap=config.overlap,

@@ -102,7 +102,7 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard, in place, a module and the states of optimizers already set up for its parameters. Collective."""
-        consolidate(module, self._handshake_timeout)
+        consolidate(module, self.options.handshake_timeout)
         engine = Engine(
             module,
             [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],

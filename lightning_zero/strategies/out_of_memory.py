@@ -37,11 +37,12 @@ def _holders(engine: Engine) -> str:
 
 
 def _remedies(engine: Engine) -> str:
-    stage, rest, on_cpu = engine.placements.stage, _rest(engine), engine.communicator.device.type == "cpu"
+    rest, on_cpu = _rest(engine), engine.communicator.device.type == "cpu"
     remedies = []
     if (leanest := placements_of(3)) != engine.placements:
         less = formula_bytes(engine.placements, engine.buckets) - formula_bytes(leanest, engine.buckets)
-        remedies.append((less, f"stage=3 {'without shard_within ' if stage == 3 else ''}frees {in_gb(less)}"))
+        without = "without shard_within " if engine.placements.parameters.is_sharded else ""
+        remedies.append((less, f"stage=3 {without}frees {in_gb(less)}"))
     optimizer = engine.report().at_rest.get("optimizer", 0)
     place = "nvme" if on_cpu else "cpu"
     if optimizer:

@@ -12,7 +12,6 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 
@@ -57,7 +56,6 @@ class ZeroProcesses(ParallelStrategy):
     ``self.lightning``. Functions behave the same in all namespaces.
 
     Attributes:
-        stage: the stage as a number.
         config: the engine's options.
         options: the strategy's own options.
     """
@@ -72,7 +70,6 @@ class ZeroProcesses(ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         of_base = {name: options.pop(name) for name in self._arguments_of_base if name in options}
         self.config, self.options = split_options(options, self._options_class, type(self).__name__)
-        self.stage = self.config.stage
         self._saves_in_parts = self.options.checkpoint == "sharded"
         self._saves_in_background = self.options.async_save
         self._saver = Saver(self.options.async_save)
@@ -86,6 +83,11 @@ class ZeroProcesses(ParallelStrategy):
         # Lightning shows this text if a strategy is passed to a Trainer or Fabric of another namespace.
         user = "Fabric" if self.lightning.__name__.endswith("fabric") else "Trainer"
         return f"<{type(self).__name__}(stage={self.stage}) for {self.lightning.__name__}.{user}>"
+
+    @property
+    def stage(self) -> int:
+        """The stage as a number."""
+        return self.config.stage
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
@@ -145,15 +147,11 @@ class ZeroProcesses(ParallelStrategy):
         self._process_group_backend = internals.get_process_group_backend(self)
         self.ranks.connect()
 
-    @property
-    def _handshake_timeout(self) -> float:
-        return (self.options.group_timeout or default_pg_timeout).total_seconds()
-
     def _config_of_run(self) -> EngineConfig:
         """Return the engine's options, including the two derived from the precision and the timeout."""
         plugin = getattr(self, self._arguments_of_base[-1])  # `precision_plugin` of a Trainer, `precision` of Fabric
         dtype = _compute_dtype_of(plugin, self.lightning)
-        return replace(self.config, compute_dtype=dtype, handshake_timeout=self._handshake_timeout)
+        return replace(self.config, compute_dtype=dtype, handshake_timeout=self.options.handshake_timeout)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 

@@ -81,7 +81,7 @@ class Ranks:
         """Arguments with which torch creates the process group."""
         device = self._strategy.root_device
         return {
-            "timeout": self._strategy.options.group_timeout,
+            "timeout": self._strategy.options.timeout,
             "device_id": device if device.type != "cpu" else None,
         }
 
@@ -89,7 +89,7 @@ class Ranks:
     def _group_options_at_start(self) -> dict[str, Any]:
         if internals.distributed_is_initialized():
             return {}
-        environment, timeout = self._strategy.cluster_environment, self._strategy.options.group_timeout
+        environment, timeout = self._strategy.cluster_environment, self._strategy.options.timeout
         assert environment is not None
         address = environment.main_address, environment.main_port
         rank, size = environment.global_rank(), environment.world_size()

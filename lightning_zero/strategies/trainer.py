@@ -103,12 +103,12 @@ class TrainerStrategy(TrainerCheckpoints):
         if self.lightning_module is not None and self.ranks.mesh is not None:
             internals.set_device_mesh(self.lightning_module, self.ranks.mesh)
         if self.lightning_module is not None:
-            consolidate(self.lightning_module, self._handshake_timeout)
+            consolidate(self.lightning_module, self.options.handshake_timeout)
             self._restarts = self._new_restarts()
 
     def _new_restarts(self) -> Restarts | None:
         """Return the ``Restarts`` of a fit, or None if no state is to be kept."""
-        config, trainer = self.options.keeps, self.lightning_module.trainer
+        config, trainer = self.options.resilience, self.lightning_module.trainer
         if config is None or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return None
         job = config.job or self.broadcast(name_of_job())

@@ -169,9 +169,9 @@ def assign_to_buckets(
     # element counts of the largest shares, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = 0
-    if config.offloads is not None:
+    if config.offload is not None:
         trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
-        numel_that_stay = round((1 - config.offloads.fraction) * trained)
+        numel_that_stay = round((1 - config.offload.fraction) * trained)
     # A bucket has parameters of one optimizer: autograd would take an update of some of them for a change of all.
     optimizer_of = {
         id(p): number for number, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]
@@ -183,7 +183,7 @@ def assign_to_buckets(
     ranks, order = mesh.size(over), mesh.order(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
-    compression = config.compresses if shared.communicator.may_compress else None
+    compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
     may_fuse = not placements.parameters.is_sharded and shared.communicator.device.type == "cpu"
     parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # (unit number, kind, members)
@@ -218,7 +218,7 @@ def assign_to_buckets(
         residency = ResidencyPlan.of(
             layout,
             placements,
-            None if stays else config.offloads,
+            None if stays else config.offload,
             device=shared.communicator.device,
             dtype=dtype,
             compute_dtype=compute,
@@ -251,7 +251,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     Raises:
         NothingToCompressError: if nothing can be compressed although there are several machines.
     """
-    compression = config.compresses
+    compression = config.compression
     if compression is None:
         return
     given = f"compression={name_of_compression(compression)}"
