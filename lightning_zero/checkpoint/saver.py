@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from enum import Enum
 from functools import lru_cache
 from threading import Event
 from typing import Any
@@ -46,6 +47,23 @@ from lightning_zero.engine.tensor.sharded_tree import identity, is_in_parts, wal
 from lightning_zero.io.labels import new_label
 
 log = logging.getLogger(__name__)
+
+
+class SaveMode(Enum):
+    """How a checkpoint is saved."""
+
+    GATHERED = "gathered"
+    """One file, written by rank 0; tensors are gathered before."""
+    ASSEMBLED = "assembled"
+    """One file, written by rank 0 in the background, where the other ranks send their shards to rank 0."""
+    SHARDED = "sharded"
+    """A folder, to which each rank writes its shards."""
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether tensors stay sharded until they are written or copied."""
+        return self is not SaveMode.GATHERED
+
 
 _PATIENCE = 10.0
 """Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""

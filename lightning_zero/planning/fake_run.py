@@ -141,7 +141,7 @@ class _PlannedZero(_Planned):
         largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
         kept = 0
         if self.options.resilience is not None:  # type: ignore[attr-defined]
-            leaves = tree_leaves(self.state_to_keep())  # type: ignore[attr-defined]
+            leaves = tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
             rank: int = self.global_rank  # type: ignore[attr-defined]
             entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
             # two generations in shared memory, and the copy from which a save writes

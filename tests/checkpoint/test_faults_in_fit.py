@@ -47,7 +47,7 @@ class NoRoom(Callback):
         self.failing, self.steps = failing, steps
 
     def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
-        for job in trainer.strategy._saver._jobs:
+        for job in trainer.strategy._files.saver._jobs:
             job.exception()  # wait for the background save of the previous step's checkpoint
         self.limit(trainer.global_step + 1 in self.steps)
 
