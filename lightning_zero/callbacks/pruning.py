@@ -1,11 +1,12 @@
 """Magnitude pruning of sharded parameters: elements with the least magnitude are set to zero and stay zero.
 
-No rank gathers a full parameter. The threshold is found from histograms of the magnitudes' bits, which are summed over
-ranks. Each rank holds only the masks for its own shards.
+No rank gathers a full parameter. The threshold is found by bisection: for each candidate, ranks count the elements
+that are not above it. Each rank holds only the masks for its own shards.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -24,7 +25,6 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_ran
 from lightning_zero.engine.tensor.slot import Slot
 from lightning_zero.io.annotations import check_arguments
 
-_DIGIT = 16  # bits of a magnitude that one histogram covers
 _CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -63,9 +63,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
 
 def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
     """Return how many elements each mask prunes, over all ranks. Collective."""
-    own = torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu")
-    is_sharded = _are_sharded(masks)
-    return (_over_ranks(own * is_sharded, masks) + own * ~is_sharded).tolist()
+    return _over_ranks(torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu"), masks).tolist()
 
 
 def _check(amount: float) -> None:
@@ -79,28 +77,21 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
     chunks = [partial(_chunks, p, mask, dtype) for p, mask in zip(parameters, masks)]
-    is_sharded = _are_sharded(masks)
 
-    threshold = 0
-    need = wanted  # number of elements to prune among those whose leading bits equal ``threshold``
-    for shift in range(8 * dtype.itemsize - _DIGIT, -1, -_DIGIT):
-        counts = {sharded: torch.zeros(2**_DIGIT, dtype=torch.int64, device="cpu") for sharded in (True, False)}
-        for chunks_of, sharded in zip(chunks, is_sharded.tolist()):
-            for bits, kept in chunks_of():
-                digits = bits >> shift
-                chosen = digits[kept & (digits >> _DIGIT == threshold)] & (2**_DIGIT - 1)
-                counts[sharded] += torch.bincount(chosen, minlength=2**_DIGIT).cpu()
-        up_to = (_over_ranks(counts[True], masks) + counts[False]).cumsum(0)
-        digit = int(torch.searchsorted(up_to, need))
-        need -= int(up_to[digit - 1]) if digit else 0
-        threshold = threshold << _DIGIT | digit
+    def counts(is_counted: Callable[[Tensor], Tensor]) -> Tensor:
+        """Count the chosen elements of each tensor on this rank, among those that are not pruned."""
+        own = [sum(int((kept & is_counted(bits)).sum()) for bits, kept in chunks_of()) for chunks_of in chunks]
+        return torch.tensor(own, device="cpu")
 
-    # Of elements equal to the threshold, prune the first ``need``. Per tensor, count those before this rank's shard.
-    ties = [sum(int((kept & (bits == threshold)).sum()) for bits, kept in each()) for each in chunks]
-    own = torch.tensor(ties, device="cpu")
-    in_lower_shards, everywhere = _of_ranks(own * is_sharded, masks)
-    everywhere += own * ~is_sharded
-    before = everywhere.cumsum(0) - everywhere + in_lower_shards
+    def numel_up_to(bound: int) -> int:
+        return int(_over_ranks(counts(lambda bits: bits <= bound), masks).sum())
+
+    largest = torch.iinfo(_INTEGERS[dtype.itemsize]).max
+    threshold = bisect_left(range(largest), wanted, hi=largest, key=numel_up_to)
+
+    # Of the elements equal to the threshold, prune the first ones.
+    need = wanted - numel_up_to(threshold - 1)
+    before = _before_own(counts(lambda bits: bits == threshold), masks)
     for chunks_of, left in zip(chunks, (need - before).clamp(min=0).tolist()):
         for bits, kept in chunks_of():
             chosen = (kept & (bits == threshold)).nonzero()[:left, 0]
@@ -113,11 +104,7 @@ def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tup
     """Yield chunks of this rank's magnitudes and mask; magnitudes become integers in the same order (NaN last)."""
     for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
         magnitudes = values.to(parameter.dtype).abs().to(dtype)  # round wider masters to the parameter's dtype
-        yield magnitudes.view(_INTEGERS[dtype.itemsize]).long(), kept
-
-
-def _are_sharded(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.tensor([isinstance(tensor, ShardedTensor) for tensor in tensors], device="cpu")
+        yield magnitudes.view(_INTEGERS[dtype.itemsize]), kept
 
 
 def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
@@ -125,26 +112,30 @@ def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
     return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
-def _over_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Return the counts summed over ranks, or the counts themselves if no tensor is sharded."""
-    slot = _any_slot(tensors)
-    return counts if slot is None else slot.reduce(counts.to(slot.device), ReduceOp.SUM, "pruning").cpu()
-
-
-def _of_ranks(counts: Tensor, tensors: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Return each tensor's count summed over the ranks with earlier shards, and summed over all ranks."""
+def _over_ranks(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Add up each tensor's count over the ranks that hold its shards. Collective if any tensor is sharded."""
     slot = _any_slot(tensors)
     if slot is None:
-        return torch.zeros_like(counts), counts
-    by_rank = counts.new_zeros(slot.group.size, len(counts))
-    by_rank[slot.group.rank] = counts
-    by_rank = _over_ranks(by_rank, tensors)
-    lower = torch.zeros_like(counts)
+        return own
+    is_sharded = torch.tensor([isinstance(tensor, ShardedTensor) for tensor in tensors], device="cpu")
+    summed = slot.reduce((own * is_sharded).to(slot.device), ReduceOp.SUM, "pruning").cpu()
+    return torch.where(is_sharded, summed, own)
+
+
+def _before_own(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """For each tensor, add up the counts of all earlier tensors and of the tensor's earlier shards. Collective."""
+    everywhere, slot = _over_ranks(own, tensors), _any_slot(tensors)
+    before = everywhere.cumsum(0) - everywhere
+    if slot is None:
+        return before
+    by_rank = own.new_zeros(slot.group.size, len(own))
+    by_rank[slot.group.rank] = own
+    by_rank = slot.reduce(by_rank.to(slot.device), ReduceOp.SUM, "pruning").cpu()
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, ShardedTensor):
             starts = torch.tensor([start for start, _ in tensor.slot.ranges()], device="cpu")
-            lower[number] = by_rank[starts < tensor.slot.offset, number].sum()
-    return lower, by_rank.sum(0)
+            before[number] += by_rank[starts < tensor.slot.offset, number].sum()
+    return before
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Base class of all strategies: launches a run's processes, and handles collectives, checkpoints and failures."""
+"""Base class of all strategies: Lightning's hooks that the Trainer's and Fabric's strategies share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import product
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from lightning.fabric.strategies import DDPStrategy
@@ -28,7 +28,6 @@ from lightning_zero.strategies.ranks import Ranks
 
 log = logging.getLogger(__name__)
 
-_Result = TypeVar("_Result")
 _SECOND_ERROR = "Another error followed the exception that ended the run: %s"
 
 # Precision plugins that store weights as fp8 copies with scales, as quantised blocks or as another strategy's shards.

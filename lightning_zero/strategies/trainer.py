@@ -32,7 +32,6 @@ from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.loops import (
     Around,
-    act_between_batches,
     attend,
     leave,
     meet_between_batches,
@@ -185,7 +184,7 @@ class TrainerStrategy(ZeroProcesses):
             meet = partial(self._signals.agree, "the next training batch")
             meet_between_batches(trainer, meet, self._signals.end_epoch)
         elif self._restarts is not None:
-            act_between_batches(trainer, self._restarts.between_batches)
+            meet_between_batches(trainer, self._restarts.between_batches, lambda: None)
         self.checkpoints.masters = {}
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
@@ -300,9 +299,8 @@ class TrainerStrategy(ZeroProcesses):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return (
-            self.ranks.mesh is not None
-        )  # with a mesh, some parameters are DTensors before setup: each rank has a share
+        # With a mesh, some parameters are DTensors before setup, and each rank has a share.
+        return self.ranks.mesh is not None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.checkpoints.module_state(super().lightning_module_state_dict)

@@ -230,9 +230,8 @@ class TrainerCheckpoints:
         strategy = self._strategy
         with self._for_restart() if strategy.num_nodes == 1 else nullcontext(), self.saving_epoch_state():
             strategy.lightning_module.trainer.save_checkpoint(path)
-        strategy.ranks.alike(
-            self._files.saver.finish
-        )  # at the end of the run, a save in the background may be abandoned
+        # At the end of the run, a save in the background may be abandoned.
+        strategy.ranks.alike(self._files.saver.finish)
 
     @contextmanager
     def saving_epoch_state(self) -> Iterator[None]:
