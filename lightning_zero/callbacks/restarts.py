@@ -24,7 +24,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,11 +55,6 @@ _MESSAGE = 2**26  # maximum size of a message between machines, in bytes
 _PATIENCE = 15.0  # seconds to wait for the processes of an earlier attempt to end
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
 
-_REMOVED = {
-    "path": "states are kept in /dev/shm. Leave path out; in a container, --shm-size gives more room",
-    "deaths_at_one_step": "the launcher counts restarts. Write torchrun --max-restarts=3 instead",
-}
-
 
 @dataclass(frozen=True)
 class ResilienceConfig:
@@ -72,7 +67,7 @@ class ResilienceConfig:
             run id.
 
     Raises:
-        ValueError: if a value is not allowed, or a field no longer exists.
+        ValueError: if a value is not allowed.
 
     Example:
         >>> resilience = lightning_zero.ResilienceConfig(every_n_steps=5)
@@ -81,10 +76,6 @@ class ResilienceConfig:
 
     every_n_steps: int = field(default=20, metadata={"least": 1})
     job: str | None = None
-
-    def __new__(cls, *_: Any, **given: Any) -> ResilienceConfig:
-        _refuse_removed(given)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self, "resilience: ")
@@ -101,16 +92,8 @@ def resilience_config(resilience: Any) -> ResilienceConfig | None:
     Raises:
         ValueError: for any other value.
     """
-    if isinstance(resilience, Mapping):
-        _refuse_removed(resilience)
     value = ResilienceConfig() if isinstance(resilience, str) and resilience == "memory" else resilience
     return config_of("resilience", value, ResilienceConfig, ["memory"])
-
-
-def _refuse_removed(given: Mapping[str, Any]) -> None:
-    for name, instead in _REMOVED.items():
-        if name in given:
-            raise ValueError(f"resilience: the field {name!r} no longer exists, since {instead}.")
 
 
 def name_of_job() -> str | None:

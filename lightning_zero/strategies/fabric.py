@@ -28,13 +28,13 @@ from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values
 from lightning_zero.engine.optim.compatibility import check_optimizers
 from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
+from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.options import StrategyOptions, takes_options
-from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.same_batches import SameBatches
 
 
 @takes_options(StrategyOptions, ParallelStrategy)
-class FabricStrategy(ZeroProcesses):
+class FabricStrategy(BaseStrategy):
     """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that are passed to ``Fabric.setup``.
 
     Each module that is set up has its own engine until the module is deleted or the strategy is torn down. An
@@ -249,7 +249,7 @@ class FabricStrategy(ZeroProcesses):
         try:
             self._close(engines)
         finally:
-            super(ZeroProcesses, self).teardown()
+            super(BaseStrategy, self).teardown()
 
 
 class _Sharded(nn.Module):

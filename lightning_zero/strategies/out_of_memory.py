@@ -25,15 +25,10 @@ def _holders(engine: Engine) -> str:
     held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
     states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
     rank, total = engine.communicator.everyone.rank, in_gb(sum(held.values()))
-    text = f"When the allocation failed, rank {rank} held {total} of model states and buffers"
-    text += f" ({states}), and {in_gb(_rest(engine))} of activations and everything else."
-    unused = _unused(engine.communicator.device)
-    if unused > 0.1 * sum(held.values()):
-        text += (
-            f" Another {in_gb(unused)} is reserved in unused fragments: set the environment variable "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to make it usable."
-        )
-    return text
+    return (
+        f"When the allocation failed, rank {rank} held {total} of model states and buffers ({states}), and "
+        f"{in_gb(_rest(engine))} of activations and everything else."
+    )
 
 
 def _remedies(engine: Engine) -> str:
@@ -64,9 +59,3 @@ def _rest(engine: Engine) -> int:
         in_use = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
     on_device = sum(nbytes for category, nbytes in engine.ledger.now.items() if category != "host")
     return max(in_use - on_device, 0)
-
-
-def _unused(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

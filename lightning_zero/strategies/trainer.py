@@ -29,6 +29,7 @@ from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred
 from lightning_zero.engine.init.sources import leave_in_files
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.strategies import lightning_internals as internals
+from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.loops import (
     Around,
@@ -39,7 +40,6 @@ from lightning_zero.strategies.loops import (
 )
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
-from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.same_batches import SameBatches
 from lightning_zero.strategies.signals import Signals
@@ -63,7 +63,7 @@ def _in_window(step: str) -> Callable[..., Any]:
 
 
 @takes_options(TrainerOptions, ParallelStrategy)
-class TrainerStrategy(ZeroProcesses):
+class TrainerStrategy(BaseStrategy):
     """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
 
     Arguments:
@@ -443,7 +443,7 @@ class TrainerStrategy(ZeroProcesses):
             self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
             self._teardown_but_for_module()
         else:
-            super(ZeroProcesses, self).teardown()
+            super(BaseStrategy, self).teardown()
 
     def _teardown_but_for_module(self) -> None:
         self.cluster_environment.teardown()

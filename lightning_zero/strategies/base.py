@@ -42,7 +42,7 @@ else:
     ParallelStrategy = object
 
 
-class ZeroProcesses(ParallelStrategy):
+class BaseStrategy(ParallelStrategy):
     """Base class of every ZeRO strategy. Concrete strategies also derive from their namespace's ``ParallelStrategy``.
 
     ``lightning.pytorch``, ``pytorch_lightning``, ``lightning.fabric`` and ``lightning_fabric`` each define their own
@@ -255,7 +255,7 @@ class ZeroProcesses(ParallelStrategy):
 class _Telling:
     """Launcher mixin: calls the strategy's ``on_exception`` before that of callbacks, which may save a checkpoint."""
 
-    strategy: Callable[[], ZeroProcesses | None]
+    strategy: Callable[[], BaseStrategy | None]
 
     def launch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
