@@ -25,6 +25,12 @@ from lightning_zero.engine.tensor.wrapper import Reader, reader
 Gather = Callable[[Any], list[Any]]
 """All-gather of a picklable value: returns the values in the order of ranks. Collective."""
 
+
+def alone(value: Any) -> list[Any]:
+    """The ``Gather`` of a single rank."""
+    return [value]
+
+
 _Result = TypeVar("_Result")
 _Place = tuple[Any, ...]
 """Identifies a tensor or an optimizer's state on every rank: the engine's name, a kind, and keys for that kind."""

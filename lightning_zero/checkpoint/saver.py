@@ -1,4 +1,4 @@
-"""Save a strategy's checkpoints, full or sharded, immediately or in the background while training continues."""
+"""Save checkpoints: a file or a folder, immediately or in the background while training continues."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache
+from functools import lru_cache, partial
 from threading import Event
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.on_rank_0 import Gather
+from lightning_zero.checkpoint.on_rank_0 import Gather, alone, on_rank_0
 from lightning_zero.checkpoint.saving import (
-    CheckpointNotSavedError,
     CopyBuffer,
     Entry,
     OnRank0,
@@ -30,10 +30,11 @@ from lightning_zero.checkpoint.saving import (
     entry_of,
     is_view_of_parameter,
     not_saved,
+    raise_first,
     reason_of,
     refusal_of,
-    save_in_parts,
-    save_whole,
+    write_file,
+    write_folder,
 )
 from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine.comm import process_group
@@ -69,6 +70,61 @@ _PATIENCE = 10.0
 """Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
 
 
+@dataclass(frozen=True)
+class SaveJob:
+    """A checkpoint to be saved.
+
+    Attributes:
+        mode: how the checkpoint is saved.
+        path: the path of the file or folder; rank 0's value is used.
+        contents: the checkpoint's entries: on every rank the same sharded tensors; other values are taken from rank 0.
+        tree: with ``SaveMode.SHARDED``, the entries that are stored in DCP's format; see ``content_of``.
+        written_by: with ``SaveMode.SHARDED``, versions, stage and world size, for the manifest.
+        folders: see ``write_folder``.
+        before: called in the background, after the values have been copied and before any are written.
+    """
+
+    mode: SaveMode
+    path: Any
+    contents: Mapping[str, Any]
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    written_by: dict[str, Any] = field(default_factory=dict)
+    folders: Sequence[int] = (0,)
+    before: Callable[[Destination], None] | None = None
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that save a checkpoint together.
+
+    Attributes:
+        rank: this rank's number.
+        gather: all-gathers a value.
+        on_rank_0: calls a function on rank 0, which copies or serialises values that may refer to sharded tensors.
+        group: with ``SaveMode.ASSEMBLED``, a process group that is used only by the ranks' background threads; None if
+            there is one rank.
+    """
+
+    rank: int = 0
+    gather: Gather = alone
+    on_rank_0: OnRank0 | None = None
+    group: ProcessGroup | None = None
+
+
+class _Writing(NamedTuple):
+    """What remains of a save after this rank's part is known.
+
+    Attributes:
+        entries: this rank's parts of tensors.
+        write: writes the checkpoint, given a function that returns these parts or copies of them, and an all-gather.
+        is_alone: whether no other rank takes part.
+    """
+
+    entries: list[Entry]
+    write: Callable[[Callable[[], list[Entry]], Gather], None]
+    is_alone: bool
+
+
 class Saver:
     """Saves checkpoints. Before each save, call ``finish`` on all ranks to raise errors from earlier saves.
 
@@ -88,27 +144,8 @@ class Saver:
         # Users copy trainers and strategies. The copy gets a new saver, without the original's background work.
         return Saver, (self._in_background,)
 
-    def save_in_parts(
-        self,
-        tree: Mapping[str, Any],
-        rest: Mapping[str, Any],
-        path: Any,
-        written_by: dict[str, Any],
-        rank: int,
-        gather: Gather,
-        serialising: OnRank0 | None = None,
-        folders: Sequence[int] = (0,),
-        before: Callable[[Destination], None] | None = None,
-    ) -> None:
-        """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
-
-        Args:
-            tree, rest, serialising: see ``content_of``.
-            path: the folder's path; rank 0's value is used.
-            written_by: versions, stage and world size, for the manifest.
-            gather: all-gathers a value.
-            folders: see ``saving.save_in_parts``.
-            before: called in the background, after the values have been copied and before any are written.
+    def save(self, job: SaveJob, ranks: Ranks = Ranks()) -> None:
+        """Save a checkpoint. Collective.
 
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
@@ -116,27 +153,33 @@ class Saver:
         store = self._connected()
         label = new_label()
         # The path is also checked here, so that every rank refuses it before any rank writes to it.
-        everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
+        everyone = ranks.gather((label, str(job.path), refusal_of(job.path, label) if ranks.rank == 0 else None))
         label, path, refusal = everyone[0]
         if refusal is not None:
             raise not_saved(path, 0, refusal)
-        content, destination = content_of(tree, rest, rank, serialising), Destination(path, label)
-        if not self._in_background:
-            save_in_parts(content, destination, written_by, rank, gather, folders=folders)
+        if self._in_background:
+            self.finish()
+        destination = Destination(path, label)
+        prepare = self._folder if job.mode is SaveMode.SHARDED else self._file
+        writing = prepare(job, ranks, destination)
+        if writing is None:
             return
-        self.finish()
-        copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
-        # Values on a disk are read only when the checkpoint is written, and must not change until then.
-        reading = BackgroundWork(is_awaited=any(map(_stays_on_disk, content.entries)))
-        exchanging: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
-        if store is not None and len(everyone) > 1:
+        if not self._in_background:
+            writing.write(lambda: writing.entries, ranks.gather)
+            return
+        exchanging: AbstractContextManager[Gather] = nullcontext(alone)
+        if store is not None and not writing.is_alone:
             exchanging = StoreExchange(store, label, self._abandoned)
+        # Values on a disk are read only when a folder is written, and must not change until then.
+        stay = [job.mode is SaveMode.SHARDED and _stays_on_disk(entry) for entry in writing.entries]
+        reading = BackgroundWork(is_awaited=any(stay))
+        copied = self._copying([entry for entry, stays in zip(writing.entries, stay) if not stays])
 
         def entries() -> list[Entry]:
             memory = iter(copied())
-            if before is not None:
-                before(destination)
-            return [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
+            if job.before is not None:
+                job.before(destination)
+            return [entry if stays else next(memory) for entry, stays in zip(writing.entries, stay)]
 
         def save() -> None:
             with reading, exchanging as exchange:
@@ -145,9 +188,44 @@ class Saver:
                     reading.end()  # this rank's file has been written
                     return exchange(value)
 
-                save_in_parts(content, destination, written_by, rank, written, entries, folders)
+                writing.write(entries, written)
 
         self._submit(save)
+
+    def _folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> _Writing:
+        """Serialise rank 0's objects, and return what is left: each rank writes its shards to a folder."""
+        content = content_of(job.tree, job.contents, ranks.rank, ranks.on_rank_0)
+        write = partial(write_folder, content, destination, job.written_by, ranks.rank, folders=job.folders)
+        return _Writing(content.entries, write, is_alone=False)
+
+    def _file(self, job: SaveJob, ranks: Ranks, destination: Destination) -> _Writing | None:
+        """Write a file on rank 0; in the background, only copy rank 0's objects, and return what is left."""
+        on_first = ranks.on_rank_0 or partial(on_rank_0, rank=ranks.rank)
+        if not self._in_background:
+            on_first(lambda: write_file(job.contents, destination))
+            return None
+        sharded: list[ShardedTensor] = []
+
+        def later(tensor: Any) -> Any:
+            if is_view_of_parameter(tensor):
+                return tensor.whole()
+            sharded.append(tensor)
+            return _Later(len(sharded) - 1)
+
+        hollow = walk(dict(job.contents), later, is_in_parts)
+        kept = on_first(lambda: snapshot(hollow, self._made))
+        if ranks.rank and not sharded:
+            return None
+        ranges = [tensor.slot.ranges() for tensor in sharded]
+
+        def write(entries: Callable[[], list[Entry]], gather: Gather) -> None:
+            with explained(f"Assembling the checkpoint {destination.path} on rank 0"):
+                whole = put_together(entries, ranges, ranks, gather, destination.path)
+            if ranks.rank == 0:
+                complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
+                write_file(as_made_of_tensors(complete), destination)
+
+        return _Writing([entry_of(tensor, ranks.rank) for tensor in sharded], write, is_alone=not sharded)
 
     def _connected(self) -> Store | None:
         """Return the store for exchanges in the background; None if there is no background or no other rank.
@@ -186,56 +264,6 @@ class Saver:
     def made_values(self) -> dict[Any, Tensor]:
         """Return full values of parameters, by the ``identity`` of the sharded tensor."""
         return {key: value for value, key in self._made.items() if key is not None}
-
-    def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Write a full checkpoint. Only one rank calls this."""
-        if self._in_background:
-            self.save_whole_later(checkpoint, path, 0, None)
-        else:
-            save_whole(checkpoint, Destination(path, new_label()))
-
-    def save_whole_later(
-        self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any, copying: OnRank0 | None = None
-    ) -> None:
-        """Copy this rank's shards; in the background, rank 0 gathers all shards and writes a full checkpoint.
-
-        Args:
-            checkpoint: a dictionary with the same sharded tensors on every rank; other values are taken from rank 0.
-            group: a process group that is used only by the ranks' background threads; None if there is one rank.
-            copying: calls a function on rank 0, which copies other values; these may refer to sharded tensors.
-        """
-        self.finish()
-        sharded: list[ShardedTensor] = []
-
-        def later(tensor: Any) -> Any:
-            if is_view_of_parameter(tensor):
-                return tensor.whole()
-            sharded.append(tensor)
-            return _Later(len(sharded) - 1)
-
-        hollow = walk(dict(checkpoint), later, is_in_parts)
-        entries = [entry_of(tensor, rank) for tensor in sharded]
-        ranges = [tensor.slot.ranges() for tensor in sharded]
-        if copying is None:
-            kept = snapshot(hollow, self._made) if rank == 0 else None
-        else:
-            kept = copying(lambda: snapshot(hollow, self._made))
-        destination = Destination(path, new_label())
-        copied = self._copying(entries)
-
-        def save() -> None:
-            try:
-                whole = put_together(copied, ranges, rank, group)
-            except RuntimeError as error:
-                raise CheckpointNotSavedError(
-                    f"The checkpoint {path} was not saved: its shards could not be assembled on rank 0: "
-                    f"{failure() or error}. Any earlier checkpoint at this path is unchanged."
-                ) from error
-            if rank == 0:
-                complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
-                save_whole(as_made_of_tensors(complete), destination)
-
-        self._submit(save)
 
     def _submit(self, job: Callable[[], None]) -> None:
         """Run a job in a thread after all earlier jobs, unless one of them has failed."""
@@ -306,7 +334,7 @@ def _log_failures() -> None:
 
 
 def put_together(
-    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
+    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], ranks: Ranks, gather: Gather, path: str
 ) -> list[Tensor]:
     """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective.
 
@@ -314,32 +342,28 @@ def put_together(
         copied: returns this rank's shards.
 
     Raises:
-        RuntimeError: on every rank, if a rank cannot copy its shards or is lost, or if rank 0 has too little memory.
+        CheckpointNotSavedError: on every rank, if a rank cannot copy its shards, or if rank 0 has too little memory.
+        RuntimeError: if a rank is lost.
     """
-    entries, whole = [], []
-    error: Exception | None = None
+    entries, whole, reason = [], [], None
     try:
         entries = copied()
-        if rank == 0:
+        if ranks.rank == 0:
             whole = [torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu") for entry in entries]
-    except Exception as raised:
-        error = raised
+    except Exception as error:
+        reason = reason_of(error)
     # Exchange errors before any values: otherwise, other ranks would wait in vain for this rank.
-    reason = reason_of(error) if error is not None else None
-    reasons = process_group.all_gather_objects(reason, group) if group is not None else [reason]
-    for number, reason in enumerate(reasons):
-        if reason is not None:
-            raise RuntimeError(f"rank {number} failed with {reason}") from error
+    raise_first(path, gather(reason))
     for number, (entry, owned) in enumerate(zip(entries, ranges)):
-        if rank:
+        if ranks.rank:
             if entry.values.numel():
-                process_group.send(entry.values, group, 0)
+                process_group.send(entry.values, ranks.group, 0)
             continue
         flat = whole[number]
         flat[: entry.values.numel()] = entry.values
         for source, (start, stop) in enumerate(owned[1:], 1):
             if stop > start:
-                process_group.receive(flat[start:stop], group, source)
+                process_group.receive(flat[start:stop], ranks.group, source)
         whole[number] = flat.view(entry.shape)
     return whole
 

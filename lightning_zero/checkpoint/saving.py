@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.form import (
     Manifest,
 )
 from lightning_zero.checkpoint.module_versions import versions_in
-from lightning_zero.checkpoint.on_rank_0 import Gather, on_rank_0
+from lightning_zero.checkpoint.on_rank_0 import Gather, alone, on_rank_0
 from lightning_zero.checkpoint.trees import expressible, flattened, split
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import dcp_internals, foreach_copy
@@ -309,13 +309,13 @@ class Written:
         return [place for *_, placed in self.tensors for _, place in placed] + list(self.objects.values())
 
 
-def save_in_parts(
+def write_folder(
     content: Content,
     destination: Destination,
     written_by: dict[str, Any],
     rank: int = 0,
-    gather: Gather = lambda value: [value],
     entries: Callable[[], list[Entry]] | None = None,
+    gather: Gather = alone,
     folders: Sequence[int] = (0,),
 ) -> None:
     """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
@@ -325,8 +325,8 @@ def save_in_parts(
         destination: where to write; its path and label must be the same on every rank.
         written_by: versions, stage and world size, for the manifest.
         rank: this rank's number.
-        gather: all-gathers a value.
         entries: returns copies of the content's entries, which are written instead.
+        gather: all-gathers a value.
         folders: the first rank of each group of ranks that share a folder, beginning with rank 0. By default, all ranks
             do. Otherwise each folder contains the files of its own ranks, and only that of rank 0 has the metadata.
 
@@ -342,25 +342,40 @@ def save_in_parts(
         except Exception as error:
             written = reason_of(error)
         everyone = gather(written)
-        failed = {number: reason for number, reason in enumerate(everyone) if isinstance(reason, str)}
-        outcome = None
-        if leads and not failed:
+        raise_first(destination.path, [each if isinstance(each, str) else None for each in everyone])
+        reason = None
+        if leads:
             try:
                 if rank == 0:
                     _complete(content, destination, written_by, everyone, are_visible=len(folders) == 1)
                 destination.put_in_place()
             except Exception as error:
-                outcome = reason_of(error)
-        if not failed:
-            failed = {number: reason for number, reason in enumerate(gather(outcome)) if reason is not None}
-    except BaseException:  # another rank is gone, or the user pressed Ctrl-C
+                reason = reason_of(error)
+        raise_first(destination.path, gather(reason))
+    except BaseException:  # also if another rank is gone, or the user pressed Ctrl-C
         if leads:
             destination.discard()
         raise
-    if failed:
-        if leads:
-            destination.discard()
-        raise not_saved(destination.path, *next(iter(failed.items())))
+
+
+def write_file(checkpoint: Mapping[str, Any], destination: Destination) -> None:
+    """Write a full checkpoint: one ordinary ``torch.save`` file, by rank 0.
+
+    Raises:
+        CheckpointNotSavedError: if the file could not be written.
+        Exception: if an object cannot be pickled.
+    """
+    try:
+        destination.check_replaceable()
+        destination.clear_leftovers()
+        with destination.writing() as stream:
+            torch.save(checkpoint, stream)  # type: ignore[arg-type]
+        destination.put_in_place()
+    except BaseException as error:
+        destination.discard()
+        if not isinstance(error, (OSError, RuntimeError)):
+            raise
+        raise not_saved(destination.path, 0, reason_of(error)) from error
 
 
 def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
@@ -371,6 +386,13 @@ def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
     )
 
 
+def raise_first(path: str, reasons: Sequence[str | None]) -> None:
+    """Raise the first of the ranks' reasons why they could not write, if there is any."""
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise not_saved(path, rank, reason)
+
+
 def refusal_of(path: str, label: str) -> str | None:
     """Return the reason why ``Destination`` refuses to write a checkpoint to a path; None if it does not refuse."""
     try:
@@ -378,24 +400,6 @@ def refusal_of(path: str, label: str) -> str | None:
     except Exception as error:
         return reason_of(error)
     return None
-
-
-def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
-    """Write a full checkpoint: one ordinary ``torch.save`` file, by one rank."""
-    try:
-        destination.check_replaceable()
-        destination.clear_leftovers()
-        with destination.writing() as stream:
-            torch.save(checkpoint, stream)  # type: ignore[arg-type]
-        destination.put_in_place()
-    except BaseException as error:
-        destination.discard()
-        if not isinstance(error, (OSError, RuntimeError)):
-            raise  # for example, a pickling error caused by one of the user's objects
-        raise CheckpointNotSavedError(
-            f"The checkpoint {destination.path} was not saved: {reason_of(error)}. Its partial file was removed; any "
-            "earlier checkpoint at this path is unchanged."
-        ) from error
 
 
 def reason_of(error: BaseException) -> str:

@@ -31,7 +31,7 @@ from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.lightning_internals import should_accumulate
 from lightning_zero.strategies.loops import meet_between_batches
-from lightning_zero.strategies.ranks import Ranks
+from lightning_zero.strategies.rank_group import RankGroup
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -84,7 +84,7 @@ class _Planned:
         """Do nothing: fake parameters need not become ordinary parameters again."""
 
 
-class _PlannedRanks(Ranks):
+class _PlannedRanks(RankGroup):
     """Ranks of which all but this one do not exist, so nothing is sent to them."""
 
     is_alone = True

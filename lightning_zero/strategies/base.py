@@ -24,7 +24,7 @@ from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.options import StrategyOptions, split_options
-from lightning_zero.strategies.ranks import Ranks
+from lightning_zero.strategies.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +64,7 @@ class BaseStrategy(ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         of_base = {name: options.pop(name) for name in self._arguments_of_base if name in options}
         self.config, self.options = split_options(options, self._options_class, type(self).__name__)
-        self.ranks = Ranks(self)
+        self.ranks = RankGroup(self)
         self._files = CheckpointFiles(self)
         super().__init__(**of_base)
         self._num_nodes = 1

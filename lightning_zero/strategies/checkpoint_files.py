@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -10,9 +11,10 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.on_rank_0 import on_rank_0
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
-from lightning_zero.checkpoint.saver import SaveMode, Saver
+from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver
+from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
 from lightning_zero.version import __version__
 
@@ -84,36 +86,34 @@ class CheckpointFiles:
             io = io.checkpoint_io
         return type(io).load_checkpoint is plugins.TorchCheckpointIO.load_checkpoint
 
-    def save_folder(self, tree: Any, rest: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Write a sharded checkpoint: each rank writes its shards of ``tree`` to a folder."""
+    def save(self, job: SaveJob, engine: Engine | None, storage_options: Any = None) -> None:
+        """Save a checkpoint. Every rank raises if this save, or an earlier background save, failed.
+
+        Args:
+            engine: the engine of the checkpoint's sharded tensors.
+            storage_options: those that the user has given.
+        """
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
                 "write checkpoint='full' with a CheckpointIO that accepts them."
             )
-        strategy = self._strategy
-        strategy.ranks.alike(self.saver.finish)
-        self.saver.save_in_parts(
-            tree, rest, path, self.written_by, strategy.global_rank, strategy.ranks.all_gather_values, self.on_rank_0
-        )
-
-    def save_file(self, checkpoint: dict[str, Any], path: Any, communicator: Communicator | None = None) -> None:
-        """Write one file on rank 0. Every rank raises if this save, or an earlier background save, failed.
-
-        With a communicator, sharded tensors in the checkpoint are assembled in the background.
-        """
         self._strategy.ranks.alike(self.saver.finish)
-        if communicator is not None:
-            group = communicator.background_group()
-            self.saver.save_whole_later(checkpoint, path, self._strategy.global_rank, group, self.on_rank_0)
-            return
-        whole = self.gathered(checkpoint)
-        self.on_rank_0(lambda: self.saver.save_whole(whole, path))
+        group = None
+        if job.mode is SaveMode.ASSEMBLED and engine is not None:
+            group = engine.communicator.background_group()
+        elif job.mode is not SaveMode.SHARDED:
+            job = replace(job, contents=self.gathered(job.contents))
+        self.saver.save(job, self.ranks(group))
 
-    def gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
+    def ranks(self, group: ProcessGroup | None = None) -> Ranks:
+        """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""
+        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0, group)
+
+    def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint."""
         leaf = self.leaf(SaveMode.GATHERED, keeps=self._strategy.is_global_zero)
-        return self._strategy.ranks.alike(lambda: walk(checkpoint, leaf, is_in_parts))
+        return self._strategy.ranks.alike(lambda: walk(dict(checkpoint), leaf, is_in_parts))
 
     def on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:
         """Call ``act``, which saves objects, on rank 0. The other ranks take part in gathers that the objects need.

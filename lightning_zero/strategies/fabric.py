@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.fitting import check_module
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
-from lightning_zero.checkpoint.saver import SaveMode
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.compat import replaced
@@ -201,18 +201,20 @@ class FabricStrategy(BaseStrategy):
                 self._files.on_rank_0(lambda: save(path, whole, storage_options, filter))
                 return
             converted = self._convert_stateful_objects_in_state(collected, filter=filter or {})
-            if mode is not SaveMode.SHARDED:
-                communicator = engine.communicator if mode.keeps_shards and engine else None
-                self._files.save_file({**converted, **about}, path, communicator)
-                return
-            tree = {}
-            for key, value in converted.items():
-                if isinstance(state[key], Optimizer):
-                    tree[key] = by_name(value, _names_in(state[key], state))
-                elif isinstance(state[key], nn.Module) and value:  # DCP does not store empty containers
-                    tree[key] = value
-            rest = {**{key: value for key, value in converted.items() if key not in tree}, **about}
-            self._files.save_folder(tree, rest, path, storage_options)
+            contents = {**converted, **about}
+            tree = self._tree_in(contents, state) if mode is SaveMode.SHARDED else {}
+            job = SaveJob(mode, path, contents, tree, self._files.written_by)
+            self._files.save(job, engine, storage_options)
+
+    def _tree_in(self, contents: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """Remove and return the entries that are stored in DCP's format: weights, and optimizer states by name."""
+        tree = {}
+        for key, value in state.items():
+            if isinstance(value, Optimizer):
+                tree[key] = by_name(contents.pop(key), _names_in(value, state))
+            elif isinstance(value, nn.Module) and contents[key]:  # DCP does not store empty containers
+                tree[key] = contents.pop(key)
+        return tree
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None

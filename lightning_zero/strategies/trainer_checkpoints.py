@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckp
 from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
-from lightning_zero.checkpoint.saver import SaveMode, Saver
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine import Engine, engine_of
@@ -169,17 +169,16 @@ class TrainerCheckpoints:
             )
             return False
         to_resume = "optimizer_states" in checkpoint  # false with ``save_weights_only=True``
-        mode, files, engine = self._mode, self._files, self._strategy.engine
-        checkpoint = {**checkpoint, CHECKPOINT_KEY: self._about_checkpoint(mode, to_resume=to_resume)}
-        if mode is SaveMode.SHARDED:
-            files.save_folder(self._tree_in(checkpoint), checkpoint, path, storage_options)
-        elif not files.has_default_io or storage_options is not None:
-            whole = files.gathered(checkpoint)
+        mode, files = self._mode, self._files
+        contents = {**checkpoint, CHECKPOINT_KEY: self._about_checkpoint(mode, to_resume=to_resume)}
+        if mode is not SaveMode.SHARDED and (not files.has_default_io or storage_options is not None):
+            whole = files.gathered(contents)
             plugins = self._strategy.lightning.plugins
             writes_later = isinstance(self._strategy.checkpoint_io, plugins.AsyncCheckpointIO)
             files.on_rank_0(lambda: ordinary(snapshot(whole) if writes_later else whole, path, storage_options))
         else:
-            files.save_file(checkpoint, path, engine.communicator if engine is not None and mode.keeps_shards else None)
+            tree = self._tree_in(contents) if mode is SaveMode.SHARDED else {}
+            files.save(SaveJob(mode, path, contents, tree, files.written_by), self._strategy.engine, storage_options)
         return to_resume
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -214,13 +213,16 @@ class TrainerCheckpoints:
     def save_generation(
         self, saver: Saver, path: str, folders: list[int], before: Callable[[Destination], None]
     ) -> None:
-        """Begin to save the state to a folder in each machine's memory; see ``Saver.save_in_parts``. Collective."""
-        tree, rest = self.state_to_keep()
-        rank, ranks = self._strategy.global_rank, self._strategy.ranks.all_gather_values
-        first = before if rank in folders else None
-        saver.save_in_parts(
-            tree, rest, path, self._files.written_by, rank, ranks, self._files.on_rank_0, folders, first
-        )
+        """Begin to save the state to a folder in each machine's memory. Collective.
+
+        Args:
+            folders: the first rank of each machine.
+            before: called on these ranks before files are written.
+        """
+        tree, contents = self.state_to_keep()
+        ranks = self._files.ranks()
+        first = before if ranks.rank in folders else None
+        saver.save(SaveJob(SaveMode.SHARDED, path, contents, tree, self._files.written_by, folders, first), ranks)
 
     def save_last(self, path: Any) -> None:
         """Save the last checkpoint of a job that a signal ends. Collective.

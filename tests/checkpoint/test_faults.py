@@ -15,7 +15,7 @@ from lightning.pytorch import Trainer
 from lightning_zero.checkpoint import saver
 from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine.comm import lifelines
 from lightning_zero.strategies.newest import others_by_age
@@ -425,9 +425,9 @@ def test_a_folder_with_other_contents_is_not_replaced(tmp_path, form, name):
 
     def act():
         if form == "full":
-            saver.save_whole({"state_dict": values}, f"{tmp_path}/{name}")
+            saver.save(SaveJob(SaveMode.GATHERED, f"{tmp_path}/{name}", {"state_dict": values}))
         else:
-            saver.save_in_parts({"state_dict": values}, {}, f"{tmp_path}/{name}", {}, 0, lambda own: [own])
+            saver.save(SaveJob(SaveMode.SHARDED, f"{tmp_path}/{name}", {}, {"state_dict": values}))
 
     if name != "link":
         with pytest.raises(CheckpointNotSavedError, match=r"out/? is a folder with contents other .*\(results.csv\)"):
@@ -471,7 +471,8 @@ def refused_on_every_rank(folder, what):
             with pytest.raises(
                 CheckpointNotSavedError, match="is a folder with contents other than a checkpoint"
             ) as told:
-                saver.save_in_parts({"state_dict": {"a": torch.ones(3)}}, {}, path, {}, rank, gather)
+                job = SaveJob(SaveMode.SHARDED, path, {}, {"state_dict": {"a": torch.ones(3)}})
+                saver.save(job, Ranks(rank, gather))
             assert f"rank 0 could not write it: IsADirectoryError: {out} " in str(told.value)
 
     assert run_ranks(act) == [0, 0]

@@ -34,7 +34,7 @@ from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.metadata import load_dcp_metadata
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
+from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.init.sources import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -74,7 +74,8 @@ def in_parts(path, tree=None, rest=None, ranks=3):
             content = replace(whole, entries=entries)
             if number:
                 content = replace(content, objects={}, rest=b"", paths={})
-            save_in_parts(content, Destination(str(path), label), {"stage": 3, "world_size": ranks}, number, gather)
+            written_by = {"stage": 3, "world_size": ranks}
+            write_folder(content, Destination(str(path), label), written_by, number, gather=gather)
         except BaseException as error:
             failed.append(error)
             barrier.abort()

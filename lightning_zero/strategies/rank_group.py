@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _Result = TypeVar("_Result")
 
 
-class Ranks:
+class RankGroup:
     """The ranks of a strategy's runs, as this rank sees them.
 
     Args:
