@@ -172,6 +172,11 @@ class BaseStrategy(ParallelStrategy):
     def broadcast(self, obj: Any, src: int = 0) -> Any:
         return self.ranks.broadcast(obj, src)
 
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return self.ranks.reduce(tensor, group, reduce_op)
+
+    all_reduce = reduce  # Fabric's name for it
+
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         with self.ranks.blocked_in("Strategy.all_gather", everyone=process_group.is_default(group)):
             return super().all_gather(tensor, group, sync_grads)

@@ -65,9 +65,6 @@ class FabricStrategy(BaseStrategy):
                 _uncaught_exceptions.hold(self)
             _strategies.add(self)
 
-    def all_reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self.ranks.reduce(tensor, group, reduce_op)
-
     # -- setting up -------------------------------------------------------------------------------------------------
 
     @property

@@ -121,25 +121,20 @@ class RankGroup:
 
     def check_mesh(self) -> None:
         """Raise a ValueError if the number of ranks does not fit the requested mesh."""
-        strategy, size = self._strategy, self.size_of_mesh
-        data, tensor = strategy.options.data_parallel_size, strategy.options.tensor_parallel_size
         if self.mesh_shape is None:
             return
+        strategy, size = self._strategy, self.size_of_mesh
+        data, tensor = strategy.options.data_parallel_size, strategy.options.tensor_parallel_size
         if size == 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor!r} requires several ranks, but this run has one: leave the option out, "
                 "and divide the module in configure_model only if trainer.world_size is above 1."
             )
         if size != self.mesh_shape[0] * self.mesh_shape[1]:
-            wanted = f"tensor_parallel_size={tensor!r}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
-                f"{wanted} cannot be used with {size} ranks (nodes: {strategy.num_nodes}, each with "
-                f"{strategy.num_processes}): "
-                + (
-                    "choose a divisor of the number of ranks."
-                    if data == "auto"
-                    else "their product must equal the number of ranks."
-                )
+                f"tensor_parallel_size={tensor!r} and data_parallel_size={data!r} cannot be used with {size} ranks "
+                f"(nodes: {strategy.num_nodes}, each with {strategy.num_processes}): set sizes whose product is the "
+                "number of ranks."
             )
 
     # -- exchanges --------------------------------------------------------------------------------------------------

@@ -133,9 +133,6 @@ class TrainerStrategy(BaseStrategy):
         Around.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
         return restarts
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self.ranks.reduce(tensor, group, reduce_op)
-
     @property
     def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
         return self.lightning.utilities.exceptions.SIGTERMException, internals.tuner_exit(self.lightning)

@@ -81,7 +81,7 @@ def test_hydra_has_every_option_with_its_default():
         ({"compute_dtype": torch.bfloat16}, "ZeroStrategy has no option 'compute_dtype'"),
         (
             {"allow_any_optimizer": True},
-            "allow_any_optimizer no longer exists: write whole_parameters=False in place of True, or leave it out.",
+            "allow_any_optimizer=True is not an option of ZeroStrategy: set whole_parameters=False in place of True",
         ),
     ],
 )
