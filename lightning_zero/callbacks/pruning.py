@@ -211,9 +211,6 @@ class Pruning:
     def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
         self._follow(trainer)
 
-    def on_before_backward(self, trainer: Trainer, *_: Any) -> None:
-        self._follow(trainer)  # before updates that begin in backward
-
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         self._follow(trainer)
 

@@ -123,7 +123,7 @@ class BaseStrategy(ParallelStrategy):
                 "strategy writes such checkpoints itself. Remove the plugin, or leave out "
                 f"{own}."
             )
-        if self.ranks.are_single:
+        if self.ranks.is_single:
             return
         if self.options.start_method == "popen":
             bases = _Telling, internals.subprocess_launcher(self.lightning)

@@ -60,7 +60,7 @@ class FabricStrategy(BaseStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if not self.ranks.are_single:
+        if not self.ranks.is_single:
             if self not in _strategies:
                 _uncaught_exceptions.hold(self)
             _strategies.add(self)

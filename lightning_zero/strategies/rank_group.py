@@ -55,7 +55,7 @@ class RankGroup:
     # -- the process group ------------------------------------------------------------------------------------------
 
     @property
-    def are_single(self) -> bool:
+    def is_single(self) -> bool:
         """Whether there is only one rank, which needs no process group."""
         return self._strategy.num_nodes * self._strategy.num_processes == 1
 
@@ -66,7 +66,7 @@ class RankGroup:
 
     def connect(self) -> None:
         """Join the process group, or renew the one in which a run has failed, and create the mesh. Collective."""
-        if self.are_single:
+        if self.is_single:
             return
         if internals.distributed_is_initialized() and failure() is not None:
             renew(**self.group_options)
@@ -208,7 +208,7 @@ class RankGroup:
         explain(exception)
         if self.ended_by is not None:
             return
-        self.ended_by, self.is_cut_off = str(exception), not self.are_single
+        self.ended_by, self.is_cut_off = str(exception), not self.is_single
         if self.is_cut_off and not is_shared and internals.distributed_is_initialized():
             first, *_ = str(exception).splitlines() or [""]
             fail(f"rank {self._strategy.global_rank} failed with {type(exception).__name__}: {first[:500]}")

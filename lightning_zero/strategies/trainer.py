@@ -174,9 +174,9 @@ class TrainerStrategy(BaseStrategy):
             self.engine.buffers_follow = fitting
             self.engine.load_masters(self.checkpoints.masters)
             attend(trainer, self.engine)
-        elif not self.ranks.are_single:
+        elif not self.ranks.is_single:
             internals.sync_module_states(self.lightning_module)
-        if not self.ranks.are_single:
+        if not self.ranks.is_single:
             self._signals = Signals(trainer, self.ranks.communicator, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
             meet_between_batches(trainer, meet, self._signals.end_epoch)
