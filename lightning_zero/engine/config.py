@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lightning_zero.io.annotations import check_fields, matches, shown
 from lightning_zero.io.disk import is_in_memory
-from lightning_zero.io.names import suggestion
+from lightning_zero.io.options import config_of
 
 Modules = str | type | Iterable[type] | Callable[[str, nn.Module], bool]
 """How an option specifies modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
@@ -24,8 +24,6 @@ OffloadTarget = Literal["cpu", "nvme"]
 # The paper's names (P_os, P_os+g, P_os+g+p), and names from other texts that say what each stage shards in addition
 # to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
-
-Config = TypeVar("Config")
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters whose master weights and gradients are in fp32."""
@@ -344,28 +342,6 @@ def name_of_compression(compression: CompressionConfig) -> str:
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
 
 
-def config_of(option: str, value: Any, kind: type[Config], names: Iterable[str]) -> Config | None:
-    """Convert an option's value to the dataclass ``kind``.
-
-    Args:
-        value: None, an instance of ``kind``, or a mapping of its fields, as from Hydra; an empty one means None.
-        names: the names that the option also accepts, which the caller has replaced.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    if value is None or isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        allowed = ", ".join(["None", *map(repr, names)])
-        a_config = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
-        raise ValueError(f"{option}={shown(value)} must be {allowed}, {a_config} or a mapping of its fields.")
-    known = names_of_options(kind)
-    if unknown := sorted(set(value) - set(known), key=str):
-        raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
-    return kind(**value) if value else None
-
-
 def default_folder() -> str:
     """The default folder for this user's offloaded files, in the folder for temporary files (``$TMPDIR``).
 
@@ -423,20 +399,3 @@ def _check_modules(option: str, wanted: Any, word: str) -> None:
         f"{option}={shown(wanted)} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a "
         f"predicate ({option}=lambda name, module: ...)."
     )
-
-
-def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Check that all given options exist.
-
-    Raises:
-        TypeError: if an option does not exist; the message suggests the nearest name, or lists all names.
-    """
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{what} has no option {name!r}: {suggestion(name, known, repr)}")
-
-
-def names_of_options(config: type) -> list[str]:
-    """The names of a dataclass's fields."""
-    return [each.name for each in fields(config)]

@@ -24,8 +24,8 @@ from lightning_zero.checkpoint.saver import SaveJob, SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.compat import replaced
-from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values
+from lightning_zero.engine.init.restore import consolidate
 from lightning_zero.engine.optim.compatibility import check_optimizers
 from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
 from lightning_zero.strategies.base import BaseStrategy

@@ -24,9 +24,14 @@ from lightning_zero.callbacks.restarts import Restarts, keep_for_next_attempt, n
 from lightning_zero.engine import Engine, Report, Unit, engine_of
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import has_dtensors
-from lightning_zero.engine.init.consolidate import consolidate
-from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
-from lightning_zero.engine.init.sources import leave_in_files
+from lightning_zero.engine.init.deferred_param import (
+    awaits_values,
+    is_deferred,
+    is_on_meta,
+    leave_in_files,
+    values_may_wait,
+)
+from lightning_zero.engine.init.restore import consolidate
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy

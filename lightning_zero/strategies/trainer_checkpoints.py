@@ -25,8 +25,8 @@ from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
-from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
+from lightning_zero.io.names import listed
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
 from lightning_zero.strategies.newest import is_last, others_by_age

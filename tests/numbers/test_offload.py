@@ -20,12 +20,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_zero import full_parameters
-from lightning_zero.engine import Engine, optimizers
+from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update
-from lightning_zero.engine.optim import masters, state
+from lightning_zero.engine.optim import masters, optimizers, state
 from lightning_zero.io.disk import ALIGNMENT, DirectFile
 from tests.checkpoint import faults
 from tests.support import models

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.init.sources import Source, listed
+from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.tensor.identity import attributes_of_users
 from lightning_zero.engine.tensor.initialisers import APPLIED, OF_ADAPTERS, OWN, label, takes
+from lightning_zero.io.names import listed
 
 Call = Callable[[], Any]
 
