@@ -115,7 +115,7 @@ class MeasuredSteps:
         if engine is not None:
             engine.phases.measures = True
             engine.phases.take()
-            self._traffic_before = traffic_of(engine)
+            self._traffic_before = engine.traffic()
         self._running = Measured()
         self._began = time.perf_counter()
 
@@ -129,7 +129,7 @@ class MeasuredSteps:
         if engine is not None:
             engine.phases.measures = False
             running.waited.update(engine.phases.take())
-            running.traffic.update(traffic_of(engine))
+            running.traffic.update(engine.traffic())
             running.traffic.subtract(self._traffic_before)
         if running.steps and not self.is_within_step:
             self._part.add(running)
@@ -150,13 +150,6 @@ def ranks_with_data(trainer: Trainer) -> int:
     """Number of ranks with different batches: all ranks, unless tensor-parallel ranks share batches."""
     sampled = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return sampled.get("num_replicas", trainer.world_size)
-
-
-def traffic_of(engine: Engine) -> Counter[tuple[str, str, str]]:
-    """Return an engine's traffic so far, as in ``Measured.traffic``."""
-    counters = engine.communicator.counters
-    each = {"elements": counters.elements, "bytes": counters.bytes, "calls": counters.calls}
-    return Counter({(what, kind, link): n for what, counts in each.items() for (kind, link), n in counts.items()})
 
 
 def model_state_bytes(trainer: Trainer) -> dict[str, int]:

@@ -265,7 +265,7 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
     if (engine := engine_of_run(trainer)) is None:
         return [own]
     with engine.phases("wait for the other ranks", "the monitor"):
-        return engine.communicator.everyone.control.gather_objects(own)
+        return engine.gather_objects(own)
 
 
 def _slowest(ranks: list[_Rank]) -> dict[str, float]:

@@ -182,7 +182,7 @@ class FabricStrategy(BaseStrategy):
         # ``state``, which exists on every rank: the engine of a deleted module may be left on some ranks only.
         values = sorted(state.values(), key=lambda value: isinstance(value, Optimizer))  # modules first
         engine = next((own for value in values if (own := self._engine_of(value)) is not None), None)
-        with engine.rendezvous.met("what fabric.save() writes") if engine is not None else nullcontext():
+        with engine.met("what fabric.save() writes") if engine is not None else nullcontext():
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
                 masters = {key: found for key, value in state.items() if (found := self._masters_of(value, leaf))}
@@ -265,7 +265,7 @@ class _Sharded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if (engine := engine_of(self.module)) is not None:
             step = "training_step" if self.module.training and torch.is_grad_enabled() else "other"
-            self._same_inputs.compare(engine.communicator.tensor, self.module, (*args, kwargs), step)
+            self._same_inputs.compare(engine.tensor_parallel, self.module, (*args, kwargs), step)
         return self.module(*args, **kwargs)
 
 

@@ -10,7 +10,6 @@ import torch
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.failures import is_of_memory
 from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.report import formula_bytes
 from lightning_zero.io.sizes import in_gb
 
 
@@ -24,18 +23,17 @@ def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
 def _holders(engine: Engine) -> str:
     held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
     states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
-    rank, total = engine.communicator.everyone.rank, in_gb(sum(held.values()))
     return (
-        f"When the allocation failed, rank {rank} held {total} of model states and buffers ({states}), and "
-        f"{in_gb(_rest(engine))} of activations and everything else."
+        f"When the allocation failed, rank {engine.rank} held {in_gb(sum(held.values()))} of model states and buffers "
+        f"({states}), and {in_gb(_rest(engine))} of activations and everything else."
     )
 
 
 def _remedies(engine: Engine) -> str:
-    rest, on_cpu = _rest(engine), engine.communicator.device.type == "cpu"
+    rest, on_cpu = _rest(engine), engine.device.type == "cpu"
     remedies = []
     if (leanest := placements_of(3)) != engine.placements:
-        less = formula_bytes(engine.placements, engine.buckets) - formula_bytes(leanest, engine.buckets)
+        less = engine.bytes_saved_by(leanest)
         without = "without shard_within " if engine.placements.parameters.is_sharded else ""
         remedies.append((less, f"stage=3 {without}frees {in_gb(less)}"))
     optimizer = engine.report().at_rest.get("optimizer", 0)
@@ -51,7 +49,7 @@ def _remedies(engine: Engine) -> str:
 
 def _rest(engine: Engine) -> int:
     """Return the bytes that are in use on the device but were not allocated by the engine."""
-    device = engine.communicator.device
+    device = engine.device
     if device.type == "cuda":
         in_use = torch.cuda.memory_allocated(device)
     else:

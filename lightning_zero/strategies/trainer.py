@@ -56,7 +56,7 @@ def _in_window(step: str) -> Callable[..., Any]:
         engine, module, run_step = self.engine, self.lightning_module, getattr(super(TrainerStrategy, self), step)
         if engine is None:
             return run_step(*args, **kwargs)
-        self._same_batches.compare(engine.communicator.tensor, module, args[0] if args else kwargs, step)
+        self._same_batches.compare(engine.tensor_parallel, module, args[0] if args else kwargs, step)
         with engine.window():
             output = run_step(*args, **kwargs)
         # Lightning uses DDP only in a fit, and with manual optimization disables DDP's synchronisation after each step.
