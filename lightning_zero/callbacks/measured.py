@@ -12,8 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from lightning_zero.engine import Engine
-from lightning_zero.engine.compat import nbytes_of, tree_leaves
+from lightning_zero.engine import Engine, compat
 
 MEGA = 1e6
 _RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
@@ -158,11 +157,11 @@ def model_state_bytes(trainer: Trainer) -> dict[str, int]:
     if engine is not None:
         return dict(engine.report().at_rest)
     parameters = list(trainer.lightning_module.parameters())
-    states = tree_leaves([dict(optimizer.state) for optimizer in trainer.optimizers])
+    states = compat.tree_leaves([dict(optimizer.state) for optimizer in trainer.optimizers])
     return {
         "parameters": sum(p.nbytes for p in parameters),
-        "gradients": sum(nbytes_of(p.grad) for p in parameters if p.grad is not None),
-        "optimizer": sum(nbytes_of(value) for value in states if isinstance(value, Tensor)),
+        "gradients": sum(compat.nbytes_of(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor)),
     }
 
 

@@ -13,9 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
 from lightning_zero.callbacks.measured import elements_of
-from lightning_zero.engine.access import shard_of
-from lightning_zero.engine.comm.process_group import all_gather_objects
-from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine import compat, process_group, shard_of
 from lightning_zero.strategies import lightning_internals as internals
 
 
@@ -75,7 +73,7 @@ class Finder:
         if trainer.strategy.reduce_boolean_decision(are_finite(looked_at)):
             return
         found = self._search(trainer, pl_module, optimizer, window)
-        every = all_gather_objects(found) if trainer.world_size > 1 else [found]
+        every = process_group.all_gather_objects(found) if trainer.world_size > 1 else [found]
         found_by_any = [each for each in every if each is not None]
         where = "the cause was not found"
         if found_by_any:
@@ -238,7 +236,7 @@ def _watching(module: nn.Module) -> Iterator[_Watch]:
 
 
 def _floats(values: Any) -> list[Tensor]:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, Tensor)]
     return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
 
 

@@ -17,13 +17,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.access import shard_of
-from lightning_zero.engine.comm.process_group import ReduceOp
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.optim.masters import after_updates
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
-from lightning_zero.engine.tensor.slot import Slot
+from lightning_zero.engine import ShardedTensor, after_updates, local_range_of, process_group, shard_of
 from lightning_zero.io.annotations import check_arguments
+from lightning_zero.io.names import listed
 
 _CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -107,7 +103,7 @@ def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tup
         yield magnitudes.view(_INTEGERS[dtype.itemsize]), kept
 
 
-def _any_slot(tensors: Sequence[Tensor]) -> Slot | None:
+def _any_slot(tensors: Sequence[Tensor]) -> Any:
     """Return the slot of one sharded tensor, for reductions over ranks; None if no tensor is sharded."""
     return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
@@ -118,7 +114,7 @@ def _over_ranks(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
     if slot is None:
         return own
     is_sharded = torch.tensor([isinstance(tensor, ShardedTensor) for tensor in tensors], device="cpu")
-    summed = slot.reduce((own * is_sharded).to(slot.device), ReduceOp.SUM, "pruning").cpu()
+    summed = slot.reduce((own * is_sharded).to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
     return torch.where(is_sharded, summed, own)
 
 
@@ -130,7 +126,7 @@ def _before_own(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
         return before
     by_rank = own.new_zeros(slot.group.size, len(own))
     by_rank[slot.group.rank] = own
-    by_rank = slot.reduce(by_rank.to(slot.device), ReduceOp.SUM, "pruning").cpu()
+    by_rank = slot.reduce(by_rank.to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
     for number, tensor in enumerate(tensors):
         if isinstance(tensor, ShardedTensor):
             starts = torch.tensor([start for start, _ in tensor.slot.ranges()], device="cpu")

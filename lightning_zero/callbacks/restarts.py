@@ -43,9 +43,9 @@ from lightning_zero.checkpoint.form import MANIFEST, Manifest
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
-from lightning_zero.engine.init.sources import listed
 from lightning_zero.io.annotations import check_fields, shown
 from lightning_zero.io.disk import make_own_folder
+from lightning_zero.io.names import listed
 from lightning_zero.io.options import config_of
 from lightning_zero.io.paths import write_anew
 

@@ -15,12 +15,7 @@ import torch
 from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 
-from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.tensor_parallel import DATA
-from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.init.deferred_param import parameters_await_values
-from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine import Engine, EngineConfig, deferred_param, placement, process_group, tensor_parallel
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.options import StrategyOptions, split_options
@@ -35,8 +30,6 @@ _SECOND_ERROR = "Another error followed the exception that ended the run: %s"
 _REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
-
     ParallelStrategy: Any  # concrete strategies also derive from their own namespace's class
 else:
     ParallelStrategy = object
@@ -90,7 +83,7 @@ class BaseStrategy(ParallelStrategy):
     set_world_ranks = _set_world_ranks = internals.set_world_ranks
 
     @property
-    def device_mesh(self) -> DeviceMesh:
+    def device_mesh(self) -> tensor_parallel.DeviceMesh:
         """The mesh of ranks, with the dimensions ``data_parallel`` and ``tensor_parallel``.
 
         Raises:
@@ -107,7 +100,7 @@ class BaseStrategy(ParallelStrategy):
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
         if self.ranks.mesh is None:
             return DDPStrategy.distributed_sampler_kwargs.__get__(self)
-        along = self.ranks.mesh[DATA]
+        along = self.ranks.mesh[tensor_parallel.DATA]
         return {"num_replicas": along.size(), "rank": along.get_local_rank()}
 
     def _configure_launcher(self) -> None:
@@ -149,19 +142,29 @@ class BaseStrategy(ParallelStrategy):
     # -- setting up -------------------------------------------------------------------------------------------------
 
     @property
+    def engines(self) -> list[Engine]:
+        """The engines of the modules that have been set up, in order of set-up, without engines that were closed."""
+        raise NotImplementedError
+
+    @property
     def _is_sharded(self) -> bool:
         """Whether parameters are sharded; the full module then need not fit on a device."""
-        return placements_of(self.stage).parameters.is_sharded
+        return placement.placements_of(self.stage).parameters.is_sharded
 
     @contextmanager
     def _making_module(self, empty_init: bool | None) -> Iterator[None]:
         """Context in which new parameters are deferred (``empty_init``), or are created on the device if unsharded."""
         if empty_init:
-            with internals.EmptyInit(), parameters_await_values():
+            with internals.EmptyInit(), deferred_param.parameters_await_values():
                 yield
         else:
             device = nullcontext() if self._is_sharded else self.root_device
-            with device, nullcontext() if self.ranks.mesh is not None else parameters_await_values(only_on_meta=True):
+            with (
+                device,
+                nullcontext()
+                if self.ranks.mesh is not None
+                else deferred_param.parameters_await_values(only_on_meta=True),
+            ):
                 yield
 
     # -- collectives ------------------------------------------------------------------------------------------------
@@ -181,7 +184,7 @@ class BaseStrategy(ParallelStrategy):
         with self.ranks.blocked_in("Strategy.all_gather", everyone=process_group.is_default(group)):
             return super().all_gather(tensor, group, sync_grads)
 
-    # -- checkpoints ------------------------------------------------------------------------------------------------
+    # -- the end ----------------------------------------------------------------------------------------------------
 
     def _finish_saving(self) -> None:
         """Wait for background saves. An error is raised on every rank, or only logged if the run has failed."""
@@ -202,11 +205,6 @@ class BaseStrategy(ParallelStrategy):
             self._teardown()
 
     def _teardown(self) -> None:
-        raise NotImplementedError
-
-    @property
-    def engines(self) -> list[Engine]:
-        """The engines of the modules that have been set up, in order of set-up, without engines that were closed."""
         raise NotImplementedError
 
     def _close(self, engines: Iterable[Engine], error: Exception | None = None, **options: Any) -> None:

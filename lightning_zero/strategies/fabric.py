@@ -22,12 +22,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.compat import replaced
-from lightning_zero.engine.init.deferred_param import awaits_values
-from lightning_zero.engine.init.restore import consolidate
-from lightning_zero.engine.optim.compatibility import check_optimizers
-from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
+from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
 from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.options import StrategyOptions, takes_options
 from lightning_zero.strategies.same_batches import SameBatches
@@ -84,7 +79,7 @@ class FabricStrategy(BaseStrategy):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module to the device, unless parameters are sharded or deferred: ``setup_module`` moves those."""
-        if not self._is_sharded and not awaits_values(module):
+        if not self._is_sharded and not deferred_param.awaits_values(module):
             module.to(self.root_device)
 
     @contextmanager
@@ -114,7 +109,7 @@ class FabricStrategy(BaseStrategy):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make an optimizer update this rank's shards of its parameters, including those of modules set up later."""
-        check_optimizers([optimizer], self.config, ranks=self.world_size)
+        compatibility.check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
             self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]
@@ -130,13 +125,13 @@ class FabricStrategy(BaseStrategy):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the full state dict, on the CPU. Collective."""
-        return self._state_of(module, on_cpu)
+        return self._state_of(module, sharded_tree.on_cpu)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's full state dict in torch's format, on the CPU. Collective."""
-        return self._state_of(optimizer, on_cpu)
+        return self._state_of(optimizer, sharded_tree.on_cpu)
 
-    def _state_of(self, value: Any, leaf: Leaf) -> Any:
+    def _state_of(self, value: Any, leaf: sharded_tree.Leaf) -> Any:
         """Return a module's or optimizer's state dict, with ``leaf`` applied to sharded tensors; other values as is."""
         engine = self._engine_of(value)
         if isinstance(value, nn.Module):
@@ -149,7 +144,7 @@ class FabricStrategy(BaseStrategy):
             return super().get_optimizer_state(value)
         return value
 
-    def _masters_of(self, value: Any, leaf: Leaf) -> dict[str, Tensor]:
+    def _masters_of(self, value: Any, leaf: sharded_tree.Leaf) -> dict[str, Tensor]:
         """Return the fp32 master weights of a module by name, with ``leaf`` applied; {} for other values."""
         if isinstance(value, nn.Module) and (engine := self._engine_of(value)) is not None:
             return engine.masters_by_name(leaf=leaf, module=_unwrapped(value))
@@ -311,7 +306,7 @@ def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
     return tell
 
 
-_uncaught_exceptions = replaced(sys, "excepthook", _telling)
+_uncaught_exceptions = compat.replaced(sys, "excepthook", _telling)
 
 
 class ZeroStrategy(FabricStrategy, ParallelStrategy):

@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
 from lightning_zero.callbacks.restarts import ResilienceConfig, resilience_config
-from lightning_zero.engine.config import EngineConfig
+from lightning_zero.engine import EngineConfig
 from lightning_zero.io.annotations import check_fields, check_value
 from lightning_zero.io.options import check_names, names_of_options
 

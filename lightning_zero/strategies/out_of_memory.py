@@ -7,15 +7,13 @@ from pathlib import Path
 
 import torch
 
-from lightning_zero.engine import Engine
-from lightning_zero.engine.comm.failures import is_of_memory
-from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine import Engine, failures, placement
 from lightning_zero.io.sizes import in_gb
 
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
     """Add the memory in use by category, and remedies, to an out-of-memory error. Leave other errors unchanged."""
-    if engine is None or not is_of_memory(error) or not error.args:
+    if engine is None or not failures.is_of_memory(error) or not error.args:
         return
     error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
 
@@ -32,7 +30,7 @@ def _holders(engine: Engine) -> str:
 def _remedies(engine: Engine) -> str:
     rest, on_cpu = _rest(engine), engine.device.type == "cpu"
     remedies = []
-    if (leanest := placements_of(3)) != engine.placements:
+    if (leanest := placement.placements_of(3)) != engine.placements:
         less = engine.bytes_saved_by(leanest)
         without = "without shard_within " if engine.placements.parameters.is_sharded else ""
         remedies.append((less, f"stage=3 {without}frees {in_gb(less)}"))

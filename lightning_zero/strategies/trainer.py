@@ -21,18 +21,17 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.callbacks.restarts import Restarts, keep_for_next_attempt, name_of_job
-from lightning_zero.engine import Engine, Report, Unit, engine_of
-from lightning_zero.engine.comm.simulation import Simulation
-from lightning_zero.engine.comm.tensor_parallel import has_dtensors
-from lightning_zero.engine.init.deferred_param import (
-    awaits_values,
-    is_deferred,
-    is_on_meta,
-    leave_in_files,
-    values_may_wait,
+from lightning_zero.engine import (
+    Engine,
+    Report,
+    Simulation,
+    Unit,
+    consolidate,
+    deferred_param,
+    engine_of,
+    sharded_tree,
+    tensor_parallel,
 )
-from lightning_zero.engine.init.restore import consolidate
-from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
@@ -215,7 +214,7 @@ class TrainerStrategy(BaseStrategy):
     def _convert_module(self) -> None:
         """Convert the module to the Trainer's precision."""
         if self._converts_module:
-            leave_in_files(self.model)
+            deferred_param.leave_in_files(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
 
     @property
@@ -256,7 +255,10 @@ class TrainerStrategy(BaseStrategy):
         """Whether this run needs an engine: it is a fit, or parameters are sharded, DTensors or deferred."""
         module = self.lightning_module
         return (
-            trainer.state.fn == TrainerFn.FITTING or self._is_sharded or has_dtensors(module) or awaits_values(module)
+            trainer.state.fn == TrainerFn.FITTING
+            or self._is_sharded
+            or tensor_parallel.has_dtensors(module)
+            or deferred_param.awaits_values(module)
         )
 
     def model_to_device(self) -> None:
@@ -265,12 +267,18 @@ class TrainerStrategy(BaseStrategy):
             self.model.to(self.root_device)
             return
         internals.update_properties(self.lightning_module, device=self.root_device)
-        self.model._apply(lambda t: t if isinstance(t, Parameter) or is_on_meta(t) else t.to(self.root_device))
+        self.model._apply(
+            lambda t: t if isinstance(t, Parameter) or deferred_param.is_on_meta(t) else t.to(self.root_device)
+        )
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Context of ``configure_model`` and ``Trainer.init_module``, in which modules are created."""
-        with values_may_wait(), self._making_module(empty_init), self.precision_plugin.tensor_init_context():
+        with (
+            deferred_param.values_may_wait(),
+            self._making_module(empty_init),
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -421,8 +429,10 @@ class TrainerStrategy(BaseStrategy):
 
         Processes spawned by Lightning end with the run; before, that rank sends the main process its state dict.
         """
-        leaf = on_cpu if self.local_rank == 0 else on_meta
-        self.lightning_module.register_state_dict_post_hook(lambda _, state, *__: state.update(walk({**state}, leaf)))
+        leaf = sharded_tree.on_cpu if self.local_rank == 0 else sharded_tree.on_meta
+        self.lightning_module.register_state_dict_post_hook(
+            lambda _, state, *__: state.update(sharded_tree.walk({**state}, leaf))
+        )
 
     def _end(self, engine: Engine, error: Exception | None) -> None:
         """Turn the module back into an ordinary module. Keep the master weights, which a later checkpoint may need.
@@ -440,9 +450,9 @@ class TrainerStrategy(BaseStrategy):
     def _teardown_but_for_engine(self) -> None:
         if self.lightning_module is not None and self.model is not None:
             self._revert_layers()
-        if self.lightning_module is not None and awaits_values(self.lightning_module):
+        if self.lightning_module is not None and deferred_param.awaits_values(self.lightning_module):
             # The run failed before deferred parameters had values. Moving them would raise another error.
-            self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
+            self.lightning_module._apply(lambda t: t if deferred_param.is_deferred(t) else t.cpu())
             self._teardown_but_for_module()
         else:
             super(BaseStrategy, self).teardown()
