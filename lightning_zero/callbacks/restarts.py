@@ -270,31 +270,30 @@ class Restarts:
                 for folder in (os.path.dirname(job), job, self._folder):
                     make_own_folder(folder)
 
+    def _make_place(self) -> tuple[str, int, int]:
+        """Create this rank's folder, and return what identifies it among the folders of all ranks."""
+        self._make_folders()
+        found = os.stat(self._folder)
+        return Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
+
     def _agree_on_places(self, path: str) -> tuple[list[Any], str]:
         """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it.
 
         Returns:
             By rank, what identifies its folder; and a name for this attempt of the job.
         """
-        error = place = None
+        ranks = self._strategy.ranks
         try:
-            self._make_folders()
-            found = os.stat(self._folder)
-            place = Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
-        except OSError as raised:
-            error = f"on rank {self._rank}: {raised}"
-        everyone = self._strategy.ranks.all_gather_values((place, secrets.token_hex(8)))
-        places = [each for each, _ in everyone]
-        if path not in _jobs and error is None and self._rank == places.index(place):
-            try:
-                _lock(path, _PATIENCE)  # until this process ends
-            except OSError as raised:
-                error = f"on rank {self._rank}: {raised}"
-        if errors := [each for each in self._strategy.ranks.all_gather_values(error) if each is not None]:
+            place = ranks.alike(self._make_place)
+            everyone = ranks.all_gather_values((place, secrets.token_hex(8)))
+            places = [each for each, _ in everyone]
+            locks = path not in _jobs and self._rank == places.index(place)
+            ranks.alike(lambda: _lock(path, _PATIENCE) if locks else None)  # until this process ends
+        except OSError as error:
             raise ValueError(
-                f"resilience: {path} cannot be used ({errors[0]}). Remove it, or write "
+                f"resilience: {path} cannot be used ({error}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
-            )
+            ) from None
         return places, everyone[0][1]
 
     def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
@@ -504,15 +503,9 @@ class Restarts:
     def save_before_end(self) -> None:
         """Save a checkpoint to disk when a signal ends the job: the states in memory may be lost."""
         self._finish()
-        refusal = None
+        makes_folder = self._rank == 0 and "://" not in self._on_disk
         try:
-            if self._rank == 0 and "://" not in self._on_disk:
-                self._make_folder_on_disk()
-        except OSError as error:
-            refusal = str(error)
-        try:
-            if (refusal := self._strategy.broadcast(refusal)) is not None:
-                raise PermissionError(refusal)
+            self._strategy.ranks.alike(lambda: self._make_folder_on_disk() if makes_folder else None)
             self._strategy.checkpoints.save_last(self._at_end)
         except Exception as error:  # for example, if another rank has been killed meanwhile
             rank_zero_warn(f"{error} A signal is ending this job, and its state is kept only in {self._folder}.")
