@@ -131,10 +131,10 @@ class RankGroup:
                 "and divide the module in configure_model only if trainer.world_size is above 1."
             )
         if size != self.mesh_shape[0] * self.mesh_shape[1]:
+            given = f"tensor_parallel_size={tensor!r}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
-                f"tensor_parallel_size={tensor!r} and data_parallel_size={data!r} cannot be used with {size} ranks "
-                f"(nodes: {strategy.num_nodes}, each with {strategy.num_processes}): set sizes whose product is the "
-                "number of ranks."
+                f"{given} cannot be used with {size} ranks (nodes: {strategy.num_nodes}, each with "
+                f"{strategy.num_processes}): set sizes whose product is the number of ranks."
             )
 
     # -- exchanges --------------------------------------------------------------------------------------------------
