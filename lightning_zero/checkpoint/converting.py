@@ -18,9 +18,9 @@ from torch import Tensor
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
-from lightning_zero.checkpoint.module_versions import own_versions, renamed, with_versions
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, identity, write_file, write_folder
+from lightning_zero.checkpoint.trees import own_versions, renamed, with_versions
 from lightning_zero.engine.compat import nbytes_of, tree_leaves
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor

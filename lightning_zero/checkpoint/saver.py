@@ -9,22 +9,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache, partial
+from functools import lru_cache
 from threading import Event
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.on_rank_0 import Gather, alone, on_rank_0
+from lightning_zero.checkpoint.objects import ONE_RANK, Gather, Ranks, alone, snapshot
 from lightning_zero.checkpoint.saving import (
     CopyBuffer,
     Entry,
-    OnRank0,
     content_of,
     device_of,
     entry_of,
@@ -36,11 +35,10 @@ from lightning_zero.checkpoint.saving import (
     write_file,
     write_folder,
 )
-from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
-from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
+from lightning_zero.engine.comm.process_group import DistError, Store
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -65,6 +63,9 @@ class SaveMode(Enum):
         """Whether tensors stay sharded until they are written or copied."""
         return self is not SaveMode.GATHERED
 
+
+_Write = Callable[[Ranks, Callable[[], list[Entry]]], None]
+"""Writes a rank's part of a checkpoint, given the ranks and a function that returns the rank's entries or copies."""
 
 _PATIENCE = 10.0
 """Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
@@ -93,38 +94,6 @@ class SaveJob:
     before: Callable[[Destination], None] | None = None
 
 
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks that save a checkpoint together.
-
-    Attributes:
-        rank: this rank's number.
-        gather: all-gathers a value.
-        on_rank_0: calls a function on rank 0, which copies or serialises values that may refer to sharded tensors.
-        group: with ``SaveMode.ASSEMBLED``, a process group that is used only by the ranks' background threads; None if
-            there is one rank.
-    """
-
-    rank: int = 0
-    gather: Gather = alone
-    on_rank_0: OnRank0 | None = None
-    group: ProcessGroup | None = None
-
-
-class _Writing(NamedTuple):
-    """What remains of a save after this rank's part is known.
-
-    Attributes:
-        entries: this rank's parts of tensors.
-        write: writes the checkpoint, given a function that returns these parts or copies of them, and an all-gather.
-        is_alone: whether no other rank takes part.
-    """
-
-    entries: list[Entry]
-    write: Callable[[Callable[[], list[Entry]], Gather], None]
-    is_alone: bool
-
-
 class Saver:
     """Saves checkpoints. Before each save, call ``finish`` on all ranks to raise errors from earlier saves.
 
@@ -144,7 +113,7 @@ class Saver:
         # Users copy trainers and strategies. The copy gets a new saver, without the original's background work.
         return Saver, (self._in_background,)
 
-    def save(self, job: SaveJob, ranks: Ranks = Ranks()) -> None:
+    def save(self, job: SaveJob, ranks: Ranks = ONE_RANK) -> None:
         """Save a checkpoint. Collective.
 
         Raises:
@@ -160,26 +129,24 @@ class Saver:
         if self._in_background:
             self.finish()
         destination = Destination(path, label)
-        prepare = self._folder if job.mode is SaveMode.SHARDED else self._file
-        writing = prepare(job, ranks, destination)
-        if writing is None:
-            return
+        part = self._part_of_folder if job.mode is SaveMode.SHARDED else self._part_of_file
+        entries, write = part(job, ranks, destination)
         if not self._in_background:
-            writing.write(lambda: writing.entries, ranks.gather)
+            write(ranks, lambda: entries)
             return
         exchanging: AbstractContextManager[Gather] = nullcontext(alone)
-        if store is not None and not writing.is_alone:
+        if store is not None and (entries or job.mode is SaveMode.SHARDED):
             exchanging = StoreExchange(store, label, self._abandoned)
         # Values on a disk are read only when a folder is written, and must not change until then.
-        stay = [job.mode is SaveMode.SHARDED and _stays_on_disk(entry) for entry in writing.entries]
-        reading = BackgroundWork(is_awaited=any(stay))
-        copied = self._copying([entry for entry, stays in zip(writing.entries, stay) if not stays])
+        stay = [entry for entry in entries if job.mode is SaveMode.SHARDED and _stays_on_disk(entry)]
+        reading = BackgroundWork(is_awaited=bool(stay))
+        copied = self._copying(entries, stay)
 
-        def entries() -> list[Entry]:
-            memory = iter(copied())
+        def copies() -> list[Entry]:
+            found = copied()
             if job.before is not None:
                 job.before(destination)
-            return [entry if stays else next(memory) for entry, stays in zip(writing.entries, stay)]
+            return found
 
         def save() -> None:
             with reading, exchanging as exchange:
@@ -188,22 +155,23 @@ class Saver:
                     reading.end()  # this rank's file has been written
                     return exchange(value)
 
-                writing.write(entries, written)
+                write(replace(ranks, gather=written), copies)
 
         self._submit(save)
 
-    def _folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> _Writing:
-        """Serialise rank 0's objects, and return what is left: each rank writes its shards to a folder."""
-        content = content_of(job.tree, job.contents, ranks.rank, ranks.on_rank_0)
-        write = partial(write_folder, content, destination, job.written_by, ranks.rank, folders=job.folders)
-        return _Writing(content.entries, write, is_alone=False)
+    def _part_of_folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
+        """Serialise rank 0's objects, and return the shards that this rank writes, and the function that writes."""
+        content = content_of(job.tree, job.contents, ranks)
 
-    def _file(self, job: SaveJob, ranks: Ranks, destination: Destination) -> _Writing | None:
-        """Write a file on rank 0; in the background, only copy rank 0's objects, and return what is left."""
-        on_first = ranks.on_rank_0 or partial(on_rank_0, rank=ranks.rank)
+        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
+            write_folder(content, destination, job.written_by, ranks, entries, job.folders)
+
+        return content.entries, write
+
+    def _part_of_file(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
+        """Copy rank 0's objects, and return this rank's shards, and the function with which rank 0 writes the file."""
         if not self._in_background:
-            on_first(lambda: write_file(job.contents, destination))
-            return None
+            return [], lambda ranks, _: ranks.on_first(lambda: write_file(job.contents, destination))
         sharded: list[ShardedTensor] = []
 
         def later(tensor: Any) -> Any:
@@ -213,19 +181,17 @@ class Saver:
             return _Later(len(sharded) - 1)
 
         hollow = walk(dict(job.contents), later, is_in_parts)
-        kept = on_first(lambda: snapshot(hollow, self._made))
-        if ranks.rank and not sharded:
-            return None
+        kept = ranks.on_first(lambda: snapshot(hollow, self._made))
         ranges = [tensor.slot.ranges() for tensor in sharded]
 
-        def write(entries: Callable[[], list[Entry]], gather: Gather) -> None:
+        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
             with explained(f"Assembling the checkpoint {destination.path} on rank 0"):
-                whole = put_together(entries, ranges, ranks, gather, destination.path)
+                whole = put_together(entries, ranges, ranks, destination.path)
             if ranks.rank == 0:
                 complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
                 write_file(as_made_of_tensors(complete), destination)
 
-        return _Writing([entry_of(tensor, ranks.rank) for tensor in sharded], write, is_alone=not sharded)
+        return [entry_of(tensor, ranks.rank) for tensor in sharded], write
 
     def _connected(self) -> Store | None:
         """Return the store for exchanges in the background; None if there is no background or no other rank.
@@ -238,21 +204,24 @@ class Saver:
         lifelines_over()
         return own_connection()
 
-    def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
+    def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
 
-        Another thread must call the returned function, since training waits for it before changing guarded values.
+        That function returns the copies and, in their places, the entries that ``stay`` uncopied. Another thread must
+        call it, since training waits for it before changing guarded values.
         """
-        guarded = [entry for entry in entries if entry.is_guarded]
-        now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
+        left = set(map(id, stay))
+        guarded = [entry for entry in entries if entry.is_guarded and id(entry) not in left]
+        unguarded = [entry for entry in entries if not entry.is_guarded]
+        copies = dict(zip(map(id, unguarded), self._memory.copied(unguarded)))
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
         work = BackgroundWork()
 
         def copied() -> list[Entry]:
             with work:
-                found = {True: iter(self._memory_later.copied(guarded, ready)), False: iter(now)}
-            return [next(found[entry.is_guarded]) for entry in entries]
+                copies.update(zip(map(id, guarded), self._memory_later.copied(guarded, ready)))
+            return [copies.get(id(entry), entry) for entry in entries]
 
         return copied
 
@@ -334,7 +303,7 @@ def _log_failures() -> None:
 
 
 def put_together(
-    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], ranks: Ranks, gather: Gather, path: str
+    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], ranks: Ranks, path: str
 ) -> list[Tensor]:
     """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective.
 
@@ -353,7 +322,7 @@ def put_together(
     except Exception as error:
         reason = reason_of(error)
     # Exchange errors before any values: otherwise, other ranks would wait in vain for this rank.
-    raise_first(path, gather(reason))
+    raise_first(path, ranks.gather(reason))
     for number, (entry, owned) in enumerate(zip(entries, ranges)):
         if ranks.rank:
             if entry.values.numel():

@@ -35,9 +35,8 @@ from lightning_zero.checkpoint.form import (
     VERSIONS,
     Manifest,
 )
-from lightning_zero.checkpoint.module_versions import versions_in
-from lightning_zero.checkpoint.on_rank_0 import Gather, alone, on_rank_0
-from lightning_zero.checkpoint.trees import expressible, flattened, split
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks, is_dense
+from lightning_zero.checkpoint.trees import expressible, flattened, split, versions_in
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import dcp_internals, foreach_copy
 from lightning_zero.engine.init.sources import listed
@@ -47,9 +46,6 @@ from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
-
-OnRank0 = Callable[[Callable[[], Any]], Any]
-"""Calls a function on rank 0, while the other ranks join its gathers of sharded tensors (``on_rank_0``). Collective."""
 
 _StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
@@ -132,15 +128,13 @@ def serialised(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def content_of(
-    tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialising: OnRank0 | None = None
-) -> Content:
+def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = ONE_RANK) -> Content:
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format; it may be a state dict.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        serialising: calls a function on rank 0, which serialises other values; these may refer to sharded tensors.
+        ranks: the ranks; rank 0 serialises other values, which may refer to sharded tensors.
     """
     hollow, sharded = split(dict(rest))
     versions = versions_in(rest) | versions_in(tree)
@@ -165,20 +159,10 @@ def content_of(
     def serialise() -> tuple[dict[str, bytes], bytes]:
         return {name: serialised(value) for name, value in others.items()}, serialised(hollow)
 
-    serialising = serialising or partial(on_rank_0, rank=rank)
-    objects, data = serialising(serialise) or ({}, b"")
-    entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
-    return Content(
-        [entry for entry in entries if entry.is_written_by(rank)],
-        objects,
-        data,
-        paths if rank == 0 else {},
-    )
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
-    return tensor.layout is torch.strided and not tensor.is_nested
+    objects, data = ranks.on_first(serialise) or ({}, b"")
+    entries = [entry_of(tensor, ranks.rank, tuple(shared[key])) for key, tensor in tensors.items()]
+    own = [entry for entry in entries if entry.is_written_by(ranks.rank)]
+    return Content(own, objects, data, paths if ranks.rank == 0 else {})
 
 
 def is_strided(tensor: Tensor) -> bool:
@@ -313,9 +297,8 @@ def write_folder(
     content: Content,
     destination: Destination,
     written_by: dict[str, Any],
-    rank: int = 0,
+    ranks: Ranks = ONE_RANK,
     entries: Callable[[], list[Entry]] | None = None,
-    gather: Gather = alone,
     folders: Sequence[int] = (0,),
 ) -> None:
     """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
@@ -324,16 +307,14 @@ def write_folder(
         content: the part of the checkpoint that this rank writes.
         destination: where to write; its path and label must be the same on every rank.
         written_by: versions, stage and world size, for the manifest.
-        rank: this rank's number.
         entries: returns copies of the content's entries, which are written instead.
-        gather: all-gathers a value.
         folders: the first rank of each group of ranks that share a folder, beginning with rank 0. By default, all ranks
             do. Otherwise each folder contains the files of its own ranks, and only that of rank 0 has the metadata.
 
     Raises:
         CheckpointNotSavedError: on every rank, if any rank could not write; this save's files are then removed.
     """
-    leads = rank in folders
+    rank, leads = ranks.rank, ranks.rank in folders
     try:
         try:
             if entries is not None:
@@ -341,7 +322,7 @@ def write_folder(
             written: Any = _write(content, destination, rank, leads)
         except Exception as error:
             written = reason_of(error)
-        everyone = gather(written)
+        everyone = ranks.gather(written)
         raise_first(destination.path, [each if isinstance(each, str) else None for each in everyone])
         reason = None
         if leads:
@@ -351,7 +332,7 @@ def write_folder(
                 destination.put_in_place()
             except Exception as error:
                 reason = reason_of(error)
-        raise_first(destination.path, gather(reason))
+        raise_first(destination.path, ranks.gather(reason))
     except BaseException:  # also if another rank is gone, or the user pressed Ctrl-C
         if leads:
             destination.discard()

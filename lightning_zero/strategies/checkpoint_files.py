@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.on_rank_0 import on_rank_0
+from lightning_zero.checkpoint.objects import Ranks, on_rank_0
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
-from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.process_group import ProcessGroup

@@ -18,9 +18,9 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckp
 from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
+from lightning_zero.checkpoint.objects import snapshot
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor

@@ -21,8 +21,9 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.checkpoint.commit import Destination, Stream
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import Content, content_of, write_file, write_folder
 from lightning_zero.io import disk, paths
 from lightning_zero.io.disk import DirectFile
@@ -57,7 +58,7 @@ def save(form: str, path: Any, value: float, rank: int = 0, gather: Any = None, 
         return write_file({**tree(value, **options), "epoch": value}, Destination(path, new_label()))
     gather = gather or (lambda own: [own])
     destination = Destination(path, gather(new_label())[0])
-    return write_folder(part(rank, value, **options), destination, {}, rank, gather=gather)
+    return write_folder(part(rank, value, **options), destination, {}, Ranks(rank, gather))
 
 
 def value_at(path: Any) -> float:

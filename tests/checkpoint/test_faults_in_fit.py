@@ -355,7 +355,6 @@ def put_aside(folder: Path) -> None:
             shutil.rmtree(path)
         (folder / "last.ckpt").rename(folder / f"last.old-{new_label()}.ckpt")
     dist.barrier()
-    assert run(folder, "sharded", folder / "last.ckpt", max_epochs=2).global_step == 4
     assert run(folder, "sharded", "last", max_epochs=3).global_step == 6
 
 

@@ -13,8 +13,9 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_zero import full_parameters
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver, StoreExchange
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver, StoreExchange
 from lightning_zero.checkpoint.saving import CopyBuffer, by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.states import DiskStates

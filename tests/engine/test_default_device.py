@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import lightning_zero
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.plan.topology import Topology

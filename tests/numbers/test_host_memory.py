@@ -151,7 +151,8 @@ def peak_at(kind: Any, method: str, act: Callable[[], object]) -> int:
 def measure_saving(form: str, rank: int) -> int:
     """The peak of anonymous memory in addition to the shards, sampled at each write; a file has thousands of writes."""
     from lightning_zero.checkpoint.commit import Stream
-    from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver
+    from lightning_zero.checkpoint.objects import Ranks
+    from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
     from lightning_zero.engine import Engine
     from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta
 
@@ -182,7 +183,8 @@ def measure_saving(form: str, rank: int) -> int:
 def measure_on_disk(rank: int) -> dict[str, int]:
     """Increase of anonymous memory: at rest, in updates and while everything is saved; and the states on the disk."""
     from lightning_zero.checkpoint.commit import Stream
-    from lightning_zero.checkpoint.saver import Ranks, SaveJob, SaveMode, Saver
+    from lightning_zero.checkpoint.objects import Ranks
+    from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
     from lightning_zero.checkpoint.saving import by_name, names_in
     from lightning_zero.engine import Engine
     from lightning_zero.engine.offload.updates import Update
