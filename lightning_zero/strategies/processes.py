@@ -27,8 +27,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.attempts import store_of_attempt
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import explain, explained, fail, failure, lifelines_over
-from lightning_zero.engine.comm.renewal import renew
+from lightning_zero.engine.comm.failures import explain, explained, fail, failure, notices, renew
 from lightning_zero.engine.comm.tensor_parallel import DATA, device_mesh
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import parameters_await_values
@@ -86,6 +85,7 @@ class ZeroProcesses(ParallelStrategy):
         self._num_nodes = 1
         self._process_group_backend = self.options.process_group_backend
         self._ended_by: str | None = None
+        self._have_all_failed = False  # at the same time, and with the same updates done
         self._mesh: DeviceMesh | None = None
         self._config_of_run()  # raises if the precision is unsupported
 
@@ -192,7 +192,7 @@ class ZeroProcesses(ParallelStrategy):
             self._launcher = cls(self, start_method=self.options.start_method)
 
     def setup_environment(self) -> None:
-        self._ended_by = None
+        self._ended_by, self._have_all_failed = None, False
         super().setup_environment()
         self._set_world_ranks()
         self._process_group_backend = internals.get_process_group_backend(self)
@@ -202,7 +202,7 @@ class ZeroProcesses(ParallelStrategy):
                 self._mesh = None  # the mesh's groups have failed, too
             options = self._group_options_at_start
             internals.init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
-            lifelines_over()
+            notices()
             self._make_mesh()
 
     @property
@@ -459,7 +459,13 @@ class ZeroProcesses(ParallelStrategy):
         is_known_to_others = self._is_single or isinstance(exception, self._shared_exceptions)
         if not is_known_to_others and internals.distributed_is_initialized():
             first, *_ = str(exception).splitlines() or [""]
-            fail(f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}")
+            reason = f"rank {self.global_rank} failed with {type(exception).__name__}: {first[:500]}"
+            self._have_all_failed = fail(reason, self._updates)
+
+    @property
+    def _updates(self) -> object:
+        """What tells this rank's state from that of ranks that have run more or fewer updates."""
+        return None
 
     # -- names ------------------------------------------------------------------------------------------------------
 

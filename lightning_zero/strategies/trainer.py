@@ -97,7 +97,7 @@ class TrainerStrategy(TrainerCheckpoints):
     is_distributed = True  # Lightning reads this attribute to split data over the ranks and to honour `sync_dist`
 
     def setup_environment(self) -> None:
-        self._has_come_back = self._has_tried_to_come_back = False
+        self._has_come_back = False
         self._loaded = None
         super().setup_environment()
         reset_seed()

@@ -22,7 +22,6 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
 from lightning_zero.engine.init.sources import leave_in_files, listed
@@ -35,9 +34,6 @@ from lightning_zero.strategies.resuming import DataLoadingState, in_tensors
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
 
-_PATIENCE = 10.0
-"""Seconds that a failed rank waits for the other ranks before saving."""
-
 
 class TrainerCheckpoints(ZeroProcesses):
     """Checkpoint methods of a Trainer's strategy. The constructor takes the arguments of ``ZeroProcesses``."""
@@ -49,7 +45,7 @@ class TrainerCheckpoints(ZeroProcesses):
     def __init__(self, **options: Any) -> None:
         self.engine: Engine | None = None
         super().__init__(**options)
-        self._has_come_back = self._has_tried_to_come_back = False
+        self._has_come_back = False  # whether this run can communicate although it has failed
         self._masters: dict[str, Tensor] = {}
         self._data_loading: DataLoadingState | None = None
         self._saves_epoch_state = False
@@ -75,23 +71,25 @@ class TrainerCheckpoints(ZeroProcesses):
     def _can_save(self) -> bool:
         """Whether the ranks can save a checkpoint.
 
-        Saving requires all ranks. After a failure, the ranks must call this method within ten seconds of each other;
-        they then continue with a new process group.
+        Saving requires all ranks, so after a failure it is possible only if all have failed alike.
         """
         if not self._is_cut_off:
             return True
         if self._mesh is not None:
-            return False  # the mesh's process groups have failed, too
+            return False
         if self.engine is None:
             return True
-        if not self._has_tried_to_come_back:
-            self._has_tried_to_come_back = True
-            updates = self.engine.updates
-            if have_all_come(f"rank {self.global_rank} is updating" if updates is None else updates, _PATIENCE):
-                renew(**self._group_options)
+        if self._have_all_failed:
+            self._have_all_failed = False
+            with suppress(RuntimeError):  # another rank does not save, and has ended
                 self.engine.rejoin()
                 self._has_come_back = True
         return not self._is_cut_off
+
+    @property
+    def _updates(self) -> object:
+        updates = self.engine.updates if self.engine is not None else 0
+        return f"rank {self.global_rank} is updating" if updates is None else updates
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
@@ -164,8 +162,8 @@ class TrainerCheckpoints(ZeroProcesses):
         if not self._can_save():
             log.warning(
                 "%s was not written: after the exception, the other ranks, which hold shards of the model and of the "
-                "optimizer's state, did not take part in saving, or were at another step. To keep a checkpoint in such "
-                "cases, also save at intervals: ModelCheckpoint(every_n_train_steps=...).",
+                "optimizer's state, could not take part in saving, or were at another step. To keep a checkpoint in "
+                "such cases, also save at intervals: ModelCheckpoint(every_n_train_steps=...).",
                 filepath,
             )
             return
