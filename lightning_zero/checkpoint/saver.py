@@ -37,7 +37,7 @@ from lightning_zero.checkpoint.saving import (
 )
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
+from lightning_zero.engine.comm.failures import explained, failure, notices
 from lightning_zero.engine.comm.process_group import DistError, Store
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -197,11 +197,11 @@ class Saver:
         """Return the store for exchanges in the background; None if there is no background or no other rank.
 
         Called before any collective. If the store's host is lost, connecting takes as long as the group's timeout; and
-        a rank that is lost before its lifeline is connected would be waited for without end.
+        a rank that is lost before the ranks notice such losses would be waited for without end.
         """
         if not self._in_background or not process_group.is_initialized():
             return None
-        lifelines_over()
+        notices()
         return own_connection()
 
     def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
@@ -363,7 +363,7 @@ class StoreExchange:
     def __init__(self, store: Store, name: str, abandoned: Event) -> None:
         self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", store)
         self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
-        self._lifelines = lifelines_over()
+        self._notices = notices(collective=False)
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:
@@ -403,7 +403,7 @@ class StoreExchange:
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
-            ended = set(self._lifelines.ended)  # read before the keys, since a rank may write its key and then end
+            ended = set(self._notices.gone)  # read before the keys, since a rank may write its key and then end
             missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
             if not missing or ended.intersection(missing):
                 return missing

@@ -16,8 +16,7 @@ from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.attempts import store_of_attempt
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import explain, explained, fail, failure, lifelines_over
-from lightning_zero.engine.comm.renewal import renew
+from lightning_zero.engine.comm.failures import explain, explained, fail, failure, notices, renew
 from lightning_zero.engine.comm.tensor_parallel import device_mesh
 from lightning_zero.strategies import lightning_internals as internals
 
@@ -37,6 +36,7 @@ class RankGroup:
         mesh: the mesh of ranks; None without ``tensor_parallel_size``, and before the processes have started.
         ended_by: the message of the exception that ended the run; None if there was none.
         is_cut_off: whether this rank must not communicate, since the run has failed.
+        have_all_failed: whether all ranks failed at the same time, with the same updates done: they may communicate.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -47,7 +47,7 @@ class RankGroup:
     def begin_run(self) -> None:
         """Forget the failure of an earlier run."""
         self.ended_by: str | None = None
-        self.is_cut_off = False
+        self.is_cut_off = self.have_all_failed = False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "mesh": None}  # its process groups cannot be copied
@@ -73,7 +73,7 @@ class RankGroup:
             self.mesh = None  # the mesh's groups have failed, too
         options, strategy = self._group_options_at_start, self._strategy
         internals.init_dist_connection(strategy.cluster_environment, strategy.process_group_backend, **options)
-        lifelines_over()
+        notices()
         self.make_mesh()
 
     @property
@@ -211,4 +211,7 @@ class RankGroup:
         self.ended_by, self.is_cut_off = str(exception), not self.is_single
         if self.is_cut_off and not is_shared and internals.distributed_is_initialized():
             first, *_ = str(exception).splitlines() or [""]
-            fail(f"rank {self._strategy.global_rank} failed with {type(exception).__name__}: {first[:500]}")
+            rank = f"rank {self._strategy.global_rank}"
+            updates = [engine.updates for engine in self._strategy.engines]
+            state = f"{rank} is updating" if None in updates else updates
+            self.have_all_failed = fail(f"{rank} failed with {type(exception).__name__}: {first[:500]}", state)

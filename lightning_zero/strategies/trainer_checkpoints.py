@@ -22,7 +22,6 @@ from lightning_zero.checkpoint.objects import snapshot
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.comm.renewal import have_all_come, renew
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
 from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
@@ -33,9 +32,6 @@ from lightning_zero.strategies.newest import is_last, others_by_age
 from lightning_zero.strategies.resuming import DataLoadingState, in_tensors
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
-
-_PATIENCE = 10.0
-"""Seconds that a failed rank waits for the other ranks before saving."""
 
 
 class TrainerCheckpoints:
@@ -54,7 +50,6 @@ class TrainerCheckpoints:
 
     def __init__(self, strategy: Any, files: CheckpointFiles) -> None:
         self._strategy, self._files = strategy, files
-        self._has_tried_to_come_back = False
         self.masters: dict[str, Tensor] = {}
         self.data_loading: DataLoadingState | None = None
         self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
@@ -65,7 +60,6 @@ class TrainerCheckpoints:
 
     def start(self) -> None:
         """Forget what concerned earlier runs."""
-        self._has_tried_to_come_back = False
         self._loaded = None
 
     def end_loading(self) -> None:
@@ -75,24 +69,21 @@ class TrainerCheckpoints:
     def _can_save(self) -> bool:
         """Whether the ranks can save a checkpoint.
 
-        Saving requires all ranks. After a failure, the ranks must call this method within ten seconds of each other;
-        they then continue with a new process group.
+        Saving requires all ranks, so after a failure it is possible only if all have failed alike.
         """
-        strategy, engine = self._strategy, self._strategy.engine
-        if not strategy.ranks.is_cut_off:
+        ranks, engine = self._strategy.ranks, self._strategy.engine
+        if not ranks.is_cut_off:
             return True
-        if strategy.ranks.mesh is not None:
-            return False  # the mesh's process groups have failed, too
+        if ranks.mesh is not None:
+            return False
         if engine is None:
             return True
-        if not self._has_tried_to_come_back:
-            self._has_tried_to_come_back = True
-            updates = engine.updates
-            if have_all_come(f"rank {strategy.global_rank} is updating" if updates is None else updates, _PATIENCE):
-                renew(**strategy.ranks.group_options)
+        if ranks.have_all_failed:
+            ranks.have_all_failed = False
+            with suppress(RuntimeError):  # another rank does not save, and has ended
                 engine.rejoin()
-                strategy.ranks.is_cut_off = False
-        return not strategy.ranks.is_cut_off
+                ranks.is_cut_off = False
+        return not ranks.is_cut_off
 
     @property
     def _has_hooks(self) -> bool:
@@ -163,8 +154,8 @@ class TrainerCheckpoints:
         if not self._can_save():
             log.warning(
                 "%s was not written: after the exception, the other ranks, which hold shards of the model and of the "
-                "optimizer's state, did not take part in saving, or were at another step. To keep a checkpoint in such "
-                "cases, also save at intervals: ModelCheckpoint(every_n_train_steps=...).",
+                "optimizer's state, could not take part in saving, or were at another step. To keep a checkpoint in "
+                "such cases, also save at intervals: ModelCheckpoint(every_n_train_steps=...).",
                 path,
             )
             return False
