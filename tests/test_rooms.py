@@ -26,8 +26,6 @@ ROOMS = (
     "reporting",
     "planning",
     "zoo",
-    "monitoring",
-    "pruning",
     "callbacks",
     "strategies",
     "callbacks.restarts",

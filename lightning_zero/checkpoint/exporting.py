@@ -20,8 +20,9 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
+from lightning_zero.checkpoint.objects import is_dense
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.saving import identity, is_dense
+from lightning_zero.checkpoint.saving import identity
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
 from lightning_zero.engine.compat import (
-    FakeTensor,
     PyTorchFileReader,
     allowed_globals,
     nbytes_of,
@@ -157,7 +156,7 @@ def check_size(nbytes: int, size: int) -> None:
 
 
 def _bytes_of(loaded: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(loaded) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
+    tensors = [leaf for leaf in tree_leaves(loaded) if isinstance(leaf, Tensor)]
     return sum({_memory_of(tensor): nbytes_of(tensor) for tensor in tensors}.values())
 
 

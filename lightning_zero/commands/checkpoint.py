@@ -171,11 +171,11 @@ def _inspect(options: Any) -> None:
     print(", ".join(f"{name} {value}" for name, value in known.items()) or "epoch and step: not recorded")
 
     shown = rows if options.all else [row for row in rows if row.part == "state_dict"]
-    table: list[tuple[str, ...]] = [("name", "shape", "dtype", "bytes", "pieces", "files")]
+    table: list[tuple[str, ...]] = [("name", "shape", "dtype", "bytes")]
     for row in shown:
         name = row.name if options.all else row.name.removeprefix("state_dict.")
         tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
-        table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes), str(row.pieces), str(row.files)))
+        table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes)))
     show(table, right=(3, 4, 5))
     parts = list(dict.fromkeys(row.part for row in rows))
     table = [("part", "tensors", "bytes")]

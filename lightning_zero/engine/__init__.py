@@ -21,14 +21,14 @@ from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.optim.masters import after_updates
 from lightning_zero.engine.plan import chunks, mesh, placement
 from lightning_zero.engine.plan.share import Share
-from lightning_zero.engine.report import Report
+from lightning_zero.engine.report import WORKING_BUFFERS, Report
 from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range, local_range_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 __all__ = ["Engine", "EngineConfig", "Report", "ShardedTensor", "Unit", "engine_of", "slot_of"]

@@ -200,7 +200,7 @@ class Engine:
         sources = agree_on_sources(module, self.communicator)
         initialisers = Initialisation(module, sources).calls
         detach_kept_graphs(module)
-        offload = self.config.offloads
+        offload = self.config.offload
         if offload is not None and offload.optimizer == "nvme":
             assert offload.path is not None
             self._swap = Swap(os.path.abspath(offload.path), offload.sub_group, simulation)
@@ -251,7 +251,7 @@ class Engine:
             self.communicator,
             self._shared.streams,
             self.phases,
-            reduce_dtype=config.wire_dtype,
+            reduce_dtype=config.reduce_dtype,
             chunk_numel=config.bucket_numel,
             in_flight=config.reduction_buffers,
             overlap=config.overlap,

@@ -28,11 +28,6 @@ def label_of(process: int) -> str:
     return f"{this_machine()}-{process}-{next(_numbers):x}"
 
 
-def created(label: str) -> int:
-    """A number by which labels can be sorted by age: nanoseconds, exact for a process's first label."""
-    return int(label.rpartition("-")[2], 16)
-
-
 def is_of_the_dead(label: str) -> bool | None:
     """Whether the process that created a label has ended; None for a label from another machine, or no label."""
     process, _, number = label.rpartition("-")

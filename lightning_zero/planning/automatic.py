@@ -101,7 +101,6 @@ class AutomaticStrategy(TrainerStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING and self.choice is None:
             self.choice = self._choose(trainer)
-            self.stage = self.choice.stage
             self.config = replace(
                 self.config,
                 stage=self.choice.stage,
@@ -155,7 +154,7 @@ class AutomaticStrategy(TrainerStrategy):
         compression = options.pop("compression", None)
         own: dict[str, Any] = {
             "shard_within": [options.pop("shard_within", None)],
-            "compression": [compression if isinstance(compression, str) else self.config.compresses],
+            "compression": [compression if isinstance(compression, str) else self.config.compression],
         }
         plan_with = partial(
             make_plans,
@@ -179,7 +178,7 @@ class AutomaticStrategy(TrainerStrategy):
         for offload, recompute in rest:
             if any(plan.fits is not False for plan in plans):
                 break
-            stages = [stage for stage in self.stages if stage > 1]
+            stages = [stage for stage in self.stages if placements_of(stage).gradients.is_sharded]
             plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], **own)
         fitting = [plan for plan in plans if plan.fits is not False]
         # of equally fast plans, take the one that needs the least memory

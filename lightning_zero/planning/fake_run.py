@@ -31,6 +31,7 @@ from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.lightning_internals import should_accumulate
 from lightning_zero.strategies.loops import meet_between_batches
+from lightning_zero.strategies.rank_group import RankGroup
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -83,6 +84,16 @@ class _Planned:
         """Do nothing: fake parameters need not become ordinary parameters again."""
 
 
+class _PlannedRanks(RankGroup):
+    """Ranks of which all but this one do not exist, so nothing is sent to them."""
+
+    is_alone = True
+
+    @property
+    def size_of_mesh(self) -> int:
+        return self._strategy.world_size
+
+
 class _PlannedZero(_Planned):
     """Mixin that runs the ZeRO strategy as one rank of a fake process group.
 
@@ -99,19 +110,16 @@ class _PlannedZero(_Planned):
         self._plan(ranks, machines, recorder)
         self._simulation = recorder.simulation(transport, machines)
         super().__init__(**options)
+        self.ranks = _PlannedRanks(self)
 
     @property
     def world_size(self) -> int:
         return self._ranks
 
-    _mesh_ranks = world_size
-
-    _is_alone = True  # the other ranks do not exist, so nothing is sent to them
-
     def setup_environment(self) -> None:
-        self._make_mesh()  # type: ignore[attr-defined]
-        if self._mesh is not None:  # type: ignore[attr-defined]
-            self._recorder.group = self._mesh[TENSOR].get_group()  # type: ignore[attr-defined]
+        self.ranks.make_mesh()
+        if self.ranks.mesh is not None:
+            self._recorder.group = self.ranks.mesh[TENSOR].get_group()
         super().setup_environment()  # type: ignore[misc]
 
     @property
@@ -132,8 +140,8 @@ class _PlannedZero(_Planned):
         files = [bucket.states for bucket in self.engine.buckets if bucket.states is not None]
         largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
         kept = 0
-        if self.options.keeps is not None:  # type: ignore[attr-defined]
-            leaves = tree_leaves(self.state_to_keep())  # type: ignore[attr-defined]
+        if self.options.resilience is not None:  # type: ignore[attr-defined]
+            leaves = tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
             rank: int = self.global_rank  # type: ignore[attr-defined]
             entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
             # two generations in shared memory, and the copy from which a save writes

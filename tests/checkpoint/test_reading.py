@@ -32,12 +32,12 @@ from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of, t
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.metadata import load_dcp_metadata
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
+from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.init.mapped_files import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label
 from tests.support import rank
 
@@ -74,7 +74,8 @@ def in_parts(path, tree=None, rest=None, ranks=3):
             content = replace(whole, entries=entries)
             if number:
                 content = replace(content, objects={}, rest=b"", paths={})
-            save_in_parts(content, Destination(str(path), label), {"stage": 3, "world_size": ranks}, number, gather)
+            written_by = {"stage": 3, "world_size": ranks}
+            write_folder(content, Destination(str(path), label), written_by, Ranks(number, gather))
         except BaseException as error:
             failed.append(error)
             barrier.abort()
@@ -294,20 +295,6 @@ def test_a_file_is_mapped_and_its_values_stay_in_it(tmp_path, trained):
     assert MappedFiles().range_of(opened.tensors["state_dict.0.weight"]) is not None
 
 
-@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="Linux tells how much memory there is")
-def test_a_file_larger_than_memory_is_read_range_by_range(tmp_path):
-    with open("/proc/meminfo") as file:
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    numel = (sizes["MemTotal"] + sizes["SwapTotal"]) // 4 + 2**28
-    with torch.serialization.skip_data(materialize_fake_tensors=True), torch._subclasses.FakeTensorMode():
-        torch.save({"state_dict": {"huge": torch.empty(numel), "small": torch.empty(2, 3)}}, tmp_path / "x.ckpt")
-    opened = open_checkpoint(tmp_path / "x.ckpt")
-    huge = opened.checkpoint["state_dict"]["huge"]
-    assert huge.numel() == numel
-    assert torch.equal(flat_range(huge, numel - 3, numel), torch.zeros(3))
-    os.remove(tmp_path / "x.ckpt")
-
-
 def test_remote_checkpoints_are_read(ours, trained):
     memory = fsspec.filesystem("memory")
     memory.put(ours, "/remote/parts", recursive=True)
@@ -457,12 +444,12 @@ def test_damage_in_a_folder_of_another_program_is_found(tmp_path):
         open_checkpoint(path)
 
 
-def test_an_error_about_a_damaged_file_names_the_damaged_tensors(tmp_path):
+def test_an_error_about_a_damaged_file_names_the_damaged_record(tmp_path):
     path = str(tmp_path / "x.ckpt")
     torch.save({**REST, "state_dict": TENSORS}, path)
     open_checkpoint(path).verify()
     damage(path, "", find=TENSORS["a.matrix"].numpy().tobytes()[:16])
-    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt is damaged: state_dict\.a\.matrix, bytes \d+ to \d+"):
+    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt is damaged: x/data/\d+, bytes \d+ to \d+"):
         open_checkpoint(path).verify()
     damage(path, "", find=b"pytorch-lightning_version")
     with pytest.raises(DamagedCheckpointError, match=r"the checksum of record .*data\.pkl does not match"):

@@ -266,17 +266,12 @@ def test_a_tensor_is_unpickled_over_given_memory(tmp_path, dtype):
     assert not tensor.any()
 
 
-def test_a_torch_file_is_read_by_record_name_and_without_values(tmp_path):
+def test_a_torch_file_is_read_by_record_name(tmp_path):
     path = str(tmp_path / "file.pt")
     torch.save({"w": torch.ones(3)}, path)
     reader = compat.PyTorchFileReader(path)
     assert "data.pkl" in reader.get_all_records() and zipfile.is_zipfile(path)
     assert reader.get_record_size("data/0") == 12
-    with compat.FakeTensorMode():
-        found = torch.load(path, weights_only=True)
-    assert found["w"].shape == (3,) and type(found["w"]) is not Tensor
-    stored = Path(path).read_bytes()[compat.offset_in_file(found["w"]) :][:12]
-    assert stored == torch.ones(3).numpy().tobytes()
 
 
 def test_the_names_that_torch_loads_are_known():

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from lightning_zero import full_grad, uneven_forwards
 from lightning_zero.engine import Engine, EngineConfig
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.renewal import renew
 from lightning_zero.engine.plan.topology import Topology
 from tests.engine.test_several_machines import MACHINES, on_machines, train_on
 from tests.support import whole
@@ -662,7 +661,7 @@ def come_back() -> None:
             module(*batch(step)).backward()
             optimizer.step()
         expected = engine.full_state_dict()
-        renew(timeout=timedelta(seconds=60))
+        process_group.restart(timeout=timedelta(seconds=60))
         with on_machines(machines):
             engine.rejoin()
         same_tensors(engine.full_state_dict(), expected, bound=0)

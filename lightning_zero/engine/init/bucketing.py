@@ -169,13 +169,13 @@ def assign_to_buckets(
     # element counts of the largest shares, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = 0
-    if config.offloads is not None:
+    if config.offload is not None:
         trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
-        numel_that_stay = round((1 - config.offloads.fraction) * trained)
+        numel_that_stay = round((1 - config.offload.fraction) * trained)
     over = placements.optimizer.over
     ranks, order = mesh.size(over), mesh.order(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
-    compression = config.compresses if shared.communicator.may_compress else None
+    compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
     may_fuse = not placements.parameters.is_sharded and device.type == "cpu"
     kind_of = partial(_kind_of, config, kept_whole(optimizers, config, ranks=ranks), compression, may_fuse)
@@ -194,7 +194,7 @@ def assign_to_buckets(
         residency = ResidencyPlan.of(
             layout,
             placements,
-            None if stays else config.offloads,
+            None if stays else config.offload,
             device=device,
             dtype=kind.dtype,
             compute_dtype=kind.compute_dtype,
@@ -273,7 +273,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     Raises:
         NothingToCompressError: if nothing can be compressed although there are several machines.
     """
-    compression = config.compresses
+    compression = config.compression
     if compression is None:
         return
     given = f"compression={name_of_compression(compression)}"

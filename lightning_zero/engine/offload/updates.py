@@ -46,7 +46,7 @@ class Updates:
     @classmethod
     def of(cls, config: EngineConfig, simulation: Simulation | None) -> Updates:
         """Make the updates for an engine's options."""
-        offload = config.offloads
+        offload = config.offload
         if offload is None:
             return cls(simulation=simulation)
         return cls(config.overlap and offload.overlap, offload.gradients is not None, simulation)
