@@ -110,7 +110,7 @@ def test_other_rooms_import_only_what_is_at_the_engines_door():
         (name.removeprefix(f"{ENGINE}."), module)
         for module, tree in OUTSIDE.items()
         for name in _imported_by(tree)
-        if f"{name}.".startswith(f"{ENGINE}.")
+        if name.startswith(f"{ENGINE}.")
     }
     assert sorted(f"{module} imports {name}" for name, module in imported if name not in exported) == []
     public = next(ast.literal_eval(node.value) for node in TREES[ENGINE].body if isinstance(node, ast.Assign))

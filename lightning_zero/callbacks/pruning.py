@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine import ShardedTensor, after_updates, local_range_of, process_group, shard_of
+from lightning_zero.engine import ShardedTensor, after_updates, process_group, shard_of
 from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.names import listed
 
@@ -200,7 +200,7 @@ class Pruning:
         self._masks = {}
         for name, mask in self._loaded.items():
             p = self._chosen[name]
-            local = local_range_of(mask, p.slot) if isinstance(p, ShardedTensor) else mask.reshape(-1)
+            local = p.range_of(mask) if isinstance(p, ShardedTensor) else mask.reshape(-1)
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
         self._follow(trainer)
 

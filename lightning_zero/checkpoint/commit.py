@@ -69,7 +69,7 @@ class Destination:
         except FileNotFoundError:  # another process has just moved or removed the folder
             return
         kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
-        from lightning_zero.engine.init.sources import listed  # imported here, since this import loads torch
+        from lightning_zero.io.names import listed  # imported here, since this import loads torch
 
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
         if others or set(kinds) == {REST}:  # a folder with only meta.pt may belong to any program

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.engine.compat import tree_leaves
-from lightning_zero.engine.tensor.wrapper import WrapperTensor
+from lightning_zero.engine import WrapperTensor, compat
 
 
 def split(value: Any) -> tuple[Any, Any]:
@@ -43,7 +42,7 @@ def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             is_odd = is_odd or not all(isinstance(key, str) for key in value)
             return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
         # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
-        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
+        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in compat.tree_leaves(items))
         return items if is_list else value, hollow, is_odd
 
     plain: dict[str, Any] = {}

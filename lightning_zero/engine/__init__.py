@@ -8,6 +8,7 @@ names in ``__all__`` are public.
 from lightning_zero.engine import compat, config, places
 from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
 from lightning_zero.engine.comm import failures, process_group, tensor_parallel
+from lightning_zero.engine.comm.attempts import store_of_attempt
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.simulation import Simulation
@@ -19,16 +20,15 @@ from lightning_zero.engine.init.restore import consolidate
 from lightning_zero.engine.optim import compatibility
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.optim.masters import after_updates
-from lightning_zero.engine.plan import chunks, mesh, placement
-from lightning_zero.engine.plan.share import Share
-from lightning_zero.engine.report import WORKING_BUFFERS, Report
+from lightning_zero.engine.plan import chunks, placement
+from lightning_zero.engine.report import Report
 from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range, local_range_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 __all__ = ["Engine", "EngineConfig", "Report", "ShardedTensor", "Unit", "engine_of", "slot_of"]

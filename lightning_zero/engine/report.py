@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -62,7 +62,11 @@ class Report:
         replicated: bytes of model states per rank under DDP, which keeps all of them on every rank.
         units: number of elements by unit name, in the order of the plan; the root unit's name is "".
         device_memory: the memory used by torch's allocator on this rank's device, for the whole process; None on a CPU.
+        WORKING_BUFFERS: the categories that are not model states: gathered parameters, gradients that are not reduced
+            yet, and partitioned inputs of checkpointed modules.
     """
+
+    WORKING_BUFFERS: ClassVar = ("gathered", "reduction", "activations")
 
     stage: int
     world_size: int
@@ -86,11 +90,6 @@ class Report:
         """Elements of parameters and gradients communicated per optimizer step."""
         moved = self.elements.get("all_gather", 0) + self.elements.get("reduce_scatter", 0)
         return moved / max(self.steps, 1)
-
-
-WORKING_BUFFERS = ("gathered", "reduction", "activations")
-"""Categories of a report that are not model states: gathered parameters, gradients that are not reduced yet, and
-partitioned inputs of checkpointed modules."""
 
 
 class Offloaded(NamedTuple):

@@ -10,8 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_zero.engine.compat import tree_leaves, tree_map
-from lightning_zero.engine.config import NothingToCompressError, stages_allowed
+from lightning_zero.engine import compat, config
 from lightning_zero.io.sizes import in_gb
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
@@ -146,7 +145,7 @@ def make_plans(
         is_partitioned = recompute == "partitioned"
         if stage == 0 and (offload != "none" or recompute or within or compress or together):
             continue
-        if (stage and stage not in stages_allowed(within, compress)) or (within is not None and together):
+        if (stage and stage not in config.stages_allowed(within, compress)) or (within is not None and together):
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
@@ -162,7 +161,7 @@ def make_plans(
         }
         try:
             run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
-        except NothingToCompressError as error:
+        except config.NothingToCompressError as error:
             within_groups = f" with shard_within={within!r}," if within is not None else " with"
             reason = f"zero{stage}{_SUFFIXES[offload]}{within_groups} {error}"
             left_out += [reason] if reason not in left_out else []
@@ -211,7 +210,7 @@ def make_plans(
 
 def samples_of(batch: Any) -> int | None:
     """The common size of the first dimension of a batch's tensors; None if the sizes differ."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    sizes = {leaf.shape[0] for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -228,7 +227,7 @@ def resized(batch: Any, samples: int) -> Any:
             "--micro-batch out, and pass a batch of the size that you want to plan."
         )
     copies = -(-samples // now)
-    return tree_map(
+    return compat.tree_map(
         lambda leaf: (
             leaf.repeat(copies, *[1] * (leaf.dim() - 1))[:samples] if isinstance(leaf, Tensor) and leaf.dim() else leaf
         ),

@@ -19,12 +19,7 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of, identity
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.tensor_parallel import TENSOR
-from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
-from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.residency import Medium
-from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine import Ledger, become, compat, process_group, tensor_parallel
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event, Recorder
@@ -119,7 +114,7 @@ class _PlannedZero(_Planned):
     def setup_environment(self) -> None:
         self.ranks.make_mesh()
         if self.ranks.mesh is not None:
-            self._recorder.group = self.ranks.mesh[TENSOR].get_group()
+            self._recorder.group = self.ranks.mesh[tensor_parallel.TENSOR].get_group()
         super().setup_environment()  # type: ignore[misc]
 
     @property
@@ -135,25 +130,20 @@ class _PlannedZero(_Planned):
         """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
     def offloaded(self) -> tuple[int, int, int]:
-        at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
-        on_host = sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
-        files = [bucket.states for bucket in self.engine.buckets if bucket.states is not None]
-        largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
+        on_host, largest, on_disk = self.engine.offloaded()
         kept = 0
         if self.options.resilience is not None:  # type: ignore[attr-defined]
-            leaves = tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
+            leaves = compat.tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
             rank: int = self.global_rank  # type: ignore[attr-defined]
             entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
             # two generations in shared memory, and the copy from which a save writes
             kept = 3 * sum(entry.nbytes for entry in entries.values())
-        return on_host, BUFFERS * largest + kept, sum(states.nbytes for states in files)
+        return on_host, BUFFERS * largest + kept, on_disk
 
     def most_loaded(self, rank: int) -> int:
         # shards have unequal sizes only in buckets whose parameters stay whole
-        layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
-        size = self.engine.communicator.size if layouts else 0
-        loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(size)]
-        return max([rank, *range(size)], key=loads.__getitem__) if layouts else rank
+        loads = self.engine.owned_numels()
+        return max([rank, *range(len(loads))], key=loads.__getitem__)
 
 
 class _PlannedDDP(_Planned):
@@ -207,8 +197,10 @@ class _PlannedDDP(_Planned):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        states = tree_leaves([list(each.state.values()) for each in self.optimizers])  # also those of no parameter
-        self.ledger.now["optimizer"] = sum(nbytes_of(value) for value in states if isinstance(value, Tensor))
+        states = compat.tree_leaves(
+            [list(each.state.values()) for each in self.optimizers]
+        )  # also those of no parameter
+        self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))
         return result
 
     def forget_gradients(self) -> None:
@@ -389,14 +381,14 @@ def fake_run(
             if stage is None
             else zero_strategy_of(package, _PlannedZero)(ranks, machines, recorder, transport, stage=stage, **options)
         )
-        mode, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
+        mode, assumptions = compat.FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
         tracker = MemoryTracker(lambda: strategy.ledger.now.copy(), lambda: recorder.on_host)
         strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
         second: Any = type("SecondStep", (_SecondStep, package.Callback), {})(strategy, tracker, recorder, accumulate)
         own = batch
         if not with_values:
-            own = tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
-        tracker.count(tree_leaves(own))
+            own = compat.tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
+        tracker.count(compat.tree_leaves(own))
         with process_group.simulated(rank * together, ranks), strategy.leave_modes:
             trainer = package.Trainer(
                 strategy=strategy,

@@ -7,10 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.simulation import Simulation
-from lightning_zero.engine.compat import FakeTensorMode
+from lightning_zero.engine import Engine, Simulation, compat, process_group
 from lightning_zero.planning.fake_run import leave_meta
 
 TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
@@ -66,7 +63,7 @@ def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
             layers.append(nn.Linear(rest, 1, bias=False, dtype=torch.bfloat16))
     module = _Rows(layers)
     held: dict[str, int] = {}
-    with process_group.simulated(0, ranks), FakeTensorMode(allow_non_fake_inputs=True):
+    with process_group.simulated(0, ranks), compat.FakeTensorMode(allow_non_fake_inputs=True):
         leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
         # Reduce in one chunk: thousands of chunks are slow on fake tensors, and do not change the model states.

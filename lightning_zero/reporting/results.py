@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning_zero.callbacks.measured import ranks_with_data
 from lightning_zero.callbacks.monitor import ZeroMonitor
 from lightning_zero.callbacks.pruning import Pruning
-from lightning_zero.engine import WORKING_BUFFERS, placement
+from lightning_zero.engine import Report, placement
 from lightning_zero.io.tables import show
 
 
@@ -100,7 +100,7 @@ def figures(results: dict[str, Any]) -> list[Figure]:
         found.append(Figure("peak memory a rank", "memory", "not measured"))
     else:
         total = sum(held.values())
-        buffers = sum(held.get(category, 0) for category in WORKING_BUFFERS)
+        buffers = sum(held.get(category, 0) for category in Report.WORKING_BUFFERS)
         found += [
             Figure("model states at the peak", "states", _mb(total - buffers), f"formula {_mb(formula)}"),
             Figure("working buffers at the peak", "", _mb(buffers)),

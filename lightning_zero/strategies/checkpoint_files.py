@@ -12,10 +12,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.objects import Ranks, on_rank_0
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
-from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.process_group import ProcessGroup
-from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
+from lightning_zero.engine import Engine, process_group, sharded_tree
 from lightning_zero.version import __version__
 
 _Result = TypeVar("_Result")
@@ -48,13 +45,13 @@ class CheckpointFiles:
         assembles = options.async_save and options.tensor_parallel_size is None and not reads_values
         return SaveMode.ASSEMBLED if assembles else SaveMode.GATHERED
 
-    def leaf(self, mode: SaveMode, *, keeps: bool) -> Leaf:
+    def leaf(self, mode: SaveMode, *, keeps: bool) -> sharded_tree.Leaf:
         """Return what converts sharded tensors for a checkpoint: to themselves, full (``keeps``) or meta tensors."""
         if mode.keeps_shards:
-            return in_parts
+            return sharded_tree.in_parts
 
         def own(tensor: Tensor) -> Tensor:
-            value = on_cpu(tensor) if keeps else on_meta(tensor)
+            value = sharded_tree.on_cpu(tensor) if keeps else sharded_tree.on_meta(tensor)
             self.saver.made(value, tensor)
             return value
 
@@ -101,19 +98,19 @@ class CheckpointFiles:
         self._strategy.ranks.alike(self.saver.finish)
         group = None
         if job.mode is SaveMode.ASSEMBLED and engine is not None:
-            group = engine.communicator.background_group()
+            group = engine.background_group()
         elif job.mode is not SaveMode.SHARDED:
             job = replace(job, contents=self.gathered(job.contents))
         self.saver.save(job, self.ranks(group))
 
-    def ranks(self, group: ProcessGroup | None = None) -> Ranks:
+    def ranks(self, group: process_group.ProcessGroup | None = None) -> Ranks:
         """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""
         return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0, group)
 
     def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint."""
         leaf = self.leaf(SaveMode.GATHERED, keeps=self._strategy.is_global_zero)
-        return self._strategy.ranks.alike(lambda: walk(dict(checkpoint), leaf, is_in_parts))
+        return self._strategy.ranks.alike(lambda: sharded_tree.walk(dict(checkpoint), leaf, sharded_tree.is_in_parts))
 
     def on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:
         """Call ``act``, which saves objects, on rank 0. The other ranks take part in gathers that the objects need.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pickle import PicklingError
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from torch import Tensor
@@ -13,15 +13,8 @@ from torch import Tensor
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.attempts import store_of_attempt
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import explain, explained, fail, failure, notices, renew
-from lightning_zero.engine.comm.tensor_parallel import device_mesh
+from lightning_zero.engine import Communicator, failures, process_group, store_of_attempt, tensor_parallel
 from lightning_zero.strategies import lightning_internals as internals
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
 _Result = TypeVar("_Result")
 
@@ -41,7 +34,7 @@ class RankGroup:
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
-        self.mesh: DeviceMesh | None = None
+        self.mesh: tensor_parallel.DeviceMesh | None = None
         self.begin_run()
 
     def begin_run(self) -> None:
@@ -68,12 +61,12 @@ class RankGroup:
         """Join the process group, or renew the one in which a run has failed, and create the mesh. Collective."""
         if self.is_single:
             return
-        if internals.distributed_is_initialized() and failure() is not None:
-            renew(**self.group_options)
+        if internals.distributed_is_initialized() and failures.failure() is not None:
+            failures.renew(**self.group_options)
             self.mesh = None  # the mesh's groups have failed, too
         options, strategy = self._group_options_at_start, self._strategy
         internals.init_dist_connection(strategy.cluster_environment, strategy.process_group_backend, **options)
-        notices()
+        failures.notices()
         self.make_mesh()
 
     @property
@@ -117,7 +110,7 @@ class RankGroup:
         """Create the mesh, if the options require one. Collective."""
         if self.mesh_shape is not None and self.mesh is None:
             self.check_mesh()
-            self.mesh = device_mesh(self._strategy.root_device, *self.mesh_shape)
+            self.mesh = tensor_parallel.device_mesh(self._strategy.root_device, *self.mesh_shape)
 
     def check_mesh(self) -> None:
         """Raise a ValueError if the number of ranks does not fit the requested mesh."""
@@ -148,7 +141,7 @@ class RankGroup:
     def blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
         """Context of the operation ``what``, which waits for other ranks. If a rank fails, the error says why."""
         communicator = self.communicator
-        with communicator.waiting(what, everyone) if communicator is not None else explained(what):
+        with communicator.waiting(what, everyone) if communicator is not None else failures.explained(what):
             yield
 
     def barrier(self, name: str | None) -> None:
@@ -205,7 +198,7 @@ class RankGroup:
         Args:
             is_shared: whether every rank raises the exception at the same time, so that the others need no notice.
         """
-        explain(exception)
+        failures.explain(exception)
         if self.ended_by is not None:
             return
         self.ended_by, self.is_cut_off = str(exception), not self.is_single
@@ -214,4 +207,4 @@ class RankGroup:
             rank = f"rank {self._strategy.global_rank}"
             updates = [engine.updates for engine in self._strategy.engines]
             state = f"{rank} is updating" if None in updates else updates
-            self.have_all_failed = fail(f"{rank} failed with {type(exception).__name__}: {first[:500]}", state)
+            self.have_all_failed = failures.fail(f"{rank} failed with {type(exception).__name__}: {first[:500]}", state)

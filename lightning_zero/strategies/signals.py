@@ -15,8 +15,7 @@ from types import FrameType
 from typing import Any
 
 from lightning_zero.callbacks.restarts import Restarts
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.process_group import named_store, rank, world_size
+from lightning_zero.engine import Communicator, process_group
 from lightning_zero.strategies import lightning_internals as internals
 
 _ASKED = "asked to end"
@@ -32,8 +31,8 @@ class Signals:
         self._restarts = restarts
         run = f"without/{next(_runs)}" if communicator is None else communicator.everyone.name
         self._is_asked_to_end = self._is_asked_to_requeue = False
-        self._rank, self._size = rank(), world_size()
-        self._store = named_store(f"lightning_zero/signals/{run}")
+        self._rank, self._size = process_group.rank(), process_group.world_size()
+        self._store = process_group.named_store(f"lightning_zero/signals/{run}")
         self._next_look = 0.0  # when to look next whether another rank was asked to end
         self._loops = self._batches = 0
 

@@ -21,10 +21,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAM
 from lightning_zero.checkpoint.objects import snapshot
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
-from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
-from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
+from lightning_zero.engine import Engine, deferred_param, engine_of, sharded_tree, tensor_parallel
 from lightning_zero.io.names import listed
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
@@ -99,7 +96,7 @@ class TrainerCheckpoints:
         """How a checkpoint is saved: tensors that the project's hooks read must be gathered before."""
         return SaveMode.SHARDED if self._is_for_restart else self._files.mode(reads_values=self._has_hooks)
 
-    def _leaf(self, mode: SaveMode) -> Leaf:
+    def _leaf(self, mode: SaveMode) -> sharded_tree.Leaf:
         """Return what converts tensors that the project's hooks read. With hooks, every rank needs the values."""
         return self._files.leaf(mode, keeps=self._strategy.is_global_zero or self._has_hooks)
 
@@ -119,11 +116,11 @@ class TrainerCheckpoints:
         state = ordinary()
         for name in self._left_out & set(state):
             del state[name]
-        return walk(state, self._in_full, is_dtensor)
+        return sharded_tree.walk(state, self._in_full, tensor_parallel.is_dtensor)
 
     def _in_full(self, tensor: Tensor) -> Tensor:
         """Return a DTensor's full value on ranks that need it, and a meta tensor on the others. Collective."""
-        return self._leaf(SaveMode.GATHERED)(in_full(tensor))
+        return self._leaf(SaveMode.GATHERED)(tensor_parallel.in_full(tensor))
 
     @property
     def _left_out(self) -> set[str]:
@@ -141,8 +138,8 @@ class TrainerCheckpoints:
             return {}
         engine = self._strategy.engine
         if engine is None or is_absent(optimizer):
-            return walk(ordinary(optimizer), self._in_full, is_dtensor)
-        with engine.rendezvous.have_met() if self._is_for_restart else nullcontext():
+            return sharded_tree.walk(ordinary(optimizer), self._in_full, tensor_parallel.is_dtensor)
+        with engine.have_met() if self._is_for_restart else nullcontext():
             return engine.full_optimizer_state_dict(optimizer, leaf=self._leaf(self._mode))
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, ordinary: Callable[..., None]) -> bool:
@@ -334,9 +331,9 @@ class TrainerCheckpoints:
         about = checkpoint.get(CHECKPOINT_KEY, {})
         self._let_frozen_be_missing(about)
         check_module(module, checkpoint["state_dict"], strict)
-        with taking_values(module, is_deferred) as targets:
+        with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
             ordinary(checkpoint, strict)
-        give_values(targets, wait=True)
+        deferred_param.give_values(targets, wait=True)
         if self._loaded is None:  # otherwise a callback is restoring a checkpoint of this run
             self._loaded = checkpoint.get(CHECKPOINT_KEY)
         masters = about.get("masters", {})
