@@ -166,6 +166,11 @@ def be_late():
     return full
 
 
+def test_a_slow_rank_is_waited_for(run_on):
+    first, second = run_on(2, be_late)
+    assert first == second > 0
+
+
 @little_patience()
 def be_slow_to_transfer():
     """All ranks wait, and for different collectives, but each has begun both: the transfers take long."""
@@ -179,11 +184,6 @@ def be_slow_to_transfer():
 
 def test_ranks_that_wait_long_for_transfers_are_not_taken_for_a_deadlock(run_on):
     assert run_on(3, be_slow_to_transfer) == [None] * 3
-
-
-def test_a_slow_rank_is_waited_for(run_on):
-    first, second = run_on(2, be_late)
-    assert first == second > 0
 
 
 def miss_the_timeout():
