@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
 import textwrap
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from lightning_zero.engine.comm.attempts import store_of_attempt
 from tests.examples.running import REPOSITORY
+from tests.support import rank
 from tests.support.selection import one_at_a_time
 from tests.support.training import same_tensors
 from tests.support.warm import warm_python
@@ -93,3 +98,33 @@ def test_a_job_without_restarts_left_ends_with_an_error(tmp_path):
     found = run(tmp_path / "job", stage=3, killed=1, attempts=9, restarts=1)
     assert found.returncode != 0 and found.stdout.count("killed at") == 2
     assert time.monotonic() - began < 60
+
+
+def attempt(seconds: float = 30.0) -> str:
+    """Join the group of an attempt, and return a text that only its ranks share."""
+    timeout = timedelta(seconds=seconds)
+    store = store_of_attempt("127.0.0.1", int(os.environ["MASTER_PORT"]), rank(), 2, timeout)
+    store.set(f"said by {rank()}", secrets.token_hex(8))
+    store.wait([f"said by {1 - rank()}"], timeout)
+    return store.get("said by 0").decode() + store.get("said by 1").decode()
+
+
+def attempts_of_which_some_stop() -> list[str]:
+    """An attempt's processes may be killed before they have joined it, and may start in any order."""
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
+    joined = [attempt(), attempt()]
+    for stopped in (0, 1):
+        if rank() != stopped:  # the other rank of this attempt does not start
+            with pytest.raises(RuntimeError):
+                attempt(seconds=0.5)
+        dist.barrier()
+        for late in (0, 1):
+            if rank() == late:
+                time.sleep(0.2)
+            joined.append(attempt())
+    return joined
+
+
+def test_ranks_join_the_ranks_of_their_own_attempt_although_all_attempts_share_a_store(run_on):
+    first, second = run_on(2, attempts_of_which_some_stop)
+    assert first == second and len(set(first)) == 6

@@ -108,7 +108,17 @@ class Watch:
             )
         return (
             "another rank ended, or did not take part in time, or is at another line. Every rank must run the same "
-            f"units in the same order, and the same number of training batches. ({error})"
+            f"units in the same order, and the same number of training batches.{self._trace} ({error})"
+        )
+
+    @property
+    def _trace(self) -> str:
+        """Where to find what each rank has run last, if ranks communicate by NCCL."""
+        if all(backend.name().lower() != "nccl" for backend in process_group.backends_of(self._group)):
+            return ""
+        return (
+            " NCCL's Flight Recorder dumps the last collectives of each rank to the files that TORCH_FR_DUMP_TEMP_FILE "
+            "names; compare them with torchfrtrace."
         )
 
     @property
@@ -123,7 +133,7 @@ class Watch:
 
 def failure() -> str | None:
     """Why the run cannot continue: which rank has failed or was killed, or which ranks are in a deadlock; else None."""
-    return _notices[0].failure if _notices else None
+    return _notices[0].failure if _notices and process_group.is_default(_notices[0].group) else None
 
 
 def reason_soon() -> str | None:

@@ -5,7 +5,7 @@
   which the ranks' timers exchange messages. A suspended process keeps its connections.
 - A rank that has waited for a few seconds writes what it waits for, and which collectives it has begun. Once every rank
   has done so, each rank in a deadlock waits for a collective that another such rank has not begun, and cannot begin
-  before its own wait ends. A rank that is only slow does not write, so it is never taken for part of a deadlock.
+  before its own wait ends. A rank that is only slow does not write, so no deadlock is found.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import util
 from typing import Any, NamedTuple
@@ -31,8 +31,9 @@ PATIENCE = 3.0
 
 _FAILED, _LOST, _LEFT = "failed", "lost", "left"  # kinds of entries in the log
 _MOMENT = 0.5  # seconds within which an entry arrives after its writer's connections have closed
-_LAST_WORDS = 2.0  # seconds that the process with the store waits at its end, so that others can read the log
+_LAST_WORDS = 2.0  # seconds in which the others can read the log at the end of the process with the store
 _FOREVER = timedelta(days=1000)
+_WAS_KILLED = "was killed, or its process has crashed. Its output may say why; the system's log shows if memory ran out"
 
 
 class Wait(NamedTuple):
@@ -40,10 +41,8 @@ class Wait(NamedTuple):
 
     Attributes:
         engine, what: names of the engine and of the collective, the same on every rank.
-        ordinal: 1 for the first collective with these names, and so on; 0 if only some of the members take part, which
-            excludes the wait from deadlock detection.
+        ordinal: 1 for the first collective with these names, and so on; 0 excludes the wait from deadlock detection.
         members: the ranks that take part, as numbered in the default group.
-        since: when it began.
     """
 
     engine: str
@@ -128,7 +127,7 @@ class Notices:
                     entries, self._entries = [json.loads(line) for line in lines[self._entries :]], len(lines)
         except RuntimeError:
             if needs_store and 0 not in self.gone:
-                entries = [(_FAILED, 0, _death_of("the launcher" if uses_agent_store() else "rank 0"))]
+                entries = [(_FAILED, 0, f"{'the launcher' if uses_agent_store() else 'rank 0'} {_WAS_KILLED}")]
         for kind, rank, text in entries:
             if kind != _FAILED:
                 self.gone.add(rank)
@@ -159,41 +158,40 @@ class Notices:
         while not self._is_closed:
             self._wakes.wait(PATIENCE / 3)
             self._wakes.clear()
-            if self.group not in process_group.all_groups():
-                self.close()
-                return
             self._read(needs_store=self.wait is not None)
             with suppress(RuntimeError):
                 self._note()
             if self._ring is not None and self.failure is None:
                 self._meet_neighbours()
+            if self.group not in process_group.all_groups():
+                self.close()
 
     def _meet_neighbours(self) -> None:
-        """Exchange messages with the neighbours in the ring, or find that the process of one has ended."""
+        """Exchange messages with the neighbours in the ring, which fails if a neighbour's process has ended."""
         message, works = torch.zeros(1, device="cpu"), []
         for step, begin in ((1, self._ring.send), (-1, self._ring.recv)):
             neighbour = (self._rank + step) % self._size
             if neighbour not in self.gone:
-                try:
+                with self._reporting_end_of(neighbour):
                     works.append((neighbour, begin([message], neighbour, 0)))
-                except RuntimeError:
-                    self._miss(neighbour)
         for neighbour, work in works:
-            try:
+            with self._reporting_end_of(neighbour):
                 work.wait(_FOREVER)
-            except RuntimeError:
-                self._miss(neighbour)
 
-    def _miss(self, rank: int) -> None:
-        """Report that a rank was killed, unless it has written why it closed its connections."""
-        deadline = time.monotonic() + _MOMENT
-        while not self._is_closed and self.failure is None and rank not in self.gone:
-            self._read(needs_store=self.wait is not None)
-            if time.monotonic() > deadline:
-                self._write(_LOST, rank, _death_of(f"rank {rank}"))
-                self._read()
-                return
-            time.sleep(0.01)
+    @contextmanager
+    def _reporting_end_of(self, rank: int) -> Iterator[None]:
+        """Context for communication with a rank. If it fails, and the rank does not say why, the rank was killed."""
+        try:
+            yield
+        except RuntimeError:
+            deadline = time.monotonic() + _MOMENT
+            while not self._is_closed and self.failure is None and rank not in self.gone:
+                self._read(needs_store=self.wait is not None)
+                if time.monotonic() > deadline:
+                    self._write(_LOST, rank, f"rank {rank} {_WAS_KILLED}")
+                    self._read()
+                    return
+                time.sleep(0.01)
 
     def _note(self) -> None:
         """Write once what this rank waits for, if it has waited for long; then look for a deadlock."""
@@ -237,17 +235,10 @@ class Notices:
             self.fail(
                 f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
                 "order, forward and backward, and the same number of training batches: do not run units, or lines that "
-                "need every rank, inside an 'if' that depends on the rank or its data. "
-                "Ranks may run different numbers of forward passes (without backward) inside 'with "
-                "lightning_zero.uneven_forwards(module):', which every rank must enter."
+                "need every rank, inside an 'if' that depends on the rank or its data. Ranks may run different numbers "
+                "of forward passes (without backward) inside 'with lightning_zero.uneven_forwards(module):', which "
+                "every rank must enter."
             )
-
-
-def _death_of(process: str) -> str:
-    return (
-        f"{process} was killed, or its process has crashed. Its output may say why; the system's log shows whether "
-        "memory ran out"
-    )
 
 
 def _end_waits(reason: str) -> None:
