@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.trees import is_dense
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.optim.state import MasterStates
@@ -204,11 +205,6 @@ def _of_slot(slot: BucketSlot, kind: str, key: Any = None, remembered: int | Non
     if kind == "gradient":
         return slot.parameter.grad
     return slot.derived.get(key) if slot.remembered == remembered else None
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def snapshot(value: Any, constant: Container[Tensor] = ()) -> Any:

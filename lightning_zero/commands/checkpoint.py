@@ -213,7 +213,8 @@ def _import(options: Any) -> None:
 
 
 def _write(opened: Any, options: Any) -> None:
-    from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
+    from lightning_zero.checkpoint.converting import write_full, write_sharded
+    from lightning_zero.checkpoint.trees import bytes_of
 
     total = bytes_of(opened.checkpoint)
     # assembling a checkpoint writes each value twice: first to a temporary file, then to OUT

@@ -18,7 +18,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.saving import entry_of, identity
+from lightning_zero.checkpoint.saving import entry_of
+from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.tensor_parallel import TENSOR
 from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
