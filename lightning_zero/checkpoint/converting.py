@@ -19,18 +19,12 @@ from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
-from lightning_zero.checkpoint.saving import by_name, content_of, identity, write_file, write_folder
+from lightning_zero.checkpoint.saving import by_name, content_of, write_file, write_folder
 from lightning_zero.checkpoint.trees import own_versions, renamed, with_versions
 from lightning_zero.engine import LazyTensor, as_made_of_tensors, compat, sharded_tree
 from lightning_zero.io.labels import new_label
 
 _ALIGNMENT = 64  # bytes, as in torch.save
-
-
-def bytes_of(checkpoint: dict[str, Any]) -> int:
-    """Return the total size of all tensors in bytes, counting tied tensors once."""
-    tensors = (leaf for leaf in compat.tree_leaves(checkpoint) if isinstance(leaf, Tensor))
-    return sum({identity(tensor): compat.nbytes_of(tensor) for tensor in tensors}.values())
 
 
 def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:

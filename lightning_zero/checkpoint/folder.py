@@ -144,16 +144,15 @@ class Folder:
         checksums = sorted(manifest.pieces.items()) if manifest is not None else []
         # distinguishes these contents from any others at the same path
         self._identity = zlib.crc32(data), zlib.crc32(repr(checksums).encode())
-        self._metadata: Metadata | None = metadata
         self._extents: dict[tuple[str, int], Extent] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._others: dict[str, Extent] = {}
         self._known: dict[Any, Layout] = {}
         self._bytes = sum(sizes.values())
-        self._locate(metadata, manifest, sizes)
+        extent_of = self._locate(metadata, manifest, sizes)
+        self._unread: tuple[Metadata, dict[Any, Extent]] | None = (metadata, extent_of)
 
-    def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> None:
-        """Find the extent of each value in the files."""
+    def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> dict[Any, Extent]:
+        """Find the extent of each value in the files, by its name and, for a tensor's piece, its offsets."""
         checksums = {
             (file, offset): (length, crc32)
             for file, pieces in (manifest.pieces if manifest is not None else {}).items()
@@ -174,15 +173,7 @@ class Folder:
             extent = self._extents.setdefault((file, offset), Extent(file, offset, length, crc32, []))
             extent.holds.append(f"{index.fqn} at {tuple(index.offset)}" if any(index.offset or ()) else index.fqn)
             extent_of[index.fqn, None if index.offset is None else tuple(index.offset)] = extent
-        for name, stored in metadata.state_dict_metadata.items():
-            if isinstance(stored, TensorStorageMetadata):
-                self._chunks[name] = self._chunks_of(name, stored, extent_of)
-            elif (name, None) in extent_of:
-                self._others[name] = extent_of[name, None]
-            else:
-                raise self._damaged(f"{name} is missing")
-        if sum(extent.length for extent in self._others.values()) > self._bytes:
-            raise self._damaged("some of its values are stored in the same bytes")
+        return extent_of
 
     def _chunks_of(self, name: str, stored: TensorStorageMetadata, extent_of: Mapping[Any, Extent]) -> list[_Chunk]:
         """Return the pieces of a tensor, each of whose elements must be in exactly one of them."""
@@ -223,9 +214,10 @@ class Folder:
             del tree[CHECKPOINT_KEY]
         tree |= containers
         keys = odd_keys(tree)
-        metadata, self._metadata = self._metadata, None
-        assert metadata is not None
-        for name, value in self._values(metadata):
+        assert self._unread is not None
+        metadata, extent_of = self._unread
+        self._unread = None
+        for name, value in self._values(metadata, extent_of):
             put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
         return with_versions(tree, versions)
 
@@ -233,13 +225,20 @@ class Folder:
         """Return everything but the tensors of models and optimizers."""
         return self._load(REST, self.files.read(REST)) if self._has_rest else {}
 
-    def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    def _values(self, metadata: Metadata, extent_of: Mapping[Any, Extent]) -> Iterator[tuple[str, Any]]:
         by_pieces: dict[Any, LazyTensor] = {}
-        nbytes = 0
+        nbytes = nbytes_of_others = 0
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
-                yield name, self._load(name, self._checked(self._others[name]))
+                if (name, None) not in extent_of:
+                    raise self._damaged(f"{name} is missing")
+                extent = extent_of[name, None]
+                nbytes_of_others += extent.length
+                if nbytes_of_others > self._bytes:
+                    raise self._damaged("some of its values are stored in the same bytes")
+                yield name, self._load(name, self._checked(extent))
                 continue
+            self._chunks[name] = self._chunks_of(name, stored, extent_of)
             read = partial(self._range, name, stored.size, stored.properties.dtype)
             if not stored.size:
                 yield name, read(0, 1).clone().view(())

@@ -7,7 +7,7 @@ from typing import Any
 
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.saving import identity
+from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine import compat
 
 

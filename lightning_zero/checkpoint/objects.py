@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.trees import is_dense
 from lightning_zero.engine import ShardedTensor, places, process_group, sharded_tree
 
 Gather = Callable[[Any], list[Any]]
@@ -138,11 +139,6 @@ class _Leader:
                 f"{what}, or a tensor derived from it, cannot be gathered for an object in the checkpoint, because not "
                 "every rank has it. Make such tensors on every rank (not inside 'if rank == 0:')."
             )
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
-    return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def snapshot(value: Any, constant: Container[Tensor] = ()) -> Any:

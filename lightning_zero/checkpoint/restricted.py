@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
+from lightning_zero.checkpoint.trees import bytes_of
 from lightning_zero.engine import compat
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.untrusted import open_regular
@@ -77,7 +78,7 @@ def load_torch(
                 raise
             is_script = "TorchScript" in str(error)
         else:
-            check_size(_bytes_of(loaded), size)
+            check_size(bytes_of(loaded), size)
             return loaded
     # torch's own message recommends options that would run the file's code, so it must not be this error's context.
     raise ValueError("it is a TorchScript archive" if is_script else "it is not a pickle of plain values")
@@ -147,14 +148,3 @@ def check_size(nbytes: int, size: int) -> None:
     """Refuse tensors whose copies would take far more memory or disk space than a file of this size justifies."""
     if nbytes > _BYTES + _TIMES * size:
         raise UnsafeFileError.of(f"its tensors would take {in_bytes(nbytes)}, but the file has only {in_bytes(size)}")
-
-
-def _bytes_of(loaded: Any) -> int:
-    tensors = [leaf for leaf in compat.tree_leaves(loaded) if isinstance(leaf, Tensor)]
-    return sum({_memory_of(tensor): compat.nbytes_of(tensor) for tensor in tensors}.values())
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -27,7 +27,6 @@ from lightning_zero.checkpoint.saving import (
     content_of,
     device_of,
     entry_of,
-    is_view_of_parameter,
     not_saved,
     raise_first,
     reason_of,
@@ -35,6 +34,7 @@ from lightning_zero.checkpoint.saving import (
     write_file,
     write_folder,
 )
+from lightning_zero.checkpoint.trees import is_view_of_parameter
 from lightning_zero.engine import (
     BackgroundWork,
     LazyTensor,
@@ -123,8 +123,8 @@ class Saver:
         store = self._connected()
         label = new_label()
         # The path is also checked here, so that every rank refuses it before any rank writes to it.
-        everyone = ranks.gather((label, str(job.path), refusal_of(job.path, label) if ranks.rank == 0 else None))
-        label, path, refusal = everyone[0]
+        refusal = refusal_of(job.path, label) if ranks.rank == 0 else None
+        label, path, refusal = ranks.gather((label, str(job.path), refusal))[0]
         if refusal is not None:
             raise not_saved(path, 0, refusal)
         if self._in_background:
@@ -370,9 +370,8 @@ class StoreExchange:
     def __call__(self, value: Any) -> list[Any]:
         """All-gather a small picklable value, and return the values in the order of ranks."""
         number, self._round = self._round, self._round + 1
-        with failures.explained(
-            "The exchange of checkpoint metadata", process_group.DistError
-        ):  # fails if the store's host process ends
+        # fails if the store's host process ends
+        with failures.explained("The exchange of checkpoint metadata", process_group.DistError):
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
             missing = self._wait(f"{number}")
         if missing:

@@ -35,18 +35,17 @@ from lightning_zero.checkpoint.form import (
     VERSIONS,
     Manifest,
 )
-from lightning_zero.checkpoint.objects import ONE_RANK, Ranks, is_dense
-from lightning_zero.checkpoint.trees import expressible, flattened, split, versions_in
-from lightning_zero.engine import (
-    LazyTensor,
-    ShardedTensor,
-    WrapperTensor,
-    chunks,
-    compat,
-    flat_range,
-    own_stream,
-    sharded_tree,
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
+from lightning_zero.checkpoint.trees import (
+    expressible,
+    flattened,
+    identity,
+    is_strided,
+    is_view_of_parameter,
+    split,
+    versions_in,
 )
+from lightning_zero.engine import LazyTensor, ShardedTensor, chunks, compat, flat_range, own_stream
 from lightning_zero.io.names import listed
 
 _StorageInfo, _DCP_VERSION = compat.dcp_internals()
@@ -167,16 +166,6 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = 
     return Content(own, objects, data, paths if ranks.rank == 0 else {})
 
 
-def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor can be written element by element, unlike sparse, nested and quantized tensors."""
-    return is_dense(tensor) and not tensor.is_quantized
-
-
-def is_view_of_parameter(value: Any) -> bool:
-    """Whether a value is a view of a sharded parameter. User code may save such views, which have no shards."""
-    return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
-
-
 def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Replace parameter numbers in an optimizer's state dict with names, as in DCP checkpoints.
 
@@ -201,15 +190,6 @@ def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return an optimizer's parameter names in group order: ``names[id(parameter)]``, or a number if there is none."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
-
-
-def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
-    if isinstance(tensor, ShardedTensor):
-        return sharded_tree.identity(tensor)
-    if isinstance(tensor, LazyTensor) or not is_dense(tensor) or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:

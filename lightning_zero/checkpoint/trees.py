@@ -6,11 +6,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.engine import WrapperTensor, compat
+from lightning_zero.engine import LazyTensor, ShardedTensor, WrapperTensor, compat, sharded_tree
 
 
 def split(value: Any) -> tuple[Any, Any]:
@@ -125,6 +126,39 @@ def _all_in(value: Any) -> Iterator[Any]:
     if isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _all_in(item)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor can be written element by element, unlike sparse, nested and quantized tensors."""
+    return is_dense(tensor) and not tensor.is_quantized
+
+
+def is_view_of_parameter(value: Any) -> bool:
+    """Whether a value is a view of a sharded parameter. User code may save such views, which have no shards."""
+    return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
+
+
+def identity(tensor: Tensor) -> Any:
+    """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
+    if isinstance(tensor, ShardedTensor):
+        return sharded_tree.identity(tensor)
+    if isinstance(tensor, LazyTensor) or not is_dense(tensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def bytes_of(checkpoint: Any) -> int:
+    """Return the total size of all tensors in bytes, counting tied tensors once."""
+    tensors = (leaf for leaf in compat.tree_leaves(checkpoint) if isinstance(leaf, Tensor))
+    return sum({identity(tensor): compat.nbytes_of(tensor) for tensor in tensors}.values())
 
 
 # -- versions of modules, an attribute of state dicts ------------------------------------------------------------------

@@ -18,7 +18,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.saving import entry_of, identity
+from lightning_zero.checkpoint.saving import entry_of
+from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine import Ledger, become, compat, process_group, tensor_parallel
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
@@ -197,9 +198,8 @@ class _PlannedDDP(_Planned):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        states = compat.tree_leaves(
-            [list(each.state.values()) for each in self.optimizers]
-        )  # also those of no parameter
+        # those of no parameter, too
+        states = compat.tree_leaves([list(each.state.values()) for each in self.optimizers])
         self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))
         return result
 
@@ -231,10 +231,11 @@ class FakeRun:
             run.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps.
-        disk_bytes: bytes of states on a disk.
+        disk_bytes: bytes offloaded to a disk.
         traffic: bytes of communicated buffers per step, by kind of collective.
         leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
         numel: number of elements in all parameters.
+        replicas: number of ranks that compute different batches; with tensor parallelism fewer than all ranks.
         events: events of the step; see ``replay``.
         assumptions: values assumed where the project reads tensors, since fake tensors have no values; and parts of the
             project that did not run.
@@ -247,6 +248,7 @@ class FakeRun:
     traffic: dict[str, int]
     leaving: int
     numel: int
+    replicas: int
     events: list[Event]
     assumptions: tuple[str, ...]
 
@@ -315,18 +317,15 @@ class _SecondStep:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context that hides Python warnings and Lightning's log messages below the level ERROR."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    """Context that hides Python warnings, and log messages below the level ERROR."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
             yield
-    finally:
-        for logger, level in zip(loggers, before):
-            logger.setLevel(level)
+        finally:
+            logging.disable(before)
 
 
 @quiet()
@@ -364,9 +363,11 @@ def fake_run(
     Raises:
         ValueError: if the module cannot be built on the meta device, or ``machines`` does not divide ``ranks``.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1.")
     if machines < 1 or ranks % machines:
         raise ValueError(f"machines={machines} must be at least 1 and divide the number of ranks, {ranks}.")
-    together = options.get("tensor_parallel_size") or 1
+    together = (stage and options.get("tensor_parallel_size")) or 1
     if together == "auto":
         together = options["tensor_parallel_size"] = ranks // machines
     crosses = together > ranks // machines  # tensor-parallel ranks are consecutive
@@ -420,6 +421,7 @@ def fake_run(
             traffic=second.traffic,
             leaving=round(sum(event.leaving for event in second.events)),
             numel=sum(parameter.numel() for parameter in module.parameters()),
+            replicas=ranks // together,
             events=second.events,
             assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),
         )

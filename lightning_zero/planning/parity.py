@@ -101,8 +101,9 @@ def probe(
             trainer.fit(copy.deepcopy(module), DataLoader(_Shares(batches), batch_size=None))
             return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
 
+    ours = {stage: zero(stage=stage, start_method="fork", **options) for stage in stages}
     ddp = recorded(package.strategies.DDPStrategy(start_method="fork", find_unused_parameters=True))
-    return [_compared(stage, ddp, recorded(zero(stage=stage, start_method="fork", **options))) for stage in stages]
+    return [_compared(stage, ddp, recorded(strategy)) for stage, strategy in ours.items()]
 
 
 _Step = dict[str, Tensor]
