@@ -377,11 +377,12 @@ def fake_run(
         """Run as a rank along the data-parallel dimension; return the result, and the rank that holds the most."""
         module, recorder = _made_on_meta(make_module), Recorder(together, leaving)
         package = package_of(module)
-        strategy: Any = (
-            type("DDPStrategy", (_PlannedDDP, package.strategies.SingleDeviceStrategy), {})(ranks, machines, recorder)
-            if stage is None
-            else zero_strategy_of(package, _PlannedZero)(ranks, machines, recorder, transport, stage=stage, **options)
-        )
+        if stage is None:
+            ddp = type("DDPStrategy", (_PlannedDDP, package.strategies.SingleDeviceStrategy), {})
+            strategy: Any = ddp(ranks, machines, recorder)
+        else:
+            zero = zero_strategy_of(package, _PlannedZero)
+            strategy = zero(ranks, machines, recorder, transport, stage=stage, **options)
         mode, assumptions = compat.FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
         tracker = MemoryTracker(lambda: strategy.ledger.now.copy(), lambda: recorder.on_host)
         strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
@@ -407,14 +408,10 @@ def fake_run(
             trainer.fit(module, _Batches(own, 2 * accumulate))
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
-        peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
-        peak.pop("host", None)
-        peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
-        peak["parameters"] -= offloaded
         if stage is not None and transport != "nccl":
             assumptions.made[_freed_memory(module)] = None
         run = FakeRun(
-            peak_bytes=peak,
+            peak_bytes=_peak_of(tracker, offloaded),
             report_peak=second.report_peak,
             host_bytes=tracker.host_peak + offloaded + buffers,
             disk_bytes=on_disk,
@@ -429,6 +426,15 @@ def fake_run(
 
     run, most_loaded = run_as(0)
     return run if most_loaded == 0 else run_as(most_loaded)[0]
+
+
+def _peak_of(tracker: MemoryTracker, offloaded: int) -> dict[str, int]:
+    """Bytes on the device at the peak, by category; the ledger counts ``offloaded`` bytes among the parameters."""
+    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
+    peak.pop("host", None)
+    peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
+    peak["parameters"] -= offloaded
+    return peak
 
 
 def _freed_memory(module: nn.Module) -> str:
