@@ -291,9 +291,7 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "the module was deleted"
-        return module
+        return self._optimizers.module
 
     @property
     def buckets(self) -> list[Bucket]:
