@@ -32,7 +32,8 @@ from torchmetrics import MeanMetric
 from torchmetrics.text import Perplexity
 
 import lightning_zero  # also registers the strategies, so that `trainer.strategy=zero2` works as well
-from lightning_zero.monitoring import ZeroMonitor, report
+from lightning_zero.monitoring import ZeroMonitor
+from lightning_zero.reporting import results
 from lightning_zero.zoo.supervised import groups_of
 
 
@@ -298,8 +299,7 @@ def main(config: DictConfig) -> None:
         if trainer.is_global_zero:
             save(module.network, tokenizer, folder)
     if trainer.is_global_zero:
-        results = report.collect(trainer, monitor, metrics, best)
-        report.write_report(folder, results, module.sample)
+        results.write_report(folder, results.collect(trainer, monitor, metrics, best), module.sample)
         print("model", folder / "model", flush=True)
     trainer.strategy.barrier()
     (saved,) = trainer.validate(make_module(partial(load_pretrained, folder / "model")), data, verbose=False)

@@ -14,8 +14,15 @@ from lightning_zero import monitoring as monitoring
 from lightning_zero import pruning as pruning
 from lightning_zero.callbacks.restarts import ResilienceConfig
 from lightning_zero.checkpoint.weights import load_weights
-from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
-from lightning_zero.engine.config import CompressionConfig, OffloadConfig
+from lightning_zero.engine import (
+    CompressionConfig,
+    OffloadConfig,
+    full_grad,
+    full_optimizer_state,
+    full_parameters,
+    shard_of,
+    uneven_forwards,
+)
 from lightning_zero.planning.automatic import ZeroAutoStrategy
 from lightning_zero.strategies.trainer import ZeroStrategy
 from lightning_zero.version import __version__

@@ -7,8 +7,7 @@ import pytorch_lightning
 from pytorch_lightning import Callback
 from pytorch_lightning.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 
-from lightning_zero import pruning
-from lightning_zero.monitoring import callback, non_finite
+from lightning_zero.callbacks import monitor, non_finite, pruning
 from lightning_zero.planning import automatic
 from lightning_zero.strategies import trainer
 
@@ -23,8 +22,8 @@ class ZeroAutoStrategy(automatic.AutomaticStrategy, ParallelStrategy):  # type: 
     lightning: ClassVar[ModuleType] = pytorch_lightning
 
 
-class ZeroMonitor(callback.Monitor, Callback):  # type: ignore[misc]
-    __doc__ = callback.Monitor.__doc__
+class ZeroMonitor(monitor.Monitor, Callback):  # type: ignore[misc]
+    __doc__ = monitor.Monitor.__doc__
 
 
 class FindNonFinite(non_finite.Finder, Callback):  # type: ignore[misc]

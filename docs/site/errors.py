@@ -14,7 +14,7 @@ AREAS = {
     "checkpoint": "Checkpoints",
     "convert": "Checkpoints of other libraries",
     "planning": "Plans",
-    "monitoring": "Monitoring",
+    "callbacks": "Callbacks",
     "reporting": "Reports",
     "commands": "Commands",
 }

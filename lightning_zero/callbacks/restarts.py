@@ -24,7 +24,7 @@ import stat
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,10 +43,10 @@ from lightning_zero.checkpoint.form import MANIFEST, Manifest
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
-from lightning_zero.engine.config import config_of
-from lightning_zero.engine.init.sources import listed
 from lightning_zero.io.annotations import check_fields, shown
 from lightning_zero.io.disk import make_own_folder
+from lightning_zero.io.names import listed
+from lightning_zero.io.options import config_of
 from lightning_zero.io.paths import write_anew
 
 _MEMORY = "/dev/shm"
@@ -54,11 +54,6 @@ _FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when 
 _MESSAGE = 2**26  # maximum size of a message between machines, in bytes
 _PATIENCE = 15.0  # seconds to wait for the processes of an earlier attempt to end
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
-
-_REMOVED = {
-    "path": "states are kept in /dev/shm. Leave path out; in a container, --shm-size gives more room",
-    "deaths_at_one_step": "the launcher counts restarts. Write torchrun --max-restarts=3 instead",
-}
 
 
 @dataclass(frozen=True)
@@ -72,7 +67,7 @@ class ResilienceConfig:
             run id.
 
     Raises:
-        ValueError: if a value is not allowed, or a field no longer exists.
+        ValueError: if a value is not allowed.
 
     Example:
         >>> resilience = lightning_zero.ResilienceConfig(every_n_steps=5)
@@ -81,10 +76,6 @@ class ResilienceConfig:
 
     every_n_steps: int = field(default=20, metadata={"least": 1})
     job: str | None = None
-
-    def __new__(cls, *_: Any, **given: Any) -> ResilienceConfig:
-        _refuse_removed(given)
-        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_fields(self, "resilience: ")
@@ -101,16 +92,8 @@ def resilience_config(resilience: Any) -> ResilienceConfig | None:
     Raises:
         ValueError: for any other value.
     """
-    if isinstance(resilience, Mapping):
-        _refuse_removed(resilience)
     value = ResilienceConfig() if isinstance(resilience, str) and resilience == "memory" else resilience
     return config_of("resilience", value, ResilienceConfig, ["memory"])
-
-
-def _refuse_removed(given: Mapping[str, Any]) -> None:
-    for name, instead in _REMOVED.items():
-        if name in given:
-            raise ValueError(f"resilience: the field {name!r} no longer exists, since {instead}.")
 
 
 def name_of_job() -> str | None:
@@ -287,31 +270,30 @@ class Restarts:
                 for folder in (os.path.dirname(job), job, self._folder):
                     make_own_folder(folder)
 
+    def _make_place(self) -> tuple[str, int, int]:
+        """Create this rank's folder, and return what identifies it among the folders of all ranks."""
+        self._make_folders()
+        found = os.stat(self._folder)
+        return Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
+
     def _agree_on_places(self, path: str) -> tuple[list[Any], str]:
         """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it.
 
         Returns:
             By rank, what identifies its folder; and a name for this attempt of the job.
         """
-        error = place = None
+        ranks = self._strategy.ranks
         try:
-            self._make_folders()
-            found = os.stat(self._folder)
-            place = Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
-        except OSError as raised:
-            error = f"on rank {self._rank}: {raised}"
-        everyone = self._strategy.all_gather_values((place, secrets.token_hex(8)))
-        places = [each for each, _ in everyone]
-        if path not in _jobs and error is None and self._rank == places.index(place):
-            try:
-                _lock(path, _PATIENCE)  # until this process ends
-            except OSError as raised:
-                error = f"on rank {self._rank}: {raised}"
-        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+            place = ranks.alike(self._make_place)
+            everyone = ranks.all_gather_values((place, secrets.token_hex(8)))
+            places = [each for each, _ in everyone]
+            locks = path not in _jobs and self._rank == places.index(place)
+            ranks.alike(lambda: _lock(path, _PATIENCE) if locks else None)  # until this process ends
+        except OSError as error:
             raise ValueError(
-                f"resilience: {path} cannot be used ({errors[0]}). Remove it, or write "
+                f"resilience: {path} cannot be used ({error}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
-            )
+            ) from None
         return places, everyone[0][1]
 
     def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
@@ -341,11 +323,11 @@ class Restarts:
 
     def _sources(self, weights_only: bool | None) -> list[Source]:
         """Return the states that earlier attempts have left, in the order to try them."""
-        self._held = self._strategy.all_gather_values(self._generations() if self._leads else {})
+        self._held = self._strategy.ranks.all_gather_values(self._generations() if self._leads else {})
         steps = {step for found in self._held for step in found}
         sources = [Source(step, True, self._path_of(step)) for step in steps]
         on_disk = self._checkpoints(weights_only) if self._rank == 0 else []
-        return sorted([*sources, *self._strategy.all_gather_values(on_disk)[0]], reverse=True)
+        return sorted([*sources, *self._strategy.ranks.all_gather_values(on_disk)[0]], reverse=True)
 
     def _path_of(self, step: int) -> str:
         return os.path.join(self._folder, f"step-{step}")
@@ -404,7 +386,7 @@ class Restarts:
                 sender = next(rank for rank, names in files.items() if name in names)
                 receives = self._leads and name not in files[self._rank]
                 error = self._send(os.path.join(source.path, name), sender, receives) or error
-        if errors := [each for each in self._strategy.all_gather_values(error) if each is not None]:
+        if errors := [each for each in self._strategy.ranks.all_gather_values(error) if each is not None]:
             raise DamagedCheckpointError(f"{source.path} cannot be sent to all machines ({errors[0]}).")
 
     def _send(self, path: str, sender: int, receives: bool) -> str | None:
@@ -521,15 +503,9 @@ class Restarts:
     def save_before_end(self) -> None:
         """Save a checkpoint to disk when a signal ends the job: the states in memory may be lost."""
         self._finish()
-        refusal = None
+        makes_folder = self._rank == 0 and "://" not in self._on_disk
         try:
-            if self._rank == 0 and "://" not in self._on_disk:
-                self._make_folder_on_disk()
-        except OSError as error:
-            refusal = str(error)
-        try:
-            if (refusal := self._strategy.broadcast(refusal)) is not None:
-                raise PermissionError(refusal)
+            self._strategy.ranks.alike(lambda: self._make_folder_on_disk() if makes_folder else None)
             self._strategy.checkpoints.save_last(self._at_end)
         except Exception as error:  # for example, if another rank has been killed meanwhile
             rank_zero_warn(f"{error} A signal is ending this job, and its state is kept only in {self._folder}.")

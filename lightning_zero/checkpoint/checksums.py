@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.engine.init.sources import listed
+from lightning_zero.io.names import listed
 
 ADVICE = "Load another checkpoint, or copy this one again from an intact source."
 NO_CHECKSUM = -1

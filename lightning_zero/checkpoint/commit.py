@@ -15,6 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.io.disk import Appender
 from lightning_zero.io.labels import LABEL, is_left_over, new_label
+from lightning_zero.io.names import listed
 from lightning_zero.io.paths import is_folder, remove_path, replace, sync_folder
 
 _OF_A_CHECKPOINT = re.compile(
@@ -69,8 +70,6 @@ class Destination:
         except FileNotFoundError:  # another process has just moved or removed the folder
             return
         kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
-        from lightning_zero.engine.init.sources import listed  # imported here, since this import loads torch
-
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
         if others or set(kinds) == {REST}:  # a folder with only meta.pt may belong to any program
             raise IsADirectoryError(

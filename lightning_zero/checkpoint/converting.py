@@ -21,10 +21,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, write_file, write_folder
 from lightning_zero.checkpoint.trees import own_versions, renamed, with_versions
-from lightning_zero.engine.compat import tree_leaves
-from lightning_zero.engine.optim.kinds import as_made_of_tensors
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tree import walk
+from lightning_zero.engine import LazyTensor, as_made_of_tensors, compat, sharded_tree
 from lightning_zero.io.labels import new_label
 
 _ALIGNMENT = 64  # bytes, as in torch.save
@@ -41,7 +38,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     folder = os.path.dirname(place) if isinstance(fs, LocalFileSystem) else None
     if folder:
         os.makedirs(folder, exist_ok=True)
-    stored = {id(leaf): leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, LazyTensor)}
+    stored = {id(leaf): leaf for leaf in compat.tree_leaves(checkpoint) if isinstance(leaf, LazyTensor)}
     places = {}
     with tempfile.TemporaryFile(dir=folder) as file:
         for key, tensor in stored.items():
@@ -52,7 +49,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
         mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
     # Each tensor gets a storage of its own, since torch.save writes entire storages. Tied names share one tensor.
     mapped = {key: _at(mapping, places[key], tensor) for key, tensor in stored.items()}
-    ready = walk(checkpoint, lambda tensor: mapped[id(tensor)], lambda leaf: isinstance(leaf, LazyTensor))
+    ready = sharded_tree.walk(checkpoint, lambda tensor: mapped[id(tensor)], lambda leaf: isinstance(leaf, LazyTensor))
     ready = as_made_of_tensors(ready)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # numbers stand for unknown names
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
@@ -119,7 +116,7 @@ def _is_optimizers(value: Any) -> bool:
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, Tensor) for leaf in tree_leaves(value))
+    return any(isinstance(leaf, Tensor) for leaf in compat.tree_leaves(value))
 
 
 def with_prefix(opened: OpenedCheckpoint, prefix: str) -> OpenedCheckpoint:

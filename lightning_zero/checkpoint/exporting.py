@@ -22,10 +22,9 @@ from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.trees import identity, is_dense
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import flat_range
+from lightning_zero.engine import LazyTensor, flat_range
 from lightning_zero.io.labels import new_label
+from lightning_zero.io.names import listed
 
 DTYPES = {
     torch.float64: "F64",

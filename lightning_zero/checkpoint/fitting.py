@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.engine.init.deferred_param import taking_values
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
+from lightning_zero.engine import compatibility, deferred_param
+from lightning_zero.io.names import listed
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -20,7 +19,7 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
     own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
     if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
         return
-    with taking_values(module, lambda tensor: not is_lazy(tensor)):
+    with deferred_param.taking_values(module, lambda tensor: not is_lazy(tensor)):
         try:
             module.load_state_dict(copy.copy(state), strict=strict)
         except RuntimeError as error:
@@ -57,7 +56,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
                 f"the optimizer have [{listed(map(str, sizes))}] parameters. Create the optimizer "
                 "as in the run that saved the checkpoint."
             )
-        if not is_torchs_elementwise(type(optimizer)):
+        if not compatibility.is_torchs_elementwise(type(optimizer)):
             continue  # its states may differ in shape from the parameter
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = [index for group in state["param_groups"] for index in group["params"]]

@@ -33,9 +33,9 @@ from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metada
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import check_size, load_torch
 from lightning_zero.checkpoint.trees import check_structure, with_versions
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.plan.chunks import Box, boxes
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine import LazyTensor
+from lightning_zero.engine import chunks as tiling
+from lightning_zero.io.names import listed
 
 
 def _check_is_dcp(path: str, sizes: dict[str, int]) -> None:
@@ -295,13 +295,15 @@ class Folder:
             if tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
                 return tensor.view(-1)[start - chunks[0].start : stop - chunks[0].start]
         out = torch.empty(stop - start, dtype=dtype, device="cpu")
-        wanted = boxes(shape, start, stop)
+        wanted = tiling.boxes(shape, start, stop)
         for chunk in chunks:
             for box in wanted:
                 self._copy(out, start, box, chunk, shape, dtype)
         return out
 
-    def _copy(self, out: Tensor, start: int, box: Box, chunk: _Chunk, shape: torch.Size, dtype: torch.dtype) -> None:
+    def _copy(
+        self, out: Tensor, start: int, box: tiling.Box, chunk: _Chunk, shape: torch.Size, dtype: torch.dtype
+    ) -> None:
         """Copy the intersection of a box and a chunk to ``out``, whose first element has the flat index ``start``."""
         first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
         after = [

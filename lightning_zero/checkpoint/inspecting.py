@@ -8,7 +8,7 @@ from typing import Any
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.trees import identity
-from lightning_zero.engine.compat import nbytes_of
+from lightning_zero.engine import compat
 
 
 @dataclass
@@ -44,5 +44,5 @@ def rows_of(opened: OpenedCheckpoint) -> list[Row]:
         dtype = str(tensor.dtype).removeprefix("torch.")
         tied_to = first if first != name else None
         shape = [tensor.size(0)] + [-1] * (tensor.dim() - 1) if tensor.is_nested else list(tensor.shape)
-        rows.append(Row(name, shape, dtype, nbytes_of(tensor), tied_to))
+        rows.append(Row(name, shape, dtype, compat.nbytes_of(tensor), tied_to))
     return rows

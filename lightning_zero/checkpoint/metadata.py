@@ -22,9 +22,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
-from lightning_zero.engine.compat import dcp_internals
+from lightning_zero.engine import compat
 
-_StorageInfo, _ = dcp_internals()
+_StorageInfo, _ = compat.dcp_internals()
 
 _CLASSES = {
     "torch.distributed.checkpoint.metadata": {

@@ -9,24 +9,15 @@ from __future__ import annotations
 import copy
 import io
 import pickle
-from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Container, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.trees import is_dense
-from lightning_zero.engine.comm.process_group import ProcessGroup
-from lightning_zero.engine.engine import engines
-from lightning_zero.engine.optim.state import MasterStates
-from lightning_zero.engine.state.gradient_shard import ShownGradient
-from lightning_zero.engine.state.slot import BucketSlot, slots_of
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import identity, is_in_parts, on_cpu, on_meta
-from lightning_zero.engine.tensor.wrapper import Reader, reader
+from lightning_zero.engine import ShardedTensor, places, process_group, sharded_tree
 
 Gather = Callable[[Any], list[Any]]
 """All-gather of a picklable value: returns the values in the order of ranks. Collective."""
@@ -35,8 +26,6 @@ OnRank0 = Callable[[Callable[[], Any]], Any]
 """Calls a function on rank 0, while the other ranks join its gathers of sharded tensors (``on_rank_0``). Collective."""
 
 _Result = TypeVar("_Result")
-_Place = tuple[Any, ...]
-"""Identifies a tensor or an optimizer's state on every rank: the engine's name, a kind, and keys for that kind."""
 
 
 def alone(value: Any) -> list[Any]:
@@ -58,7 +47,7 @@ class Ranks:
     rank: int = 0
     gather: Gather = alone
     on_rank_0: OnRank0 | None = None
-    group: ProcessGroup | None = None
+    group: process_group.ProcessGroup | None = None
 
     def on_first(self, act: Callable[[], _Result]) -> _Result | None:
         """Call a function that serialises or copies objects on rank 0; None on the other ranks."""
@@ -88,7 +77,7 @@ def on_rank_0(
             _follow(gather)
         return None
     try:
-        with _reading_by(_Leader(gather, written)):
+        with places.read_by(_Leader(gather, written)):
             return act()
     finally:
         if gather is not None:
@@ -99,7 +88,7 @@ def _follow(gather: Gather) -> None:
     """Take part in rank 0's gathers until rank 0 has finished, even after an error, which is raised at the end."""
     error: Exception | None = None
     while (place := gather(None)[0]) is not None:
-        join = _at(place)
+        join = places.gather_at(place)
         if not all(gather(join is not None)):
             continue
         assert join is not None
@@ -112,17 +101,8 @@ def _follow(gather: Gather) -> None:
         raise error
 
 
-@contextmanager
-def _reading_by(reading: Reader | None) -> Iterator[None]:
-    token = reader.set(reading)
-    try:
-        yield
-    finally:
-        reader.reset(token)
-
-
 class _Leader:
-    """Reads sharded tensors for rank 0, see ``Reader``; sends a tensor's place to the other ranks before a gather."""
+    """Reads sharded tensors for rank 0 (``places.read_by``); before a gather, sends the place to the other ranks."""
 
     def __init__(self, gather: Gather | None, written: Callable[[], Mapping[Any, Tensor]]) -> None:
         self._gather, self._written = gather, written
@@ -130,26 +110,26 @@ class _Leader:
         self._alive: list[Tensor] = []  # so that no identity in ``_values`` is used again
 
     def whole(self, tensor: ShardedTensor) -> Tensor:
-        key = identity(tensor)
+        key = sharded_tree.identity(tensor)
         if key not in self._values:
             self._alive.append(tensor)
-            with _reading_by(None), torch.no_grad():
+            with places.read_by(None), torch.no_grad():
                 value = tensor.whole_at_hand()
                 if value is None:
-                    self._ask(_place_of(tensor), f"'{tensor.slot.name}'")
-                    value = _collected(tensor)
+                    self._ask(places.place_of(tensor), f"'{tensor.slot.name}'")
+                    value = places.collected(tensor)
             value = value.detach().to("cpu", copy=True)
             saved = self._written().get(key)
             is_saved = saved is not None and saved.dtype == value.dtype and torch.equal(saved, value)
             self._values[key] = saved if saved is not None and is_saved else value
         return self._values[key]
 
-    def states(self, states: MasterStates) -> dict[Any, dict[str, Any]]:
-        with _reading_by(None), torch.no_grad():
-            self._ask(_place_of_states(states), f"the state of {type(states.optimizer).__name__}")
-            return states.by_parameter(on_cpu)
+    def states(self, states: Any) -> dict[Any, dict[str, Any]]:
+        with places.read_by(None), torch.no_grad():
+            self._ask(places.place_of_states(states), f"the state of {type(states.optimizer).__name__}")
+            return states.by_parameter(sharded_tree.on_cpu)
 
-    def _ask(self, place: _Place | None, what: str) -> None:
+    def _ask(self, place: places.Place | None, what: str) -> None:
         if self._gather is None:
             return
         if place is not None:
@@ -159,52 +139,6 @@ class _Leader:
                 f"{what}, or a tensor derived from it, cannot be gathered for an object in the checkpoint, because not "
                 "every rank has it. Make such tensors on every rank (not inside 'if rank == 0:')."
             )
-
-
-def _collected(tensor: ShardedTensor) -> Tensor:
-    return tensor.slot.collect(tensor.local).to(tensor.dtype)
-
-
-def _place_of(tensor: ShardedTensor) -> _Place | None:
-    """The place of a tensor; None if other ranks cannot find the tensor, as for a part of an optimizer's state."""
-    slot: Any = tensor.slot
-    engine = slot.bucket.communicator.everyone.name
-    if tensor.is_parameter:
-        return engine, "parameter", slot.name
-    if isinstance(tensor.keep, ShownGradient):
-        return engine, "gradient", slot.name
-    key = next((key for key, each in slot.derived.items() if each is tensor), None)
-    return None if key is None else (engine, "derived", slot.name, key, slot.remembered)
-
-
-def _place_of_states(states: MasterStates) -> _Place | None:
-    for engine in engines():
-        for number, masters in enumerate(engine.masters):
-            if masters.states is states:
-                return engine.communicator.everyone.name, "optimizer", number
-    return None
-
-
-def _at(place: _Place) -> Callable[[], Any] | None:
-    """Return a function that takes part in the gather of the tensor or state at a place; None if there is none."""
-    name, kind, which, *more = place
-    engine = next((each for each in engines() if each.communicator.everyone.name == name), None)
-    if engine is None:
-        return None
-    if kind == "optimizer":
-        return partial(engine.masters[which].states.by_parameter, on_meta) if which < len(engine.masters) else None
-    slots = (slot for bucket in engine.buckets for slot in slots_of(bucket))
-    slot = next((slot for slot in slots if slot.name == which), None)
-    tensor = None if slot is None else _of_slot(slot, kind, *more)
-    return partial(_collected, tensor) if isinstance(tensor, ShardedTensor) else None
-
-
-def _of_slot(slot: BucketSlot, kind: str, key: Any = None, remembered: int | None = None) -> Tensor | None:
-    if kind == "parameter":
-        return slot.parameter
-    if kind == "gradient":
-        return slot.parameter.grad
-    return slot.derived.get(key) if slot.remembered == remembered else None
 
 
 def snapshot(value: Any, constant: Container[Tensor] = ()) -> Any:
@@ -243,7 +177,7 @@ class _Pickler(pickle.Pickler):
         return self._numbers[id(value)]
 
     def _copy_of(self, tensor: Any) -> Tensor:
-        if is_in_parts(tensor):
+        if sharded_tree.is_in_parts(tensor):
             return tensor.ordinary()
         leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
         if not is_dense(leaf):

@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_f
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.trees import check_structure, versions_in, with_versions
-from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
+from lightning_zero.engine import compat
 
 
 @dataclass
@@ -209,18 +209,18 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
         if "unable to mmap" not in str(error):
             raise
     # torch's mapping is writable, so the system reserves memory for it. This fails if the file is larger than memory.
-    with FakeTensorMode():
+    with compat.FakeTensorMode():
         checkpoint = load_torch(files.local_path, weights_only=weights_only)
 
     def mapped(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if not storage.nbytes():
             return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        part = files.part("", offset_in_file(tensor), storage.nbytes())
+        part = files.part("", compat.offset_in_file(tensor), storage.nbytes())
         flat = torch.frombuffer(part, dtype=tensor.dtype)
         return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
 
-    return with_versions(tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
+    return with_versions(compat.tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------------

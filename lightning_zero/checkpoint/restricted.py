@@ -17,11 +17,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
 from lightning_zero.checkpoint.trees import bytes_of
-from lightning_zero.engine.compat import (
-    PyTorchFileReader,
-    allowed_globals,
-    unpickle_weights,
-)
+from lightning_zero.engine import compat
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.untrusted import open_regular
 
@@ -91,11 +87,11 @@ def load_torch(
 def load_tensor(pickled: bytes, storage: Callable[[str], Any]) -> Tensor:
     """Unpickle a tensor from the ``data.pkl`` of an archive; ``storage`` is as for ``unpickle_weights``."""
     with torch.serialization.safe_globals(_allowed(_scanned(pickled, _no_stand_in).names, _no_stand_in)):
-        return unpickle_weights(io.BytesIO(pickled), storage)
+        return compat.unpickle_weights(io.BytesIO(pickled), storage)
 
 
 def _scanned(pickled: bytes | IO[bytes], stand_in: Callable[[str], Any]) -> Scan:
-    default, _ = allowed_globals()
+    default, _ = compat.allowed_globals()
     scan = Scan(default | _PLAIN_TYPES.keys())
     try:
         return scan.run(pickled)
@@ -109,7 +105,7 @@ def _names_in(stream: IO[bytes], size: int, stand_in: Callable[[str], Any]) -> s
     head = stream.read(4)
     stream.seek(0)
     if head == b"PK\x03\x04":
-        reader = PyTorchFileReader(stream)
+        reader = compat.PyTorchFileReader(stream)
         if sum(map(reader.get_record_size, reader.get_all_records())) > size:
             raise UnsafeFileError.of("its records are compressed, which torch.save does not do")
         return _scanned(reader.get_record("data.pkl"), stand_in).names
@@ -124,7 +120,7 @@ def _names_in(stream: IO[bytes], size: int, stand_in: Callable[[str], Any]) -> s
 
 def _allowed(names: set[str], stand_in: Callable[[str], Any]) -> list[Any]:
     """Return (object, name) for each of these names that neither torch nor the user allows yet."""
-    default, users = allowed_globals()
+    default, users = compat.allowed_globals()
     found, unsafe = [], []
     for name in sorted(names - default - users):
         value = stand_in(name) or _PLAIN_TYPES.get(name) or _container(name)

@@ -35,14 +35,15 @@ from lightning_zero.checkpoint.saving import (
     write_folder,
 )
 from lightning_zero.checkpoint.trees import is_view_of_parameter
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
-from lightning_zero.engine.comm.process_group import DistError, Store
-from lightning_zero.engine.optim.kinds import as_made_of_tensors
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import identity, is_in_parts, walk
+from lightning_zero.engine import (
+    BackgroundWork,
+    LazyTensor,
+    ShardedTensor,
+    as_made_of_tensors,
+    failures,
+    process_group,
+    sharded_tree,
+)
 from lightning_zero.io.labels import new_label
 
 log = logging.getLogger(__name__)
@@ -180,28 +181,28 @@ class Saver:
             sharded.append(tensor)
             return _Later(len(sharded) - 1)
 
-        hollow = walk(dict(job.contents), later, is_in_parts)
+        hollow = sharded_tree.walk(dict(job.contents), later, sharded_tree.is_in_parts)
         kept = ranks.on_first(lambda: snapshot(hollow, self._made))
         ranges = [tensor.slot.ranges() for tensor in sharded]
 
         def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
-            with explained(f"Assembling the checkpoint {destination.path} on rank 0"):
+            with failures.explained(f"Assembling the checkpoint {destination.path} on rank 0"):
                 whole = put_together(entries, ranges, ranks, destination.path)
             if ranks.rank == 0:
-                complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
+                complete = sharded_tree.walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
                 write_file(as_made_of_tensors(complete), destination)
 
         return [entry_of(tensor, ranks.rank) for tensor in sharded], write
 
-    def _connected(self) -> Store | None:
+    def _connected(self) -> process_group.Store | None:
         """Return the store for exchanges in the background; None if there is no background or no other rank.
 
         Called before any collective. If the store's host is lost, connecting takes as long as the group's timeout; and
-        a rank that is lost before its lifeline is connected would be waited for without end.
+        a rank that is lost before the ranks notice such losses would be waited for without end.
         """
         if not self._in_background or not process_group.is_initialized():
             return None
-        lifelines_over()
+        failures.notices()
         return own_connection()
 
     def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
@@ -228,7 +229,7 @@ class Saver:
     def made(self, value: Tensor, of: Tensor) -> None:
         """Record that ``value``, the full value of a tensor, will not change: background saves need not copy it."""
         is_parameters = isinstance(of, ShardedTensor) and of.is_parameter
-        self._made[value] = identity(of) if is_parameters else None  # type: ignore[arg-type]
+        self._made[value] = sharded_tree.identity(of) if is_parameters else None  # type: ignore[arg-type]
 
     def made_values(self) -> dict[Any, Tensor]:
         """Return full values of parameters, by the ``identity`` of the sharded tensor."""
@@ -337,7 +338,7 @@ def put_together(
     return whole
 
 
-def own_connection() -> Store:
+def own_connection() -> process_group.Store:
     """Return a second connection to the process group's store, since the main thread may block the first one.
 
     Later saves reuse the connection, since connecting to a store whose host is gone takes as long as the group's
@@ -347,7 +348,7 @@ def own_connection() -> Store:
 
 
 @lru_cache(maxsize=1)
-def _connection(store: Store) -> Store:
+def _connection(store: process_group.Store) -> process_group.Store:
     return process_group.new_connection(store)
 
 
@@ -360,22 +361,23 @@ class StoreExchange:
         abandoned: once set, the exchange waits for other ranks for only a few more seconds.
     """
 
-    def __init__(self, store: Store, name: str, abandoned: Event) -> None:
+    def __init__(self, store: process_group.Store, name: str, abandoned: Event) -> None:
         self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", store)
         self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
-        self._lifelines = lifelines_over()
+        self._notices = failures.notices(collective=False)
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:
         """All-gather a small picklable value, and return the values in the order of ranks."""
         number, self._round = self._round, self._round + 1
-        with explained("The exchange of checkpoint metadata", DistError):  # fails if the store's host process ends
+        # fails if the store's host process ends
+        with failures.explained("The exchange of checkpoint metadata", process_group.DistError):
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
             missing = self._wait(f"{number}")
         if missing:
             raise RuntimeError(
                 f"rank(s) {missing} did not finish a checkpoint: "
-                f"{failure() or 'their processes have ended, or the run has ended'}"
+                f"{failures.failure() or 'their processes have ended, or the run has ended'}"
             )
         return [
             value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
@@ -403,11 +405,11 @@ class StoreExchange:
         missing = [rank for rank in range(self._size) if rank != self._rank]
         pause, lost_since = 1e-3, None
         while True:
-            ended = set(self._lifelines.ended)  # read before the keys, since a rank may write its key and then end
+            ended = set(self._notices.gone)  # read before the keys, since a rank may write its key and then end
             missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
             if not missing or ended.intersection(missing):
                 return missing
-            if self._abandoned.is_set() or failure() is not None:
+            if self._abandoned.is_set() or failures.failure() is not None:
                 lost_since = lost_since or time.monotonic()
                 if time.monotonic() - lost_since > _PATIENCE:
                     return missing

@@ -45,15 +45,10 @@ from lightning_zero.checkpoint.trees import (
     split,
     versions_in,
 )
-from lightning_zero.engine.comm.streams import own_stream
-from lightning_zero.engine.compat import dcp_internals, foreach_copy
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.plan.chunks import Box, boxes_of
-from lightning_zero.engine.plan.share import Share
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
+from lightning_zero.engine import LazyTensor, ShardedTensor, chunks, compat, flat_range, own_stream
+from lightning_zero.io.names import listed
 
-_StorageInfo, _DCP_VERSION = dcp_internals()
+_StorageInfo, _DCP_VERSION = compat.dcp_internals()
 _PIECE_BYTES = 2**26
 """Maximum size of a piece in bytes, unless one row is larger: reading a piece takes this much memory."""
 
@@ -76,7 +71,7 @@ class Entry:
     """
 
     names: tuple[str, ...]
-    share: Share
+    share: chunks.Share
     dtype: torch.dtype
     values: Tensor
     start: int
@@ -97,13 +92,13 @@ class Entry:
         return self.stop > self.start or (rank == 0 and not self.shape.numel())
 
     @cached_property
-    def boxes(self) -> list[Box]:
+    def boxes(self) -> list[chunks.Box]:
         """The rectangles that tile the range; for an empty tensor, a single empty rectangle."""
         if not self.shape.numel():
-            return [Box((0,) * len(self.shape), tuple(self.shape), 0)]
-        return boxes_of(self.share, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
+            return [chunks.Box((0,) * len(self.shape), tuple(self.shape), 0)]
+        return chunks.boxes_of(self.share, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
 
-    def piece(self, box: Box) -> Tensor:
+    def piece(self, box: chunks.Box) -> Tensor:
         """Return the values in one rectangle, on the CPU, in a storage of exactly their size."""
         part = flat_range(self.values.detach(), box.start - self.start, box.stop - self.start)
         part = part.to("cpu", self.dtype).resolve_conj().resolve_neg()
@@ -206,7 +201,7 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
         return Entry(names, share, tensor.dtype, tensor.at_rest(), start, stop, is_guarded)
     # Only rank 0 writes a tensor that is not sharded, even if its values differ between ranks.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return Entry(names, Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
+    return Entry(names, chunks.Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
 
 def _alone(part: Tensor) -> Tensor:
@@ -246,12 +241,12 @@ class CopyBuffer:
             sources.append(entry.values.detach().reshape(-1)[: target.numel()])
         if device is None:
             if targets:
-                foreach_copy(targets, sources)
+                compat.foreach_copy(targets, sources)
         else:
             stream = own_stream(device)
             stream.wait_event(after or torch.accelerator.current_stream(device).record_event())
             with stream:
-                foreach_copy(targets, sources, non_blocking=True)
+                compat.foreach_copy(targets, sources, non_blocking=True)
             stream.synchronize()
         return copied
 
@@ -272,7 +267,7 @@ class Written:
 
     file: str
     nbytes: int
-    tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[Box, list[int]]]]]
+    tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[chunks.Box, list[int]]]]]
     objects: dict[str, list[int]]
     rest: dict[str, int | None] | None
 
@@ -400,7 +395,7 @@ def _write(content: Content, destination: Destination, rank: int, leads: bool) -
     return Written(name, stream.position, tensors, objects, rest)
 
 
-def _save_piece(entry: Entry, box: Box, stream: Stream) -> None:
+def _save_piece(entry: Entry, box: chunks.Box, stream: Stream) -> None:
     piece = entry.piece(box)
     if 0 < piece.nbytes <= archives.SMALL:
         stream.write(archives.archived(piece))

@@ -11,11 +11,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.engine.compat import FakeTensor, nbytes_of, tree_leaves
-from lightning_zero.engine.tensor import sharded_tree
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.wrapper import WrapperTensor
+from lightning_zero.engine import LazyTensor, ShardedTensor, WrapperTensor, compat, sharded_tree
 
 
 def split(value: Any) -> tuple[Any, Any]:
@@ -47,7 +43,7 @@ def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]
             is_odd = is_odd or not all(isinstance(key, str) for key in value)
             return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
         # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
-        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in tree_leaves(items))
+        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in compat.tree_leaves(items))
         return items if is_list else value, hollow, is_odd
 
     plain: dict[str, Any] = {}
@@ -161,9 +157,9 @@ def identity(tensor: Tensor) -> Any:
 
 def bytes_of(checkpoint: Any) -> int:
     """Return the total size of all tensors in bytes, counting tied tensors once, and fake tensors not at all."""
-    leaves = tree_leaves(checkpoint)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor))
-    return sum({identity(tensor): nbytes_of(tensor) for tensor in tensors}.values())
+    leaves = compat.tree_leaves(checkpoint)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, compat.FakeTensor))
+    return sum({identity(tensor): compat.nbytes_of(tensor) for tensor in tensors}.values())
 
 
 # -- versions of modules, an attribute of state dicts ------------------------------------------------------------------

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.engine.compat import IncompatibleKeys
-from lightning_zero.engine.init.deferred_param import give_values, may_values_wait, taking_values
-from lightning_zero.engine.init.sources import listed
+from lightning_zero.engine import compat, deferred_param
+from lightning_zero.io.names import listed
 from lightning_zero.io.untrusted import inside
 
 _IN_A_FOLDER = (
@@ -25,7 +24,7 @@ _IN_A_FOLDER = (
 )
 
 
-def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> IncompatibleKeys:
+def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> compat.IncompatibleKeys:
     """Load a file's weights into a module. Call this function on every rank; it does not communicate.
 
     Within ``configure_model`` under ZeRO, the values stay in the file until the module is sharded; then each rank reads
@@ -57,15 +56,15 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         6.0
     """
     state = _read(Path(path))
-    found: list[IncompatibleKeys] = []
+    found: list[compat.IncompatibleKeys] = []
     misshapen = []
-    with taking_values(module, lambda tensor: True) as targets:
+    with deferred_param.taking_values(module, lambda tensor: True) as targets:
 
-        def note(_: nn.Module, keys: IncompatibleKeys) -> None:
+        def note(_: nn.Module, keys: compat.IncompatibleKeys) -> None:
             filled = {id(target.stand_in) for target in targets if target.stand_in.taken is not None}
             named = module.state_dict(keep_vars=True)  # with all names of tied parameters
             keys.missing_keys[:] = [name for name in keys.missing_keys if id(named.get(name)) not in filled]
-            found.append(IncompatibleKeys(list(keys.missing_keys), list(keys.unexpected_keys)))
+            found.append(compat.IncompatibleKeys(list(keys.missing_keys), list(keys.unexpected_keys)))
 
         hook = module.register_load_state_dict_post_hook(note)
         try:
@@ -92,7 +91,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         raise ValueError(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
-    give_values(targets, wait=may_values_wait())
+    deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
     return keys
 
 

@@ -110,7 +110,7 @@ def _export(options: Any) -> None:
     import torch
 
     from lightning_zero.checkpoint.exporting import ExportPaths, export, write_safetensors
-    from lightning_zero.engine.init.sources import listed
+    from lightning_zero.io.names import listed
 
     paths = ExportPaths(options.out)
     if not paths.name.endswith(".safetensors"):

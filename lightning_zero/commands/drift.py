@@ -23,7 +23,7 @@ def parser() -> Parser:
 
 def main(arguments: list[str]) -> int:
     given = parser().parse_args(arguments)
-    from lightning_zero.monitoring.drift import drift_of, read_values
+    from lightning_zero.callbacks.drift import drift_of, read_values
 
     try:
         found = drift_of(read_values(given.reference), read_values(given.recent))

@@ -18,7 +18,7 @@ from torch.cuda import device_count
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from lightning_zero.commands.check import ConfigError, JobFailed
-from lightning_zero.engine.comm import process_group
+from lightning_zero.engine import process_group
 from lightning_zero.strategies.lightning_internals import set_num_threads_if_needed
 
 Job = Callable[[DictConfig], None]

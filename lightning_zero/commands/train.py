@@ -38,9 +38,9 @@ def train(config: DictConfig) -> None:
     from hydra.utils import instantiate
     from lightning.pytorch import Trainer, seed_everything
 
+    from lightning_zero.callbacks.monitor import ZeroMonitor
     from lightning_zero.engine import engine_of
-    from lightning_zero.monitoring import ZeroMonitor, report
-    from lightning_zero.reporting import RunManifest
+    from lightning_zero.reporting import RunManifest, results
 
     sys.stdout = cast(TextIO, OptionalStdout())  # not restored: the process flushes sys.stdout at exit
     # Validating on several ranks is intended, and Lightning itself causes the treespec warning with torch 2.13.
@@ -65,7 +65,7 @@ def train(config: DictConfig) -> None:
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None
     if trainer.is_global_zero:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
-        report.write_report(Path(config.folder), report.collect(trainer, monitor, metrics, best), sample)
+        results.write_report(Path(config.folder), results.collect(trainer, monitor, metrics, best), sample)
 
 
 def job(config: DictConfig) -> float | None:

@@ -32,9 +32,9 @@ from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.trees import renamed, versions_in, with_versions
-from lightning_zero.engine.config import LOW_PRECISION
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine import LazyTensor
+from lightning_zero.engine import config as options
+from lightning_zero.io.names import listed
 from lightning_zero.io.untrusted import inside, open_regular
 
 _MOST_RANKS, _LONGEST_TAG = 2**16, 200
@@ -116,7 +116,7 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
     optimizer = _optimizer_state(folder, [each.get(entry) for each in saved], masters, layouts, is_dealt)
     if optimizer is not None:
         names, checkpoint["optimizer_states"] = [[name.removeprefix(prefix) for name in optimizer[0]]], [optimizer[1]]
-    if any(isinstance(value, Tensor) and value.dtype in LOW_PRECISION for value in model["module"].values()):
+    if any(isinstance(value, Tensor) and value.dtype in options.LOW_PRECISION for value in model["module"].values()):
         own_masters = {name.removeprefix(prefix): value for name, value in trained.items()}
         checkpoint[CHECKPOINT_KEY] = {"masters": own_masters}
 
@@ -355,7 +355,7 @@ def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
     numel, dtype = prod(shape), parts[0].dtype if parts else torch.float32
     if sum(part.numel() for part in parts) < numel:
         raise DamagedCheckpointError(f"{name} is damaged: its files lack some of its {numel} elements.")
-    dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+    dtype = torch.float32 if dtype in options.LOW_PRECISION else dtype
 
     def read(start: int, stop: int) -> Tensor:
         out, first = torch.empty(stop - start, dtype=dtype, device="cpu"), 0

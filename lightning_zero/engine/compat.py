@@ -14,12 +14,13 @@ from __future__ import annotations
 import copyreg
 import sys
 import threading
+import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
 from itertools import chain
 from operator import attrgetter
-from types import CodeType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -303,39 +304,33 @@ def running_calls(module: torch.nn.Module) -> int:
 
 def _running(code: CodeType, of: Any) -> int:
     """The number of calls of a method on the stack whose ``self`` is ``of``."""
-    count, frame = 0, sys._getframe().f_back
-    while frame is not None:
-        count += frame.f_code is code and frame.f_locals.get("self") is of
-        frame = frame.f_back
-    return count
+    return sum(frame.f_code is code and frame.f_locals.get("self") is of for frame in _frames())
 
 
 def calls_on_stack(names: Container[str]) -> Iterator[tuple[str, Any]]:
     """Yield name and first argument (or None) of each call on the stack of a function with one of these names."""
-    frame = sys._getframe().f_back
-    while frame is not None:
+    for frame in _frames():
         code = frame.f_code
         if code.co_name in names:
             yield code.co_name, frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-        frame = frame.f_back
 
 
 def is_within_meta_device() -> bool:
     """Whether the running operator was called within ``torch.device("meta")``; torch disables it for the operator."""
-    frame, context = sys._getframe().f_back, None
-    while frame is not None:
-        if frame.f_code is _device.DeviceContext.__torch_function__.__code__:
-            context = frame.f_locals["self"]  # of several contexts, torch calls the innermost first
-        frame = frame.f_back
-    return context is not None and context.device.type == "meta"
+    enter = _device.DeviceContext.__torch_function__.__code__
+    # of several contexts, torch calls the innermost first
+    contexts = [frame.f_locals["self"] for frame in _frames() if frame.f_code is enter]
+    return bool(contexts) and contexts[-1].device.type == "meta"
 
 
 def is_in_functional_call() -> bool:
     """Whether ``torch.func.functional_call``, which puts other tensors in place of parameters, is on the stack."""
-    frame = sys._getframe().f_back
-    while frame is not None and frame.f_code is not torch.func.functional_call.__code__:
-        frame = frame.f_back
-    return frame is not None
+    return any(frame.f_code is torch.func.functional_call.__code__ for frame in _frames())
+
+
+def _frames() -> Iterator[FrameType]:
+    """The frames of the stack, innermost first."""
+    return (frame for frame, _ in traceback.walk_stack(sys._getframe().f_back))
 
 
 # -- patches -----------------------------------------------------------------------------------------------------------

@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lightning_zero.io.annotations import check_fields, matches, shown
 from lightning_zero.io.disk import is_in_memory
-from lightning_zero.io.names import suggestion
+from lightning_zero.io.options import config_of
 
 Modules = str | type | Iterable[type] | Callable[[str, nn.Module], bool]
 """How an option specifies modules: a keyword, one or several classes, or a predicate of (qualified name, module)."""
@@ -25,8 +25,6 @@ OffloadTarget = Literal["cpu", "nvme"]
 # to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
-Config = TypeVar("Config")
-
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters whose master weights and gradients are in fp32."""
 
@@ -36,6 +34,8 @@ _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.flo
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The options of an engine. Options that can be written in several forms are converted to one form.
+
+    A field's annotation is that form; ``"given"`` in its metadata has the others.
 
     Arguments:
         stage: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too (SC20, section 5). The paper's
@@ -70,7 +70,6 @@ class EngineConfig:
         whole_parameters: whether optimizers of unknown classes need whole parameters. ``True``: yes, so each
             parameter is updated by one rank; ``False``: no, they are elementwise; or a predicate of (name, parameter).
             ``None`` accepts only known classes.
-        allow_any_optimizer: ``True`` means ``whole_parameters=False``, unless ``whole_parameters`` is set.
         compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered;
             autocast would cast them anyway. ``None`` gathers them in their own dtype, like all other parameters.
         handshake_timeout: seconds to wait for the other ranks when user code reads a sharded tensor.
@@ -79,34 +78,37 @@ class EngineConfig:
         TypeError, ValueError: if a value is not allowed.
     """
 
-    stage: int | str = 3
-    offload: OffloadTarget | OffloadConfig | Mapping[str, Any] | None = None
+    stage: int = field(default=3, metadata={"given": str})
+    offload: OffloadConfig | None = field(default=None, metadata={"given": OffloadTarget | Mapping[str, Any]})
     shard_within: Literal["node"] | int | None = field(default=None, metadata={"least": 2})
-    compression: str | CompressionConfig | Mapping[str, Any] | None = None
+    compression: CompressionConfig | None = field(default=None, metadata={"given": str | Mapping[str, Any]})
     units: Modules = "auto"
     unit_numel: int | None = field(default=None, metadata={"least": 0})
     prefetch: int = field(default=1, metadata={"least": 0})
     overlap: bool = True
     reduction_buffers: int = field(default=2, metadata={"least": 1})
-    reduce_dtype: torch.dtype | str | None = None
+    reduce_dtype: torch.dtype | None = field(default=None, metadata={"given": str})
     bucket_numel: int = field(default=2**25, metadata={"least": 1})
     activation_checkpointing: Modules | None = None
     partition_activations: bool = False
     whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
-    allow_any_optimizer: bool = False
     compute_dtype: torch.dtype | None = None
     handshake_timeout: float = field(default=600.0, metadata={"least": 0})
 
     def __post_init__(self) -> None:
-        offload, compression = offload_config(self.offload), compression_config(self.compression)
-        object.__setattr__(self, "stage", stage_number(self.stage))
-        object.__setattr__(self, "reduce_dtype", wire_dtype_of(self.reduce_dtype))
-        object.__setattr__(self, "offload", offload)
-        object.__setattr__(self, "compression", compression)
+        resolved = {
+            "stage": stage_number(self.stage),
+            "offload": offload_config(self.offload),
+            "compression": compression_config(self.compression),
+            "reduce_dtype": wire_dtype_of(self.reduce_dtype),
+        }
+        for name, value in resolved.items():
+            object.__setattr__(self, name, value)
         _check_modules("units", self.units, "auto")
         if self.activation_checkpointing is not None:
             _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
         check_fields(self)
+        offload, compression = self.offload, self.compression
         if offload is not None and offload.parameters is not None and self.stage != 3:
             raise ValueError(
                 f"offload: parameters={offload.parameters!r} requires stage 3: at stage {self.stage} every rank keeps "
@@ -139,36 +141,12 @@ class EngineConfig:
             )
 
     @property
-    def offloads(self) -> OffloadConfig | None:
-        """``offload`` after its conversion in ``__post_init__``."""
-        assert self.offload is None or isinstance(self.offload, OffloadConfig)
-        return self.offload
-
-    @property
-    def wire_dtype(self) -> torch.dtype | None:
-        """``reduce_dtype`` after its conversion in ``__post_init__``."""
-        assert not isinstance(self.reduce_dtype, str)
-        return self.reduce_dtype
-
-    @property
-    def compresses(self) -> CompressionConfig | None:
-        """``compression`` after its conversion in ``__post_init__``; None if nothing is compressed."""
-        compression = self.compression
-        assert compression is None or isinstance(compression, CompressionConfig)
-        return compression if compression and (compression.parameters or compression.gradients) else None
-
-    @property
     def offloads_optimizer(self) -> bool:
-        return self.offloads is not None and self.offloads.optimizer is not None
+        return self.offload is not None and self.offload.optimizer is not None
 
     @property
     def offloads_to_disk(self) -> bool:
-        return self.offloads is not None and self.offloads.optimizer == "nvme"
-
-    @property
-    def keeps_whole(self) -> bool | Callable[[str, torch.Tensor], bool] | None:
-        """``whole_parameters``; but False if that is None and ``allow_any_optimizer`` is True."""
-        return False if self.whole_parameters is None and self.allow_any_optimizer else self.whole_parameters
+        return self.offload is not None and self.offload.optimizer == "nvme"
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
         """Raise a ValueError if the options do not allow this number of tensor-parallel ranks (None: no mesh)."""
@@ -333,7 +311,7 @@ _COMPRESSIONS = {
 
 
 def compression_config(compression: Any) -> CompressionConfig | None:
-    """Convert the option ``compression`` to a ``CompressionConfig``.
+    """Convert the option ``compression`` to a ``CompressionConfig``; to None if nothing is compressed.
 
     Args:
         compression: None, a name, a ``CompressionConfig``, or a mapping of its fields, as from Hydra.
@@ -343,7 +321,8 @@ def compression_config(compression: Any) -> CompressionConfig | None:
     """
     if isinstance(compression, str):
         compression = _COMPRESSIONS.get(compression, compression)
-    return config_of("compression", compression, CompressionConfig, _COMPRESSIONS)
+    config = config_of("compression", compression, CompressionConfig, _COMPRESSIONS)
+    return config if config is not None and (config.parameters or config.gradients) else None
 
 
 def stages_allowed(shard_within: str | int | None, compression: Any) -> tuple[int, ...]:
@@ -361,28 +340,6 @@ def stages_allowed(shard_within: str | int | None, compression: Any) -> tuple[in
 def name_of_compression(compression: CompressionConfig) -> str:
     """A compression as a user would write it: its name if it has one, otherwise the ``CompressionConfig``."""
     return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
-
-
-def config_of(option: str, value: Any, kind: type[Config], names: Iterable[str]) -> Config | None:
-    """Convert an option's value to the dataclass ``kind``.
-
-    Args:
-        value: None, an instance of ``kind``, or a mapping of its fields, as from Hydra; an empty one means None.
-        names: the names that the option also accepts, which the caller has replaced.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    if value is None or isinstance(value, kind):
-        return value
-    if not isinstance(value, Mapping):
-        allowed = ", ".join(["None", *map(repr, names)])
-        a_config = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"
-        raise ValueError(f"{option}={shown(value)} must be {allowed}, {a_config} or a mapping of its fields.")
-    known = names_of_options(kind)
-    if unknown := sorted(set(value) - set(known), key=str):
-        raise ValueError(f"{option}: {unknown[0]!r} is not an option. The options are {', '.join(known)}.")
-    return kind(**value) if value else None
 
 
 def default_folder() -> str:
@@ -442,20 +399,3 @@ def _check_modules(option: str, wanted: Any, word: str) -> None:
         f"{option}={shown(wanted)} must be {word!r}, a module class or a list of classes ({option}=[Block]), or a "
         f"predicate ({option}=lambda name, module: ...)."
     )
-
-
-def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Check that all given options exist.
-
-    Raises:
-        TypeError: if an option does not exist; the message suggests the nearest name, or lists all names.
-    """
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise TypeError(f"{what} has no option {name!r}: {suggestion(name, known, repr)}")
-
-
-def names_of_options(config: type) -> list[str]:
-    """The names of a dataclass's fields."""
-    return [each.name for each in fields(config)]

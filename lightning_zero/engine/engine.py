@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
@@ -21,17 +24,16 @@ from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
-from lightning_zero.engine.comm.tensor_parallel import TENSOR, check_mesh, is_dtensor, own_share
-from lightning_zero.engine.compat import flatten_weights, not_copied, running_calls
-from lightning_zero.engine.config import EngineConfig, OffloadConfig, check_names, names_of_options
+from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
+from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
+from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
-from lightning_zero.engine.init.host_room import Shortage, check_room, check_room_of_owners, without_room_for_whole
+from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import Initialisation
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
-    Source,
     agree_on_sources,
     check_frozen,
     check_ordinary,
@@ -41,21 +43,28 @@ from lightning_zero.engine.init.sources import (
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers
-from lightning_zero.engine.optimizers import Optimizers
-from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.plan.units import plan_units, share_of, torchscript_parameters
-from lightning_zero.engine.report import Report, report_of
+from lightning_zero.engine.optim.hyperparameters import Hyperparameters
+from lightning_zero.engine.optim.master import restore_digits
+from lightning_zero.engine.optim.masters import Masters
+from lightning_zero.engine.optim.optimizers import Optimizers
+from lightning_zero.engine.plan.placement import Placements, placements_of
+from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, torchscript_parameters
+from lightning_zero.engine.report import Offloaded, Report, formula_bytes, offloaded_in, report_of
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
-from lightning_zero.engine.runtime.activation_offload import activation_store
+from lightning_zero.engine.runtime.activation_offload import ActivationStore, activation_store
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
 from lightning_zero.engine.runtime.join import Join, JoinedMethod
 from lightning_zero.engine.runtime.reducer import GradientReducer
-from lightning_zero.engine.runtime.schedule import Schedule, Unit, in_backward
+from lightning_zero.engine.runtime.schedule import Schedule, Unit
+from lightning_zero.engine.runtime.windows import Windows
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
@@ -87,7 +96,7 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_before_fork)
 
 
-class Engine(Optimizers):
+class Engine:
     """Shards a module in place; afterwards the module is trained as before.
 
     Args:
@@ -106,7 +115,9 @@ class Engine(Optimizers):
         options: fields of ``EngineConfig`` that override those of ``config``: ``Engine(module, optimizers, stage=2)``.
 
     Attributes:
-        buffers_follow: whether the next step's forward begins by copying rank 0's buffers to all ranks.
+        config: the options.
+        placements: how the stage shards parameters, gradients and optimizer state.
+        units: the units in the order of the plan; the root unit is first.
 
     Raises:
         ValueError, TypeError: if the module, the optimizers or the options are not supported; nothing has been changed.
@@ -126,122 +137,47 @@ class Engine(Optimizers):
         simulation: Simulation | None = None,
         **options: Any,
     ) -> None:
-        super().__init__()
         check_names(options, names_of_options(EngineConfig), "Engine")
         self.config = config = replace(config or EngineConfig(), **options)
-        self._mesh = mesh
-        if mesh is not None:
-            check_mesh(mesh)
-        config.check_mesh(mesh[TENSOR].size() if mesh is not None else None)
-        offload = config.offloads
+        self._mesh, self._module = mesh, weakref.ref(module)
         self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
-        check_optimizers(optimizers, config, ranks=world_size(group if mesh is None else None))
-        check_ordinary(module, may_be_divided=mesh is not None)
-        check_memory(module, optimizers)
         self._scripted = torchscript_parameters(module)
-        check_frozen(self._scripted)
+        self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
         if device is not None:
             device = torch.device(device)
             move_own_kinds(module, device)
         plans = plan_units(module, config.units, config.unit_numel)
         device = device or common_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
-
-        self._module = weakref.ref(module)
         if device.type == "cpu":
             let_freed_memory_stay()
         self.ledger = Ledger()
-        self.streams = Streams(device)
         self.phases = Phases(device)
         self._connect(group, device, simulation)
-        self._activations = activation_store(config, self.communicator, self.ledger)
+        self._shared = SharedByBuckets(
+            self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background
+        )
+        activations = activation_store(config, self.communicator, self.ledger)
         self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
-        sources = agree_on_sources(module, self.communicator)
-        initialisers = Initialisation(module, sources).calls
-        self.buffers_follow = True
-        self._is_forward_a_step = True  # whether a call of the module is a step; False once ``window`` is used
-        self._is_window_a_forward = False  # whether a call of the module has opened the outermost window
-        detach_kept_graphs(module)
-        if offload is not None and offload.optimizer == "nvme":
-            assert offload.path is not None
-            self._swap = Swap(os.path.abspath(offload.path), offload.sub_group, simulation)
-        shared = SharedByBuckets(
-            self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, self.background
-        )
-        # At most a quarter of a small model should be reduced at once.
-        share = share_of(module) // self.communicator.tensor.size
-        uncut = assign_to_buckets(config, self.placements, plans, share, optimizers, shared)
-        check_compression(config, uncut, self.communicator)
-        try:
-            self._reserve_room(offload, sources, uncut, bool(optimizers), simulation)
-            materialiser = Materialiser(module, plans, uncut, sources, initialisers, self.communicator, self.rendezvous)
-            buckets = materialiser.run()
-        except BaseException:
-            self._clear_disk()
-            raise
-        for parameter in self._scripted.values():
-            parameter.data = parameter.data.to(device)
-        del sources, uncut  # frees the original values, too; the buckets hold the values now
-        self.units = [Unit(plan, of_unit) for plan, of_unit in zip(plans, buckets)]
-        unsharded = [parameter.detach() for parameter in self._scripted.values()]
-        for tensor in (*module.buffers(), *unsharded):
-            if not is_dtensor(tensor):
-                self.communicator.tensor.broadcast(tensor)
-        self.communicator.copy_from_first(unsharded)
-        self.sync_buffers()
-        self.schedule = Schedule(self.units, config.prefetch if config.overlap else 0)
-        self.schedule.install(module, plans)
-        autograd_patches.install(self.schedule)
-        self._checkpointed = [CheckpointedModule(inner, self._activations) for inner in checkpointed]
-        self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
-        self.reducer = GradientReducer(
-            self.units,
-            self.schedule,
-            self.communicator,
-            self.streams,
-            self.phases,
-            reduce_dtype=config.wire_dtype,
-            chunk_numel=config.bucket_numel,
-            in_flight=config.reduction_buffers,
-            overlap=config.overlap,
-            # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
-            reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
-        )
-        self.set_optimizers(optimizers)
-        # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
-        before = OwnHook(self._before_forward)
-        after = OwnHook(self._after_forward)
-        may_join = module.modules() if self.gathers else ()
-        self._installed: list[Any] = [
-            module.register_forward_pre_hook(before, prepend=True),
-            module.register_forward_hook(after, always_call=True),
-            *self._checkpointed,
-            *(JoinedMethod(self.join, inner) for inner in may_join if JoinedMethod.is_method_of(inner)),
-            self.schedule,
-            self.reducer,
-        ]
+        self.units = self._shard(module, plans, optimizers, simulation)
+        self._share_unsharded(module)
+        self._install(module, plans, optimizers, checkpointed, activations)
         _engines[module] = weakref.ref(self)
         for patch in _NOT_COPIED:
             patch.hold(self)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
-    def _reserve_room(
-        self,
-        offload: OffloadConfig | None,
-        sources: Mapping[str, Source],
-        uncut: Any,
-        has_optimizers: bool,
-        simulation: Simulation | None,
-    ) -> None:
-        """Reserve disk space. Collective. Raise an error on every rank if any rank lacks memory or disk space."""
-        if simulation is None:  # a simulation may be of another host
-            if offload is not None:
-                check_room(offload, sources, uncut, self.communicator, has_optimizers)
-            check_room_of_owners(sources, uncut, self.communicator)
-        if self._swap is not None:
-            reserve_disk(self._swap, uncut, self.communicator)
+    def _check(self, module: nn.Module, optimizers: Sequence[Optimizer], *, ranks: int) -> None:
+        """Raise an error for what this rank alone can recognise as unsupported."""
+        if self._mesh is not None:
+            check_mesh(self._mesh)
+        self.config.check_mesh(self._mesh[TENSOR].size() if self._mesh is not None else None)
+        check_optimizers(optimizers, self.config, ranks=ranks)
+        check_ordinary(module, may_be_divided=self._mesh is not None)
+        check_memory(module, optimizers)
+        check_frozen(self._scripted)
 
     def _connect(self, group: ProcessGroup | None, device: torch.device, simulation: Simulation | None = None) -> None:
         """Make the communicator and the rendezvous, which are closed when the engine is closed or deleted."""
@@ -250,11 +186,112 @@ class Engine(Optimizers):
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
 
+    def _shard(
+        self,
+        module: nn.Module,
+        plans: list[UnitPlan],
+        optimizers: Sequence[Optimizer],
+        simulation: Simulation | None,
+    ) -> list[Unit]:
+        """Shard the module, and return its units. Collective. Nothing is changed before memory and disks are checked.
+
+        The original values are freed on return; the buckets then hold the values.
+        """
+        sources = agree_on_sources(module, self.communicator)
+        initialisers = Initialisation(module, sources).calls
+        detach_kept_graphs(module)
+        offload = self.config.offload
+        if offload is not None and offload.optimizer == "nvme":
+            assert offload.path is not None
+            self._swap = Swap(os.path.abspath(offload.path), offload.sub_group, simulation)
+        # At most a quarter of a small model should be reduced at once.
+        share = share_of(module) // self.communicator.tensor.size
+        try:
+            uncut = assign_to_buckets(self.config, self.placements, plans, share, optimizers, self._shared)
+            check_compression(self.config, uncut, self.communicator)
+            if offload is not None and simulation is None:  # a simulation may be of another host
+                check_room(offload, sources, uncut, self.communicator, has_optimizers=bool(optimizers))
+            if self._swap is not None:
+                reserve_disk(self._swap, uncut, self.communicator)
+            materialiser = Materialiser(module, plans, uncut, sources, initialisers, self.communicator, self.rendezvous)
+            return [Unit(plan, of_unit) for plan, of_unit in zip(plans, materialiser.run())]
+        except BaseException:
+            self._clear_disk()
+            raise
+
+    def _share_unsharded(self, module: nn.Module) -> None:
+        """Copy rank 0's values of parameters that cannot be sharded, and of buffers, to all ranks. Collective."""
+        device, tensor = self.communicator.device, self.communicator.tensor
+        for parameter in self._scripted.values():
+            parameter.data = parameter.data.to(device)
+        unsharded = [parameter.detach() for parameter in self._scripted.values()]
+        for each in (*module.buffers(), *unsharded):
+            if not is_dtensor(each):
+                tensor.broadcast(each)
+        self.communicator.copy_from_first(unsharded)
+
+    def _install(
+        self,
+        module: nn.Module,
+        plans: list[UnitPlan],
+        optimizers: Sequence[Optimizer],
+        checkpointed: list[nn.Module],
+        activations: ActivationStore | None,
+    ) -> None:
+        """Hook the module, so that its forwards gather parameters and its backwards reduce gradients. Collective."""
+        config = self.config
+        self.schedule = Schedule(self.units, config.prefetch if config.overlap else 0)
+        self.schedule.install(module, plans)
+        autograd_patches.install(self.schedule)
+        regions = [CheckpointedModule(inner, activations) for inner in checkpointed]
+        self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
+        self.reducer = GradientReducer(
+            self.units,
+            self.schedule,
+            self.communicator,
+            self._shared.streams,
+            self.phases,
+            reduce_dtype=config.reduce_dtype,
+            chunk_numel=config.bucket_numel,
+            in_flight=config.reduction_buffers,
+            overlap=config.overlap,
+            # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
+            reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
+        )
+        self._windows = Windows(
+            module,
+            self.schedule,
+            self.reducer,
+            self._shared,
+            activations=activations,
+            checkpointed=regions,
+            check=partial(check_frozen, self._scripted),
+        )
+        self.sync_buffers()
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
+        self.set_optimizers(optimizers)
+        # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
+        before = OwnHook(self._before_forward)
+        after = OwnHook(self._after_forward)
+        may_join = module.modules() if self.gathers else ()
+        self._installed: list[Any] = [
+            module.register_forward_pre_hook(before, prepend=True),
+            module.register_forward_hook(after, always_call=True),
+            *regions,
+            *(JoinedMethod(self.join, inner) for inner in may_join if JoinedMethod.is_method_of(inner)),
+            self.schedule,
+            self.reducer,
+        ]
+
+    def _before_forward(self, *_: Any) -> None:
+        self._windows.before_forward(self._optimizers.before_forward)
+
+    def _after_forward(self, _: bool, module: nn.Module, arguments: Any, output: Any) -> None:
+        self._windows.after_forward(output)
+
     @property
     def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "the module was deleted"
-        return module
+        return self._optimizers.module
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -270,23 +307,26 @@ class Engine(Optimizers):
 
     # -- a step -----------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def window(self) -> Iterator[None]:
+    def window(self) -> AbstractContextManager[None]:
         """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
-        self._is_forward_a_step = False
-        self._recover_if_interrupted(running=0)
-        self._check_parameters()
-        windows = self.schedule.windows
-        try:
-            self._open_window(is_step=True)
-            yield
-            self.note_forward()
-        except (KeyboardInterrupt, SystemExit):
-            self._recover(windows + 1)
-            raise
-        finally:
-            if self.schedule.windows > windows:
-                self._close_window()
+        return self._windows.step(self._optimizers.before_forward)
+
+    @property
+    def buffers_follow(self) -> bool:
+        """Whether the next step's forward begins by copying rank 0's buffers to all ranks."""
+        return self._windows.buffers_follow
+
+    @buffers_follow.setter
+    def buffers_follow(self, follow: bool) -> None:
+        self._windows.buffers_follow = follow
+
+    def note_forward(self) -> None:
+        """Set ``buffers_follow`` after a step's forward: like DDP, only if the forward's backward is synchronised."""
+        self._windows.note_forward()
+
+    def sync_buffers(self) -> None:
+        """Broadcast rank 0's buffers, as DDP does. Collective."""
+        self._windows.sync_buffers()
 
     def take_turn(self, position: int | None) -> None:
         """Join uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
@@ -309,66 +349,6 @@ class Engine(Optimizers):
         """Whether a forward communicates with the other ranks."""
         return self.communicator.size > 1 and not all(unit.stays for unit in self.units)
 
-    def _before_forward(self, *_: Any) -> None:
-        self._recover_if_interrupted(running=1)
-        if self.schedule.windows == 0:
-            if torch.is_grad_enabled() and not in_backward():
-                self._check_parameters(in_forward=True)
-            self._is_window_a_forward = True
-        self._open_window(is_step=self._is_forward_a_step)
-
-    def _after_forward(self, _: bool, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._close_window()
-        if self._is_forward_a_step and not self.schedule.windows and output is not None:  # None after an exception
-            self.note_forward()
-
-    def _check_parameters(self, *, in_forward: bool = False) -> None:
-        """Raise if user code has replaced or unfrozen parameters that the engine would then not train."""
-        self.schedule.check_in_place(in_forward=in_forward)
-        check_frozen(self._scripted)
-
-    def _recover_if_interrupted(self, running: int) -> None:
-        """Recover if Ctrl-C or ``sys.exit`` has interrupted a forward outside of ``window``.
-
-        Args:
-            running: how many calls of the module are running, if no call has been interrupted.
-        """
-        if in_backward():
-            return
-        if self.schedule.windows == 0:
-            was_interrupted = any(unit.depth for unit in self.units)
-        else:
-            was_interrupted = self._is_window_a_forward and running_calls(self.module) <= running
-        if was_interrupted:
-            self._recover(0)
-
-    def _recover(self, windows: int) -> None:
-        for checkpointed in self._checkpointed:
-            checkpointed.recover()
-        self.schedule.recover(windows)
-
-    def _open_window(self, *, is_step: bool) -> None:
-        if not in_backward():
-            self.reducer.abort()  # in case an exception ended the last backward
-        if self.schedule.windows == 0:
-            if not in_backward():
-                for masters in self.masters:
-                    masters.recover()
-                if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
-                    self._give_owners()
-                self.streams.begin_forward()
-                if self._activations is not None:
-                    self._activations.begin_forward()
-            if is_step and self.buffers_follow:
-                self.sync_buffers()
-        self.schedule.open_window()
-
-    def _close_window(self) -> None:
-        if self.schedule.windows:
-            self.schedule.close_window()
-        if not self.schedule.windows:
-            self._is_window_a_forward = False
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Context in which stage 1 accumulates gradients locally; stages 2 and 3 still reduce every micro-batch.
@@ -383,30 +363,171 @@ class Engine(Optimizers):
         finally:
             self.reducer.synchronise = before
 
-    def note_forward(self) -> None:
-        """Set ``buffers_follow`` after a step's forward: like DDP, only if the forward's backward is synchronised."""
-        self.buffers_follow = torch.is_grad_enabled() and self.reducer.synchronise
+    # -- optimizers -------------------------------------------------------------------------------------------------
 
-    def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers, as DDP does. Collective."""
-        with torch.no_grad(), self.phases("wait for the other ranks", "buffers of rank 0"):
-            self.communicator.copy_from_first(list(map(own_share, self.module.buffers())))
+    def set_optimizers(self, optimizers: Sequence[Optimizer]) -> None:
+        """Replace the optimizers; this is also possible during a run. Removed optimizers lose their state. Collective.
+
+        Raises:
+            TypeError: if an optimizer cannot be used with this engine (see ``check_optimizers``).
+            OSError: if a disk lacks space for an optimizer's states. After either error, no optimizer is replaced.
+        """
+        self._optimizers.replace(optimizers)
+        self.reducer.hyperparameters = Hyperparameters(optimizers, self.communicator)
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """The optimizers that are still alive."""
+        return self._optimizers.alive
+
+    @property
+    def masters(self) -> list[Masters]:
+        return self._optimizers.masters
+
+    @property
+    def updates(self) -> int | None:
+        """Number of updates of the master weights; None during an update, and after a failed update."""
+        return self._optimizers.updates
 
     # -- looking inside ---------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        return self.communicator.device
+
+    @property
+    def rank(self) -> int:
+        """This rank among all ranks that train the module, tensor-parallel ones included."""
+        return self.communicator.everyone.rank
+
+    @property
+    def tensor_parallel(self) -> TensorParallel:
+        """The ranks over which tensor parallelism divides tensors."""
+        return self.communicator.tensor
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """All-gather a picklable value; the result is in the order of ranks. Collective."""
+        return self.communicator.everyone.control.gather_objects(value)
+
+    def met(self, what: str) -> AbstractContextManager[None]:
+        """Context for reads of sharded tensors that every rank begins now; ``what`` is read, for errors. Collective."""
+        return self.rendezvous.met(what)
+
+    def have_met(self) -> AbstractContextManager[None]:
+        """Like ``met``, but without an exchange, for reads that every rank is known to begin now."""
+        return self.rendezvous.have_met()
+
+    def background_group(self) -> ProcessGroup | None:
+        """A process group for CPU tensors, for the background; None for one rank. The first call is collective."""
+        return self.communicator.background_group()
+
+    def traffic(self) -> Counter[tuple[str, str, str]]:
+        """What collectives have sent so far: numbers by (elements, bytes or calls; kind of collective; link)."""
+        counters = self.communicator.counters
+        each = {"elements": counters.elements, "bytes": counters.bytes, "calls": counters.calls}
+        return Counter({(what, kind, link): n for what, counts in each.items() for (kind, link), n in counts.items()})
+
+    def bytes_saved_by(self, placements: Placements) -> int:
+        """How many bytes of model states a rank would save with other placements, by the paper's formula."""
+        return formula_bytes(self.placements, self.buckets) - formula_bytes(placements, self.buckets)
+
+    def offloaded(self) -> Offloaded:
+        """The bytes of this rank's offloaded states."""
+        return offloaded_in(self.buckets)
+
+    def owned_numels(self) -> list[int]:
+        """By rank, the number of elements of the parameters that an optimizer needs whole, on their owning rank."""
+        layouts = [bucket.layout for bucket in self.buckets if bucket.layout.is_whole]
+        return [sum(layout.shard_numel(rank) for layout in layouts) for rank in range(self.communicator.size)]
 
     def report(self) -> Report:
         """Report the memory in use and the communication so far."""
         for masters in self.masters:
             masters.states.measure()
-        done = {"steps": self._steps, "backwards": self.reducer.backwards}
+        done = {"steps": self._optimizers.steps, "backwards": self.reducer.backwards}
         return report_of(self.placements, self.units, self.communicator, self.ledger, **done)
 
     def reset_counters(self) -> None:
         self.communicator.counters.clear()
-        self._steps = self.reducer.backwards = 0
+        self._optimizers.steps = self.reducer.backwards = 0
 
     def reset_peak(self) -> None:
         self.ledger.reset_peak()
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------------
+
+    def full_state_dict(
+        self, *, leaf: Leaf = on_cpu, module: nn.Module | None = None, without: Collection[str] = ()
+    ) -> dict[str, Any]:
+        """The module's state dict, by default with full (unsharded) tensors on the CPU. Collective.
+
+        Args:
+            leaf: converts each tensor: ``on_cpu``; ``on_meta``, for ranks that join the gathers but write nothing; or
+                ``in_parts``, which leaves tensors sharded, without gathers or copies.
+            module: a submodule; by default, the root module.
+            without: names of entries to omit, which are not gathered. Must be the same on every rank.
+        """
+        with torch.no_grad():
+            state = (module or self.module).state_dict()
+            for name in without:
+                state.pop(name, None)
+            if leaf is in_parts:
+                return state
+            gathers = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in tree_leaves(state))
+            with self.rendezvous.met("the module's state dict") if gathers else nullcontext():
+                return walk(state, leaf)
+
+    def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
+        """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
+
+        For an optimizer that the engine does not shard, each rank returns the optimizer's own state dict.
+
+        Args:
+            leaf: see ``full_state_dict``.
+        """
+        if (masters := self._optimizers.of(optimizer)) is not None:
+            return masters.states.state_dict(leaf)
+        state = optimizer.state_dict()
+        return state if leaf is in_parts else copy.deepcopy(state)
+
+    def masters_by_name(self, *, leaf: Leaf = on_cpu, module: nn.Module | None = None) -> dict[str, Tensor]:
+        """The fp32 master weights of low-precision parameters by name; by default, full tensors on the CPU. Collective.
+
+        Args:
+            leaf: see ``full_state_dict``.
+            module: a submodule, whose parameters are named as in it; by default, the root module.
+        """
+        finer = {
+            name: slot
+            for name, slot in self._slots_by_name(module).items()
+            if slot.bucket.master_dtype != slot.bucket.dtype
+        }
+        masters = {name: ShardedTensor(slot, slot.parameter_at_rest(), keep=self) for name, slot in finer.items()}
+        with self.rendezvous.met("the fp32 masters") if finer and leaf is not in_parts else nullcontext():
+            return walk(masters, leaf)
+
+    def load_masters(self, masters: dict[str, Tensor], *, module: nn.Module | None = None) -> None:
+        """Restore saved fp32 master weights that match the current parameters. Collective.
+
+        A parameter's element that differs from its rounded master weight was changed after the save, so it keeps its
+        value. Parameters that are in fp32 now, but were saved in low precision, regain the precision of their master
+        weights.
+
+        Args:
+            masters: full tensors by parameter name.
+            module: a submodule, to which the names refer; by default, the root module.
+        """
+        for name, slot in self._slots_by_name(module).items():
+            if name in masters:
+                restore_digits(slot, masters[name])
+
+    def _slots_by_name(self, module: nn.Module | None) -> dict[str, BucketSlot]:
+        """Return the slots of a submodule's parameters by their names in it; by default, of the root module's."""
+        slots = [slot for bucket in self.buckets for slot in slots_of(bucket)]
+        if module is None:
+            return {slot.name: slot for slot in slots}
+        names = {id(parameter): name for name, parameter in module.named_parameters()}
+        return {names[id(slot.parameter)]: slot for slot in slots if id(slot.parameter) in names}
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -415,8 +536,8 @@ class Engine(Optimizers):
         self.rendezvous.close()
         self.communicator.close()
         self._connect(None, self.communicator.device)
-        for masters in self.masters:
-            masters.recover()
+        self._optimizers.communicator = self.communicator
+        self._optimizers.recover()
         for bucket in self.buckets:
             bucket.abandon()
             bucket.rejoin(self.communicator, self.rendezvous)
@@ -430,7 +551,7 @@ class Engine(Optimizers):
         Raises:
             Exception: the error of a failed update in the background.
         """
-        self._finish_updates()
+        self._optimizers.finish_updates()
         with self.rendezvous.met("the module's parameters"):
             return without_room_for_whole(self.buckets, self.optimizers, self.communicator, keeps_masters=keeps_masters)
 
@@ -449,10 +570,12 @@ class Engine(Optimizers):
         device = torch.device(device) if device is not None else self.communicator.device
         error = None
         try:
-            self._finish_updates()
+            self._optimizers.finish_updates()
         except Exception as raised:
             error = raised
-        may_communicate = not self._has_failed_update and (communicate or self.communicator.everyone.size == 1)
+        may_communicate = not self._optimizers.has_failed_update and (
+            communicate or self.communicator.everyone.size == 1
+        )
         try:
             for alone in (False, True) if may_communicate else (True,):
                 try:
@@ -464,6 +587,7 @@ class Engine(Optimizers):
             self.rendezvous.close()
             self.communicator.close()
             self.units = []
+            self._optimizers.buckets = []
             self.background.close()
             self._clear_disk()
         if error is not None:
@@ -480,7 +604,7 @@ class Engine(Optimizers):
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()
-        self._activations = None
+        self._windows.activations = None
         restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
         if (module := self._module()) is not None:
             _engines.pop(module, None)

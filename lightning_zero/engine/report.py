@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 
@@ -13,6 +14,7 @@ from lightning_zero.engine.plan.placement import Placements, replicated_bytes
 from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.residency import Medium
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,11 @@ class Report:
         replicated: bytes of model states per rank under DDP, which keeps all of them on every rank.
         units: number of elements by unit name, in the order of the plan; the root unit's name is "".
         device_memory: the memory used by torch's allocator on this rank's device, for the whole process; None on a CPU.
+        WORKING_BUFFERS: the categories that are not model states: gathered parameters, gradients that are not reduced
+            yet, and partitioned inputs of checkpointed modules.
     """
+
+    WORKING_BUFFERS: ClassVar = ("gathered", "reduction", "activations")
 
     stage: int
     world_size: int
@@ -86,9 +92,29 @@ class Report:
         return moved / max(self.steps, 1)
 
 
-WORKING_BUFFERS = ("gathered", "reduction", "activations")
-"""Categories of a report that are not model states: gathered parameters, gradients that are not reduced yet, and
-partitioned inputs of checkpointed modules."""
+class Offloaded(NamedTuple):
+    """The bytes of a rank's offloaded states.
+
+    Attributes:
+        on_host: those in host memory.
+        largest: the largest part of a file that is in host memory at one time.
+        on_disk: those in files.
+    """
+
+    on_host: int
+    largest: int
+    on_disk: int
+
+
+def offloaded_in(buckets: Sequence[Bucket]) -> Offloaded:
+    """Count the offloaded states of buckets."""
+    at_rest = (part for bucket in buckets for part in bucket.residency.plan.at_rest())
+    files = [bucket.states for bucket in buckets if bucket.states is not None]
+    return Offloaded(
+        sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST),
+        max((extent.nbytes for states in files for extent in states.extents()), default=0),
+        sum(states.nbytes for states in files),
+    )
 
 
 def report_of(

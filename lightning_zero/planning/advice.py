@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_zero.engine.compat import tree_leaves, tree_map
+from lightning_zero.engine import compat
 from lightning_zero.io.sizes import in_gb
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
@@ -197,7 +197,7 @@ def _plan(
 
 def samples_of(batch: Any) -> int | None:
     """The common size of the first dimension of a batch's tensors; None if the sizes differ."""
-    sizes = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
+    sizes = {leaf.shape[0] for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()}
     return sizes.pop() if len(sizes) == 1 else None
 
 
@@ -214,7 +214,7 @@ def resized(batch: Any, samples: int) -> Any:
             "--micro-batch out, and pass a batch of the size that you want to plan."
         )
     copies = -(-samples // now)
-    return tree_map(
+    return compat.tree_map(
         lambda leaf: (
             leaf.repeat(copies, *[1] * (leaf.dim() - 1))[:samples] if isinstance(leaf, Tensor) and leaf.dim() else leaf
         ),

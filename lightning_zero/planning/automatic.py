@@ -19,9 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.engine.config import stages_allowed
-from lightning_zero.engine.plan.mesh import Mesh
-from lightning_zero.engine.plan.placement import placements_of, replicated_bytes
+from lightning_zero.engine import config, placement
 from lightning_zero.io.annotations import check_value
 from lightning_zero.io.paths import read_json
 from lightning_zero.strategies.lightning_internals import training_dataloader
@@ -88,7 +86,7 @@ class AutomaticStrategy(TrainerStrategy):
                 "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
                 f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
             )
-        self.stages = stages_allowed(options.get("shard_within"), options.get("compression"))
+        self.stages = config.stages_allowed(options.get("shard_within"), options.get("compression"))
         super().__init__(stage=self.stages[-1], **options)  # provisional: stage 3 allows parameters on the meta device
         self.choice: Choice | None = None
         self._given = {name: value for name, value in options.items() if name not in self._arguments_of_base}
@@ -101,7 +99,6 @@ class AutomaticStrategy(TrainerStrategy):
     def setup(self, trainer: Trainer) -> None:
         if trainer.state.fn == TrainerFn.FITTING and self.choice is None:
             self.choice = self._choose(trainer)
-            self.stage = self.choice.stage
             self.config = replace(
                 self.config,
                 stage=self.choice.stage,
@@ -155,7 +152,7 @@ class AutomaticStrategy(TrainerStrategy):
         compression = options.pop("compression", None)
         own = {
             "shard_within": [options.pop("shard_within", None)],
-            "compression": [compression if isinstance(compression, str) else self.config.compresses],
+            "compression": [compression if isinstance(compression, str) else self.config.compression],
         }
         plan_with = partial(
             make_plans,
@@ -179,7 +176,7 @@ class AutomaticStrategy(TrainerStrategy):
         for offload, recompute in rest:
             if any(plan.fits is not False for plan in plans):
                 break
-            stages = [stage for stage in self.stages if stage > 1]
+            stages = [stage for stage in self.stages if placement.placements_of(stage).gradients.is_sharded]
             plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], choices=own)
         fitting = [plan for plan in plans if plan.fits is not False]
         # of equally fast plans, take the one that needs the least memory
@@ -231,14 +228,14 @@ def by_formula(
     module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str, stages: Sequence[int]
 ) -> Choice:
     """Choose the lowest of ``stages`` whose model states plus 30 % fit in memory; if none fits, the last, offloaded."""
-    mesh = Mesh.flat(ranks)
+    flat = placement.Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     needed = {
         stage: _REST
-        * sum(placements_of(stage).model_state_bytes(n, mesh, parameter_bytes=4, trains=t) for n, t in sizes)
+        * sum(placement.placements_of(stage).model_state_bytes(n, flat, parameter_bytes=4, trains=t) for n, t in sizes)
         for stage in stages
     }
-    ddp = _REST * sum(replicated_bytes(n, 4, trains=t) for n, t in sizes)
+    ddp = _REST * sum(placement.replicated_bytes(n, 4, trains=t) for n, t in sizes)
     stage = next((stage for stage in needed if memory is None or needed[stage] <= memory), stages[-1])
     fits = memory is None or needed[stage] <= memory
     offload = None if fits else offload

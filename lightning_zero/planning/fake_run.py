@@ -20,18 +20,14 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.tensor_parallel import TENSOR
-from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
-from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.residency import Medium
-from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine import Ledger, become, compat, process_group, tensor_parallel
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.lightning_internals import should_accumulate
 from lightning_zero.strategies.loops import meet_between_batches
+from lightning_zero.strategies.rank_group import RankGroup
 from lightning_zero.strategies.trainer import TrainerStrategy
 
 DDP_BUCKET_BYTES = 25 * 2**20
@@ -84,6 +80,16 @@ class _Planned:
         """Do nothing: fake parameters need not become ordinary parameters again."""
 
 
+class _PlannedRanks(RankGroup):
+    """Ranks of which all but this one do not exist, so nothing is sent to them."""
+
+    is_alone = True
+
+    @property
+    def size_of_mesh(self) -> int:
+        return self._strategy.world_size
+
+
 class _PlannedZero(_Planned):
     """Mixin that runs the ZeRO strategy as one rank of a fake process group.
 
@@ -100,19 +106,16 @@ class _PlannedZero(_Planned):
         self._plan(ranks, machines, recorder)
         self._simulation = recorder.simulation(transport, machines)
         super().__init__(**options)
+        self.ranks = _PlannedRanks(self)
 
     @property
     def world_size(self) -> int:
         return self._ranks
 
-    _mesh_ranks = world_size
-
-    _is_alone = True  # the other ranks do not exist, so nothing is sent to them
-
     def setup_environment(self) -> None:
-        self._make_mesh()  # type: ignore[attr-defined]
-        if self._mesh is not None:  # type: ignore[attr-defined]
-            self._recorder.group = self._mesh[TENSOR].get_group()  # type: ignore[attr-defined]
+        self.ranks.make_mesh()
+        if self.ranks.mesh is not None:
+            self._recorder.group = self.ranks.mesh[tensor_parallel.TENSOR].get_group()
         super().setup_environment()  # type: ignore[misc]
 
     @property
@@ -128,25 +131,20 @@ class _PlannedZero(_Planned):
         """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
     def offloaded(self) -> tuple[int, int, int]:
-        at_rest = (part for bucket in self.engine.buckets for part in bucket.residency.plan.at_rest())
-        on_host = sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST)
-        files = [bucket.states for bucket in self.engine.buckets if bucket.states is not None]
-        largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
+        on_host, largest, on_disk = self.engine.offloaded()
         kept = 0
-        if self.options.keeps is not None:  # type: ignore[attr-defined]
-            leaves = tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
+        if self.options.resilience is not None:  # type: ignore[attr-defined]
+            leaves = compat.tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
             rank: int = self.global_rank  # type: ignore[attr-defined]
             entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
             # two generations in shared memory, and the copy from which a save writes
             kept = 3 * sum(entry.nbytes for entry in entries.values())
-        return on_host, BUFFERS * largest + kept, sum(states.nbytes for states in files)
+        return on_host, BUFFERS * largest + kept, on_disk
 
     def most_loaded(self, rank: int) -> int:
         # shards have unequal sizes only in buckets whose parameters stay whole
-        layouts = [bucket.layout for bucket in self.engine.buckets if bucket.layout.is_whole]
-        size = self.engine.communicator.size if layouts else 0
-        loads = [sum(layout.shard_numel(each) for layout in layouts) for each in range(size)]
-        return max([rank, *range(size)], key=loads.__getitem__) if layouts else rank
+        loads = self.engine.owned_numels()
+        return max([rank, *range(len(loads))], key=loads.__getitem__)
 
 
 class _PlannedDDP(_Planned):
@@ -200,8 +198,9 @@ class _PlannedDDP(_Planned):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        states = tree_leaves([list(each.state.values()) for each in self.optimizers])  # also those of no parameter
-        self.ledger.now["optimizer"] = sum(nbytes_of(value) for value in states if isinstance(value, Tensor))
+        # those of no parameter, too
+        states = compat.tree_leaves([list(each.state.values()) for each in self.optimizers])
+        self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))
         return result
 
     def forget_gradients(self) -> None:
@@ -384,14 +383,14 @@ def fake_run(
         else:
             zero = zero_strategy_of(package, _PlannedZero)
             strategy = zero(ranks, machines, recorder, transport, stage=stage, **options)
-        mode, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
+        mode, assumptions = compat.FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
         tracker = MemoryTracker(lambda: strategy.ledger.now.copy(), lambda: recorder.on_host)
         strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
         second: Any = type("SecondStep", (_SecondStep, package.Callback), {})(strategy, tracker, recorder, accumulate)
         own = batch
         if not with_values:
-            own = tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
-        tracker.count(tree_leaves(own))
+            own = compat.tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
+        tracker.count(compat.tree_leaves(own))
         with process_group.simulated(rank * together, ranks), strategy.leave_modes:
             trainer = package.Trainer(
                 strategy=strategy,

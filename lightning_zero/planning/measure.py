@@ -12,9 +12,7 @@ from typing import Any
 import torch
 from torch import multiprocessing
 
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.plan.mesh import ALL
+from lightning_zero.engine import Communicator, placement, process_group
 from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.swap import Extent, Ring, SwapFile, stream
 from lightning_zero.planning.timeline import Resources
@@ -106,9 +104,9 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
     for size in _SIZES:
         part = size // 4
         full = torch.zeros(part * ranks, device=place)
-        positions = communicator.mesh.order(ALL) or range(ranks)
+        positions = communicator.mesh.order(placement.ALL) or range(ranks)
         ranges = [(part * position, part * (position + 1)) for position in positions]
-        gather = partial(communicator.along(ALL).all_gather, full, ranges, 0, "a measurement")
+        gather = partial(communicator.along(placement.ALL).all_gather, full, ranges, 0, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait(), place))  # type: ignore[misc]
     transport = "shared memory" if communicator.counters.link == "within" else "gloo" if place.type == "cpu" else "nccl"
     communicator.close()

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from lightning_zero.engine.plan.mesh import Mesh
-from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine import placement
 
 TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
 """The model sizes of the table, in parameters."""
@@ -37,8 +36,8 @@ def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
 def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
     """Bytes of model states per rank at the end of backward, with Adam and bf16 parameters."""
     # by then, stage 1 also has only shards of gradients: it keeps full gradients only while micro-batches accumulate
-    placements = placements_of(max(stage, 2))
-    return placements.model_state_bytes(round(parameters), Mesh.flat(ranks), parameter_bytes=2)
+    placements = placement.placements_of(max(stage, 2))
+    return placements.model_state_bytes(round(parameters), placement.Mesh.flat(ranks), parameter_bytes=2)
 
 
 def table_1() -> list[Cell]:

@@ -15,8 +15,7 @@ from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.engine.access import full_parameters
-from lightning_zero.engine.comm import process_group
+from lightning_zero.engine import full_parameters, process_group
 from lightning_zero.planning.fake_run import package_of, quiet, zero_strategy_of
 from lightning_zero.planning.projects import Project
 

@@ -13,10 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.process_group import ProcessGroup, groups_among
-from lightning_zero.engine.comm.simulation import Simulation
-from lightning_zero.engine.comm.tensor_parallel import are_divided
-from lightning_zero.engine.compat import TorchDispatchMode, nbytes_of, tree_leaves
+from lightning_zero.engine import Simulation, compat, process_group, tensor_parallel
 from lightning_zero.io.annotations import check_fields
 from lightning_zero.planning.flops import flops_of
 
@@ -89,7 +86,7 @@ class Event(NamedTuple):
     leaving: float = 0.0
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(compat.TorchDispatchMode):
     """Records each operator with its floating-point operations and bytes, and each collective.
 
     Args:
@@ -108,28 +105,32 @@ class Recorder(TorchDispatchMode):
     def __init__(self, tensor_parallel_size: int = 1, leaving: float = 0.0) -> None:
         super().__init__()
         self._together, self._leaving = tensor_parallel_size, leaving
-        self.group: ProcessGroup | None = None
+        self.group: process_group.ProcessGroup | None = None
         self.events: list[Event] = []
         self.on_host = False
         self.tensor_parallel_bytes = 0
         self._collectives = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if are_divided(types):
+        if tensor_parallel.are_divided(types):
             return NotImplemented  # the operator is dispatched again on the local tensors
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         if func.namespace in _COLLECTIVES:
-            is_of_engine = func.namespace == "c10d" and self.group not in groups_among(args)
+            is_of_engine = func.namespace == "c10d" and self.group not in process_group.groups_among(args)
             if not is_of_engine and not func.__name__.startswith("wait_tensor"):
-                sizes = [value.nbytes for value in tree_leaves((args, result)) if isinstance(value, Tensor)]
+                sizes = [value.nbytes for value in compat.tree_leaves((args, result)) if isinstance(value, Tensor)]
                 reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
                 nbytes = max(sizes, default=0)
                 self.tensor_parallel_bytes += nbytes
                 self.gathers(2 * nbytes if reduces_all else nbytes)()
         elif not func.is_view and func.namespace != "prim" and func not in _FREE:
             flops = flops_of(func, args, kwargs, result)
-            nbytes = sum(nbytes_of(value) for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor))
+            nbytes = sum(
+                compat.nbytes_of(value)
+                for value in compat.tree_leaves((args, kwargs, result))
+                if isinstance(value, Tensor)
+            )
             self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
         return result
 

@@ -13,20 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.tensor_parallel import are_divided
-from lightning_zero.engine.compat import (
-    DATA_DEPENDENT,
-    TorchDispatchMode,
-    parts_of_sparse,
-    tree_leaves,
-    unset_fake_temporarily,
-)
-from lightning_zero.engine.tensor.wrapper import WrapperTensor
+from lightning_zero.engine import WrapperTensor, compat, tensor_parallel
 
 aten = torch.ops.aten
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(compat.TorchDispatchMode):
     """Counts the bytes of all live storages that operators have created in the context.
 
     A storage is counted at its current size, which is zero for a buffer that the engine has resized to zero.
@@ -72,7 +64,7 @@ class MemoryTracker(TorchDispatchMode):
         super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if are_divided(types):
+        if tensor_parallel.are_divided(types):
             return NotImplemented
         result = func(*args, **(kwargs or {}))
         self.count(result if isinstance(result, (tuple, list)) else (result,))
@@ -82,7 +74,7 @@ class MemoryTracker(TorchDispatchMode):
         """Count the storages of the tensors among the values."""
         for value in values:
             if isinstance(value, Tensor) and value.is_sparse:
-                self.count(parts_of_sparse(value))
+                self.count(compat.parts_of_sparse(value))
             elif isinstance(value, Tensor) and not isinstance(value, WrapperTensor) and value.device.type != "meta":
                 storage = value.untyped_storage()
                 if id(storage) not in self._sizes:
@@ -108,7 +100,7 @@ class MemoryTracker(TorchDispatchMode):
         del self._references[identity]
 
 
-class Assumptions(TorchDispatchMode):
+class Assumptions(compat.TorchDispatchMode):
     """Assumes results for operators that depend on tensors' values, since fake tensors have no values.
 
     An operator is executed if all its tensors are real, such as a batch's token ids and masks.
@@ -122,15 +114,15 @@ class Assumptions(TorchDispatchMode):
         self.made: dict[str, None] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if are_divided(types):
+        if tensor_parallel.are_divided(types):
             return NotImplemented
         kwargs = kwargs or {}
         if _are_real(args, kwargs):
-            with unset_fake_temporarily():
+            with compat.unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:
             return func(*args, **kwargs)
-        except DATA_DEPENDENT:
+        except compat.DATA_DEPENDENT:
             answer = self._answer(func, *args)
             if answer is None:
                 raise
@@ -157,7 +149,7 @@ class Assumptions(TorchDispatchMode):
 
 
 def _are_real(*arguments: Any) -> bool:
-    tensors = [leaf for leaf in tree_leaves(arguments) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in compat.tree_leaves(arguments) if isinstance(leaf, Tensor)]
     return bool(tensors) and all(type(tensor) is Tensor and tensor.device.type != "meta" for tensor in tensors)
 
 

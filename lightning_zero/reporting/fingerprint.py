@@ -16,7 +16,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine import compat
 
 MOST_BYTES = 2**30
 """Maximum number of bytes read from files."""
@@ -114,7 +114,7 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
 
 def datasets_of(loaders: Any) -> list[Any]:
     """Return the datasets of a loader or collection of loaders; a loader without a ``dataset`` counts as a dataset."""
-    return [getattr(loader, "dataset", loader) for loader in tree_leaves(loaders)]
+    return [getattr(loader, "dataset", loader) for loader in compat.tree_leaves(loaders)]
 
 
 def _add(state: _Hash, value: Any) -> None:

@@ -12,10 +12,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.objects import Ranks, on_rank_0
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
-from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.process_group import ProcessGroup
-from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
+from lightning_zero.engine import Engine, process_group, sharded_tree
 from lightning_zero.version import __version__
 
 _Result = TypeVar("_Result")
@@ -48,13 +45,13 @@ class CheckpointFiles:
         assembles = options.async_save and options.tensor_parallel_size is None and not reads_values
         return SaveMode.ASSEMBLED if assembles else SaveMode.GATHERED
 
-    def leaf(self, mode: SaveMode, *, keeps: bool) -> Leaf:
+    def leaf(self, mode: SaveMode, *, keeps: bool) -> sharded_tree.Leaf:
         """Return what converts sharded tensors for a checkpoint: to themselves, full (``keeps``) or meta tensors."""
         if mode.keeps_shards:
-            return in_parts
+            return sharded_tree.in_parts
 
         def own(tensor: Tensor) -> Tensor:
-            value = on_cpu(tensor) if keeps else on_meta(tensor)
+            value = sharded_tree.on_cpu(tensor) if keeps else sharded_tree.on_meta(tensor)
             self.saver.made(value, tensor)
             return value
 
@@ -98,22 +95,22 @@ class CheckpointFiles:
                 f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
                 "write checkpoint='full' with a CheckpointIO that accepts them."
             )
-        self._strategy._alike(self.saver.finish)
+        self._strategy.ranks.alike(self.saver.finish)
         group = None
         if job.mode is SaveMode.ASSEMBLED and engine is not None:
-            group = engine.communicator.background_group()
+            group = engine.background_group()
         elif job.mode is not SaveMode.SHARDED:
             job = replace(job, contents=self.gathered(job.contents))
         self.saver.save(job, self.ranks(group))
 
-    def ranks(self, group: ProcessGroup | None = None) -> Ranks:
+    def ranks(self, group: process_group.ProcessGroup | None = None) -> Ranks:
         """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""
-        return Ranks(self._strategy.global_rank, self._strategy.all_gather_values, self.on_rank_0, group)
+        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0, group)
 
     def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint."""
         leaf = self.leaf(SaveMode.GATHERED, keeps=self._strategy.is_global_zero)
-        return self._strategy._alike(lambda: walk(dict(checkpoint), leaf, is_in_parts))
+        return self._strategy.ranks.alike(lambda: sharded_tree.walk(dict(checkpoint), leaf, sharded_tree.is_in_parts))
 
     def on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:
         """Call ``act``, which saves objects, on rank 0. The other ranks take part in gathers that the objects need.
@@ -121,15 +118,15 @@ class CheckpointFiles:
         If ``act`` fails, every rank raises.
         """
         strategy = self._strategy
-        gather = None if strategy._is_alone else strategy.all_gather_values
-        return strategy._alike(lambda: on_rank_0(act, strategy.global_rank, gather, self.saver.made_values))
+        gather = None if strategy.ranks.is_alone else strategy.ranks.all_gather_values
+        return strategy.ranks.alike(lambda: on_rank_0(act, strategy.global_rank, gather, self.saver.made_values))
 
     def opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
         """Open and verify a checkpoint in any format. An error on one rank is raised on every rank."""
         strategy = self._strategy
-        opened = strategy._alike(lambda: open_for_run(path, weights_only))
-        ranks = 1 if strategy._is_alone else process_group.world_size()
-        strategy._alike(lambda: opened.verify(share=(strategy.global_rank if ranks > 1 else 0, ranks)))
+        opened = strategy.ranks.alike(lambda: open_for_run(path, weights_only))
+        ranks = 1 if strategy.ranks.is_alone else process_group.world_size()
+        strategy.ranks.alike(lambda: opened.verify(share=(strategy.global_rank if ranks > 1 else 0, ranks)))
         if strategy.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
             opened.trust()
         return opened

@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor
 
-from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.engine import compat
 from lightning_zero.strategies import lightning_internals as internals
 
 EpochState = dict[str, Any]
@@ -29,7 +29,7 @@ def epoch_state(trainer: Trainer) -> EpochState:
     logged = {name: dict(getattr(internals.logger_connector(trainer), name)) for name in internals.LOGGED}
     return {
         "should_stop": trainer.should_stop,
-        "logged": tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), logged),
+        "logged": compat.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), logged),
         "trained": {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)},
         "training": {name: modes.get(name, part.training) for name, part in module.named_modules()},
         "reloaded": internals.epoch_of_loaders(trainer),
@@ -41,7 +41,7 @@ def set_logged(trainer: Trainer, state: EpochState) -> None:
     """Restore the metrics logged so far, which callbacks and schedulers monitor."""
     device = trainer.lightning_module.device
     for name, logged in state["logged"].items():
-        restored = tree_map_only(Tensor, lambda tensor: tensor.to(device), logged)
+        restored = compat.tree_map_only(Tensor, lambda tensor: tensor.to(device), logged)
         getattr(internals.logger_connector(trainer), name).update(restored)
 
 

@@ -22,20 +22,14 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.compat import replaced
-from lightning_zero.engine.init.consolidate import consolidate
-from lightning_zero.engine.init.deferred_param import awaits_values
-from lightning_zero.engine.optim.compatibility import check_optimizers
-from lightning_zero.engine.tensor.sharded_tree import Leaf, on_cpu
+from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
+from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.options import StrategyOptions, takes_options
-from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.same_batches import SameBatches
 
 
 @takes_options(StrategyOptions, ParallelStrategy)
-class FabricStrategy(ZeroProcesses):
+class FabricStrategy(BaseStrategy):
     """ZeRO (Rajbhandari et al., SC20) for modules and optimizers that are passed to ``Fabric.setup``.
 
     Each module that is set up has its own engine until the module is deleted or the strategy is torn down. An
@@ -61,16 +55,10 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        if not self._is_single:
+        if not self.ranks.is_single:
             if self not in _strategies:
                 _uncaught_exceptions.hold(self)
             _strategies.add(self)
-
-    @property
-    def _communicator(self) -> Communicator | None:
-        return next((engine.communicator for engine in self.engines), None)
-
-    all_reduce = ZeroProcesses._reduce
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -91,7 +79,7 @@ class FabricStrategy(ZeroProcesses):
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module to the device, unless parameters are sharded or deferred: ``setup_module`` moves those."""
-        if not self._is_sharded and not awaits_values(module):
+        if not self._is_sharded and not deferred_param.awaits_values(module):
             module.to(self.root_device)
 
     @contextmanager
@@ -107,13 +95,13 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard, in place, a module and the states of optimizers already set up for its parameters. Collective."""
-        consolidate(module, self._handshake_timeout)
+        consolidate(module, self.options.handshake_timeout)
         engine = Engine(
             module,
             [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
             config=self._config_of_run(),
             device=self.root_device,
-            mesh=self._mesh,
+            mesh=self.ranks.mesh,
         )
         known = (*self._modules_and_engines(), (module, engine))
         self._set_up = [(weakref.ref(module), weakref.ref(engine)) for module, engine in known]
@@ -121,7 +109,7 @@ class FabricStrategy(ZeroProcesses):
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make an optimizer update this rank's shards of its parameters, including those of modules set up later."""
-        check_optimizers([optimizer], self.config, ranks=self.world_size)
+        compatibility.check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
             self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]
@@ -137,13 +125,13 @@ class FabricStrategy(ZeroProcesses):
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the full state dict, on the CPU. Collective."""
-        return self._state_of(module, on_cpu)
+        return self._state_of(module, sharded_tree.on_cpu)
 
     def get_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's full state dict in torch's format, on the CPU. Collective."""
-        return self._state_of(optimizer, on_cpu)
+        return self._state_of(optimizer, sharded_tree.on_cpu)
 
-    def _state_of(self, value: Any, leaf: Leaf) -> Any:
+    def _state_of(self, value: Any, leaf: sharded_tree.Leaf) -> Any:
         """Return a module's or optimizer's state dict, with ``leaf`` applied to sharded tensors; other values as is."""
         engine = self._engine_of(value)
         if isinstance(value, nn.Module):
@@ -156,7 +144,7 @@ class FabricStrategy(ZeroProcesses):
             return super().get_optimizer_state(value)
         return value
 
-    def _masters_of(self, value: Any, leaf: Leaf) -> dict[str, Tensor]:
+    def _masters_of(self, value: Any, leaf: sharded_tree.Leaf) -> dict[str, Tensor]:
         """Return the fp32 master weights of a module by name, with ``leaf`` applied; {} for other values."""
         if isinstance(value, nn.Module) and (engine := self._engine_of(value)) is not None:
             return engine.masters_by_name(leaf=leaf, module=_unwrapped(value))
@@ -189,7 +177,7 @@ class FabricStrategy(ZeroProcesses):
         # ``state``, which exists on every rank: the engine of a deleted module may be left on some ranks only.
         values = sorted(state.values(), key=lambda value: isinstance(value, Optimizer))  # modules first
         engine = next((own for value in values if (own := self._engine_of(value)) is not None), None)
-        with engine.rendezvous.met("what fabric.save() writes") if engine is not None else nullcontext():
+        with engine.met("what fabric.save() writes") if engine is not None else nullcontext():
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
                 masters = {key: found for key, value in state.items() if (found := self._masters_of(value, leaf))}
@@ -224,7 +212,7 @@ class FabricStrategy(ZeroProcesses):
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
-        self._alike(self._files.saver.finish)
+        self.ranks.alike(self._files.saver.finish)
         if not self._files.are_opened_here:
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         else:
@@ -255,7 +243,7 @@ class FabricStrategy(ZeroProcesses):
         try:
             self._close(engines)
         finally:
-            super(ZeroProcesses, self).teardown()
+            super(BaseStrategy, self).teardown()
 
 
 class _Sharded(nn.Module):
@@ -272,7 +260,7 @@ class _Sharded(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if (engine := engine_of(self.module)) is not None:
             step = "training_step" if self.module.training and torch.is_grad_enabled() else "other"
-            self._same_inputs.compare(engine.communicator.tensor, self.module, (*args, kwargs), step)
+            self._same_inputs.compare(engine.tensor_parallel, self.module, (*args, kwargs), step)
         return self.module(*args, **kwargs)
 
 
@@ -318,7 +306,7 @@ def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
     return tell
 
 
-_uncaught_exceptions = replaced(sys, "excepthook", _telling)
+_uncaught_exceptions = compat.replaced(sys, "excepthook", _telling)
 
 
 class ZeroStrategy(FabricStrategy, ParallelStrategy):

@@ -74,7 +74,7 @@ def attend(trainer: Trainer, engine: Engine) -> None:
 
 
 def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: Callable[[], None]) -> None:
-    """Replace Lightning's SIGTERM exchange before each training batch with ``meet``, until ``leave`` is called.
+    """Call ``meet`` before each training batch in place of Lightning's SIGTERM exchange, until ``leave`` is called.
 
     Args:
         end_epoch: called once an epoch, after its last batch on this rank.
@@ -99,23 +99,18 @@ def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: 
             end()  # before validation
         return method(*args)
 
-    Around.put(loop, BETWEEN_BATCHES, lambda _: meet())
+    def advance(method: Any, *args: Any) -> Any:
+        meet()
+        return method(*args)
+
+    Around.put(loop, BETWEEN_BATCHES, lambda _: None)
+    Around.put(loop, "advance", advance)
     Around.put(loop, "run", run)
     Around.put(loop, "on_advance_end", on_advance_end)
 
 
-def act_between_batches(trainer: Trainer, act: Callable[[], None]) -> None:
-    """Call ``act`` before each training batch, until ``leave`` is called."""
-
-    def advance(method: Any, *args: Any) -> Any:
-        act()
-        return method(*args)
-
-    Around.put(trainer.fit_loop.epoch_loop, "advance", advance)
-
-
 def leave(trainer: Trainer) -> None:
-    """Undo ``attend``, ``meet_between_batches`` and ``act_between_batches``."""
+    """Undo ``attend`` and ``meet_between_batches``."""
     for loop in _evaluation_loops(trainer):
         Around.take_off(loop, "run")
     for name in (BETWEEN_BATCHES, "advance", "run", "on_advance_end"):

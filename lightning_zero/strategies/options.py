@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeVar, get_type_hints
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
 from lightning_zero.callbacks.restarts import ResilienceConfig, resilience_config
-from lightning_zero.engine.config import EngineConfig, check_names, names_of_options
-from lightning_zero.io.annotations import check_fields
+from lightning_zero.engine import EngineConfig
+from lightning_zero.io.annotations import check_fields, check_value
+from lightning_zero.io.options import check_names, names_of_options
 
 _Class = TypeVar("_Class", bound=type)
 
@@ -41,29 +42,24 @@ class StrategyOptions:
     checkpoint: Literal["full", "sharded"] = "full"
     async_save: bool = False
     process_group_backend: str | None = None
-    timeout: timedelta | float | None = default_pg_timeout
+    timeout: timedelta | None = field(default=default_pg_timeout, metadata={"given": float})
     tensor_parallel_size: Literal["auto"] | int | None = field(default=None, metadata={"least": 1})
     data_parallel_size: Literal["auto"] | int = field(default="auto", metadata={"least": 1})
     start_method: Literal["popen", "spawn", "fork", "forkserver"] = "popen"
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "timeout", _timedelta_of(self.timeout))
         check_fields(self)
         if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size!r} has no effect without tensor_parallel_size: set both, "
                 "or leave both out."
             )
-        try:
-            is_above_0 = self.group_timeout is None or self.group_timeout > timedelta(0)
-        except (ValueError, OverflowError):  # from timedelta, for NaN and too large a number
-            is_above_0 = False
-        if not is_above_0:
-            raise ValueError(f"timeout={self.timeout!r} must be None, or a timedelta or number of seconds above 0.")
 
     @property
-    def group_timeout(self) -> timedelta | None:
-        """``timeout`` as the ``timedelta`` that torch expects."""
-        return timedelta(seconds=self.timeout) if isinstance(self.timeout, (int, float)) else self.timeout
+    def handshake_timeout(self) -> float:
+        """``timeout`` in seconds."""
+        return (self.timeout or default_pg_timeout).total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,21 +80,22 @@ class TrainerOptions(StrategyOptions):
 
     after_fit: Literal["auto", "full", "sharded"] = "auto"
     exclude_frozen_parameters: bool = False
-    resilience: Literal["memory"] | ResilienceConfig | Mapping[str, Any] | None = None
+    resilience: ResilienceConfig | None = field(default=None, metadata={"given": Literal["memory"] | Mapping[str, Any]})
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "resilience", resilience_config(self.resilience))
         super().__post_init__()
 
-    @property
-    def keeps(self) -> ResilienceConfig | None:
-        """``resilience`` after its conversion in ``__post_init__``."""
-        assert self.resilience is None or isinstance(self.resilience, ResilienceConfig)
-        return self.resilience
-
 
 SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
 """The engine's options that users cannot set, since strategies derive them from the precision and the timeout."""
+
+
+_INSTEAD = {
+    "save_distributed_checkpoint": "set checkpoint='sharded' in place of True, or checkpoint='full' in place of False",
+    "allow_any_optimizer": "set whole_parameters=False in place of True, or leave it out",
+}
+"""What to write instead of an option of ``ModelParallelStrategy``, and of one of earlier versions."""
 
 
 def split_options(
@@ -107,17 +104,26 @@ def split_options(
     """Split the keyword arguments of the strategy ``what`` into the engine's options and the strategy's own."""
     own = names_of_options(strategy_options)
     engine = [name for name in names_of_options(EngineConfig) if name not in SET_BY_STRATEGIES]
-    if "save_distributed_checkpoint" in options:
-        form = "sharded" if options["save_distributed_checkpoint"] else "full"
-        raise TypeError(
-            f"save_distributed_checkpoint={options['save_distributed_checkpoint']!r} is an argument of "
-            f"ModelParallelStrategy: write checkpoint={form!r} instead."
-        )
+    for name in options.keys() & _INSTEAD:
+        raise TypeError(f"{name}={options[name]!r} is not an option of {what}: {_INSTEAD[name]}.")
     check_names(options, [*engine, *own], what)
     config = EngineConfig(**{name: value for name, value in options.items() if name in engine})
     made = strategy_options(**{name: value for name, value in options.items() if name in own})
     config.check_mesh(made.tensor_parallel_size)
     return config, made
+
+
+def _timedelta_of(timeout: Any) -> timedelta | None:
+    """Convert the option ``timeout``. Raises a ValueError for a value that is not allowed."""
+    check_value("timeout", timeout, timedelta | float | None)
+    try:
+        converted = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
+        is_above_0 = converted is None or converted > timedelta(0)
+    except (ValueError, OverflowError):  # from timedelta, for NaN and too large a number
+        is_above_0 = False
+    if not is_above_0:
+        raise ValueError(f"timeout={timeout!r} must be None, or a timedelta or number of seconds above 0.")
+    return converted
 
 
 def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callable[[_Class], _Class]:
@@ -134,6 +140,8 @@ def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callabl
         ]
         types = {name: kind for config in configs for name, kind in get_type_hints(config).items()}
         options = {each.name: each.default for config in configs for each in fields(config)}
+        for each in (each for config in configs for each in fields(config) if "given" in each.metadata):
+            types[each.name] |= each.metadata["given"]
         of_base = {name: kind for name, kind in get_type_hints(base.__init__).items() if name != "return"}
         shown = [name for name in options if name not in (*SET_BY_STRATEGIES, "stage")]
         parameters = [

@@ -7,16 +7,13 @@ from pathlib import Path
 
 import torch
 
-from lightning_zero.engine import Engine
-from lightning_zero.engine.comm.failures import is_of_memory
-from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.report import formula_bytes
+from lightning_zero.engine import Engine, failures, placement
 from lightning_zero.io.sizes import in_gb
 
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
     """Add the memory in use by category, and remedies, to an out-of-memory error. Leave other errors unchanged."""
-    if engine is None or not is_of_memory(error) or not error.args:
+    if engine is None or not failures.is_of_memory(error) or not error.args:
         return
     error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
 
@@ -24,24 +21,19 @@ def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
 def _holders(engine: Engine) -> str:
     held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
     states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
-    rank, total = engine.communicator.everyone.rank, in_gb(sum(held.values()))
-    text = f"When the allocation failed, rank {rank} held {total} of model states and buffers"
-    text += f" ({states}), and {in_gb(_rest(engine))} of activations and everything else."
-    unused = _unused(engine.communicator.device)
-    if unused > 0.1 * sum(held.values()):
-        text += (
-            f" Another {in_gb(unused)} is reserved in unused fragments: set the environment variable "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to make it usable."
-        )
-    return text
+    return (
+        f"When the allocation failed, rank {engine.rank} held {in_gb(sum(held.values()))} of model states and buffers "
+        f"({states}), and {in_gb(_rest(engine))} of activations and everything else."
+    )
 
 
 def _remedies(engine: Engine) -> str:
-    stage, rest, on_cpu = engine.placements.stage, _rest(engine), engine.communicator.device.type == "cpu"
+    rest, on_cpu = _rest(engine), engine.device.type == "cpu"
     remedies = []
-    if (leanest := placements_of(3)) != engine.placements:
-        less = formula_bytes(engine.placements, engine.buckets) - formula_bytes(leanest, engine.buckets)
-        remedies.append((less, f"stage=3 {'without shard_within ' if stage == 3 else ''}frees {in_gb(less)}"))
+    if (leanest := placement.placements_of(3)) != engine.placements:
+        less = engine.bytes_saved_by(leanest)
+        without = "without shard_within " if engine.placements.parameters.is_sharded else ""
+        remedies.append((less, f"stage=3 {without}frees {in_gb(less)}"))
     optimizer = engine.report().at_rest.get("optimizer", 0)
     place = "nvme" if on_cpu else "cpu"
     if optimizer:
@@ -55,7 +47,7 @@ def _remedies(engine: Engine) -> str:
 
 def _rest(engine: Engine) -> int:
     """Return the bytes that are in use on the device but were not allocated by the engine."""
-    device = engine.communicator.device
+    device = engine.device
     if device.type == "cuda":
         in_use = torch.cuda.memory_allocated(device)
     else:
@@ -63,9 +55,3 @@ def _rest(engine: Engine) -> int:
         in_use = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
     on_device = sum(nbytes for category, nbytes in engine.ledger.now.items() if category != "host")
     return max(in_use - on_device, 0)
-
-
-def _unused(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 0
-    return torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -17,7 +17,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
-from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.engine import compat
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.epoch_state import (
     EpochState,
@@ -49,7 +49,7 @@ def set_rng_state(state: Rng, device: torch.device) -> None:
     torch.set_rng_state(state["torch"])
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in state:
-        numpy.random.set_state(tree_map_only(Tensor, lambda t: t.numpy().view(f"u{t.itemsize}"), state["numpy"]))
+        numpy.random.set_state(compat.tree_map_only(Tensor, lambda t: t.numpy().view(f"u{t.itemsize}"), state["numpy"]))
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type])
 
@@ -60,7 +60,7 @@ def in_tensors(states: Any) -> Any:
     if numpy is None:
         return states
     # View the arrays as signed integers, since torch does not pickle unsigned integers.
-    return tree_map_only(numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), states)
+    return compat.tree_map_only(numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), states)
 
 
 class DataLoadingState:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lightning_zero.engine.comm.tensor_parallel import TensorParallel
+from lightning_zero.engine import tensor_parallel
 
 _FIRST, _EVERY = 4, 100
 """Training batches to compare: the first ``_FIRST``, then one in ``_EVERY``. Comparing copies a batch to the CPU."""
@@ -33,7 +33,7 @@ class SameBatches:
         """Treat the next batch as the first again."""
         self._seen.clear()
 
-    def compare(self, tensor: TensorParallel, module: nn.Module, batch: Any, step: str) -> None:
+    def compare(self, tensor: tensor_parallel.TensorParallel, module: nn.Module, batch: Any, step: str) -> None:
         """Compare a batch with the other ranks' batches, if a comparison is due.
 
         Args:
@@ -54,7 +54,7 @@ class SameBatches:
             _warn_of_random_numbers(tensor, module)
 
 
-def _warn_of_random_numbers(tensor: TensorParallel, module: nn.Module) -> None:
+def _warn_of_random_numbers(tensor: tensor_parallel.TensorParallel, module: nn.Module) -> None:
     """Warn if a module applies dropout and tensor-parallel ranks would drop different elements."""
     states = [torch.get_rng_state()]
     if torch.cuda.is_initialized():

@@ -9,16 +9,17 @@ through the process group's store on the batch at which to end.
 from __future__ import annotations
 
 import itertools
+import time
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
 from lightning_zero.callbacks.restarts import Restarts
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import lifelines_over, listeners
-from lightning_zero.engine.comm.process_group import named_store, rank, world_size
+from lightning_zero.engine import Communicator, process_group
 from lightning_zero.strategies import lightning_internals as internals
 
-_ASKED = "SIGTERM"
+_ASKED = "asked to end"
+_BETWEEN_LOOKS = 1e-3  # seconds
 _runs = itertools.count()  # numbers for the store keys of runs without an engine
 
 
@@ -30,18 +31,16 @@ class Signals:
         self._restarts = restarts
         run = f"without/{next(_runs)}" if communicator is None else communicator.everyone.name
         self._is_asked_to_end = self._is_asked_to_requeue = False
-        self._rank, self._size = rank(), world_size()
-        self._store = named_store(f"lightning_zero/signals/{run}")
-        self._lifelines = lifelines_over()
+        self._rank, self._size = process_group.rank(), process_group.world_size()
+        self._store = process_group.named_store(f"lightning_zero/signals/{run}")
+        self._next_look = 0.0  # when to look next whether another rank was asked to end
         self._loops = self._batches = 0
-        listeners[_ASKED] = self._ask_to_end
 
         # Functions instead of methods: a deep copy of the Trainer shares functions, but would copy a method's `self`.
         def on_sigterm(number: int, frame: FrameType | None) -> None:
             if not self._is_asked_to_end and (launcher := trainer.strategy.launcher) is not None:
                 launcher.kill(number)
-            self._ask_to_end()
-            self._lifelines.say(_ASKED)
+            self._is_asked_to_end = True
 
         def on_requeue(number: int, frame: FrameType | None) -> None:
             if trainer.training:
@@ -51,9 +50,6 @@ class Signals:
 
         for name, handler in zip(internals.SIGNAL_HANDLERS, (on_sigterm, on_requeue)):
             setattr(self._connector, name, handler)
-
-    def _ask_to_end(self) -> None:
-        self._is_asked_to_end = True
 
     def agree(self, what: str, *, is_end: bool = False) -> None:
         """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
@@ -112,16 +108,21 @@ class Signals:
     def before_batch(self) -> None:
         """End an evaluation loop once all ranks have recorded a SIGTERM. Called before each batch of the loop.
 
-        A rank that has received the signal records its current batch number in the store. Once all ranks have recorded
-        a number, a rank ends at its first batch after the largest number. If ranks communicate in every batch, no rank
-        is past this batch yet, so all end at the same batch. Otherwise each rank ends independently.
+        A rank that has received the signal records its current batch number in the store, and so do the other ranks
+        when they see this. Once all ranks have recorded a number, a rank ends at its first batch after the largest
+        number. If ranks communicate in every batch, no rank is past this batch yet, so all end at the same batch.
+        Otherwise each rank ends independently.
         """
         self._batches += 1
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _BETWEEN_LOOKS
+            self._is_asked_to_end = self._is_asked_to_end or self._store.check([_ASKED])
         if not self._is_asked_to_end or self._is_within_step:
             return
         keys = [f"{self._loops}/{rank}" for rank in range(self._size)]
         if not self._store.check([keys[self._rank]]):
             self._store.set(keys[self._rank], str(self._batches))
+            self._store.set(_ASKED, "")
         if self._store.check(keys) and self._batches > max(map(int, self._store.multi_get(keys))):
             self._end()
 
@@ -131,6 +132,7 @@ class Signals:
 
     def close(self) -> None:
         """Restore Lightning's handlers."""
-        listeners.pop(_ASKED, None)
+        with suppress(RuntimeError):  # the process with the store may have ended
+            self._store.delete_key(_ASKED)  # a later run may use the same engine
         for name in internals.SIGNAL_HANDLERS:
             vars(self._connector).pop(name, None)

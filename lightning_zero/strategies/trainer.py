@@ -21,19 +21,22 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from lightning_zero.callbacks.restarts import Restarts, keep_for_next_attempt, name_of_job
-from lightning_zero.engine import Engine, Report, Unit, engine_of
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.simulation import Simulation
-from lightning_zero.engine.comm.tensor_parallel import has_dtensors
-from lightning_zero.engine.init.consolidate import consolidate
-from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
-from lightning_zero.engine.init.sources import leave_in_files
-from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
+from lightning_zero.engine import (
+    Engine,
+    Report,
+    Simulation,
+    Unit,
+    consolidate,
+    deferred_param,
+    engine_of,
+    sharded_tree,
+    tensor_parallel,
+)
 from lightning_zero.strategies import lightning_internals as internals
+from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.loops import (
     Around,
-    act_between_batches,
     attend,
     leave,
     meet_between_batches,
@@ -41,7 +44,6 @@ from lightning_zero.strategies.loops import (
 )
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
-from lightning_zero.strategies.processes import ZeroProcesses
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.same_batches import SameBatches
 from lightning_zero.strategies.signals import Signals
@@ -53,7 +55,7 @@ def _in_window(step: str) -> Callable[..., Any]:
         engine, module, run_step = self.engine, self.lightning_module, getattr(super(TrainerStrategy, self), step)
         if engine is None:
             return run_step(*args, **kwargs)
-        self._same_batches.compare(engine.communicator.tensor, module, args[0] if args else kwargs, step)
+        self._same_batches.compare(engine.tensor_parallel, module, args[0] if args else kwargs, step)
         with engine.window():
             output = run_step(*args, **kwargs)
         # Lightning uses DDP only in a fit, and with manual optimization disables DDP's synchronisation after each step.
@@ -65,7 +67,7 @@ def _in_window(step: str) -> Callable[..., Any]:
 
 
 @takes_options(TrainerOptions, ParallelStrategy)
-class TrainerStrategy(ZeroProcesses):
+class TrainerStrategy(BaseStrategy):
     """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
 
     Arguments:
@@ -107,15 +109,15 @@ class TrainerStrategy(ZeroProcesses):
         self.checkpoints.start()
         super().setup_environment()
         reset_seed()
-        if self.lightning_module is not None and self._mesh is not None:
-            internals.set_device_mesh(self.lightning_module, self._mesh)
+        if self.lightning_module is not None and self.ranks.mesh is not None:
+            internals.set_device_mesh(self.lightning_module, self.ranks.mesh)
         if self.lightning_module is not None:
-            consolidate(self.lightning_module, self._handshake_timeout)
+            consolidate(self.lightning_module, self.options.handshake_timeout)
             self._restarts = self._new_restarts()
 
     def _new_restarts(self) -> Restarts | None:
         """Return the ``Restarts`` of a fit, or None if no state is to be kept."""
-        config, trainer = self.options.keeps, self.lightning_module.trainer
+        config, trainer = self.options.resilience, self.lightning_module.trainer
         if config is None or trainer.state.fn != TrainerFn.FITTING or trainer.fast_dev_run:
             return None
         job = config.job or self.broadcast(name_of_job())
@@ -136,20 +138,14 @@ class TrainerStrategy(ZeroProcesses):
         return restarts
 
     @property
-    def _communicator(self) -> Communicator | None:
-        return self.engine.communicator if self.engine is not None else None
-
-    @property
-    def _is_cut_off(self) -> bool:
-        return super()._is_cut_off and not self.checkpoints.has_come_back
-
-    reduce = ZeroProcesses._reduce
-
-    @property
     def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
         return self.lightning.utilities.exceptions.SIGTERMException, internals.tuner_exit(self.lightning)
 
     # -- setting up -------------------------------------------------------------------------------------------------
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [self.engine] if self.engine is not None else []
 
     @property
     def units(self) -> list[Unit]:
@@ -175,21 +171,21 @@ class TrainerStrategy(ZeroProcesses):
                 _real(self.optimizers) if fitting else [],
                 config=self._config_of_run(),
                 device=self.root_device,
-                mesh=self._mesh,
+                mesh=self.ranks.mesh,
                 simulation=self._simulation,
             )
         if self.engine is not None:
             self.engine.buffers_follow = fitting
             self.engine.load_masters(self.checkpoints.masters)
             attend(trainer, self.engine)
-        elif not self._is_single:
+        elif not self.ranks.is_single:
             internals.sync_module_states(self.lightning_module)
-        if not self._is_single:
-            self._signals = Signals(trainer, self._communicator, self._restarts)
+        if not self.ranks.is_single:
+            self._signals = Signals(trainer, self.ranks.communicator, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
             meet_between_batches(trainer, meet, self._signals.end_epoch)
         elif self._restarts is not None:
-            act_between_batches(trainer, self._restarts.between_batches)
+            meet_between_batches(trainer, self._restarts.between_batches, lambda: None)
         self.checkpoints.masters = {}
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
@@ -218,7 +214,7 @@ class TrainerStrategy(ZeroProcesses):
     def _convert_module(self) -> None:
         """Convert the module to the Trainer's precision."""
         if self._converts_module:
-            leave_in_files(self.model)
+            deferred_param.leave_in_files(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
 
     @property
@@ -259,7 +255,10 @@ class TrainerStrategy(ZeroProcesses):
         """Whether this run needs an engine: it is a fit, or parameters are sharded, DTensors or deferred."""
         module = self.lightning_module
         return (
-            trainer.state.fn == TrainerFn.FITTING or self._is_sharded or has_dtensors(module) or awaits_values(module)
+            trainer.state.fn == TrainerFn.FITTING
+            or self._is_sharded
+            or tensor_parallel.has_dtensors(module)
+            or deferred_param.awaits_values(module)
         )
 
     def model_to_device(self) -> None:
@@ -268,12 +267,18 @@ class TrainerStrategy(ZeroProcesses):
             self.model.to(self.root_device)
             return
         internals.update_properties(self.lightning_module, device=self.root_device)
-        self.model._apply(lambda t: t if isinstance(t, Parameter) or is_on_meta(t) else t.to(self.root_device))
+        self.model._apply(
+            lambda t: t if isinstance(t, Parameter) or deferred_param.is_on_meta(t) else t.to(self.root_device)
+        )
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Context of ``configure_model`` and ``Trainer.init_module``, in which modules are created."""
-        with values_may_wait(), self._making_module(empty_init), self.precision_plugin.tensor_init_context():
+        with (
+            deferred_param.values_may_wait(),
+            self._making_module(empty_init),
+            self.precision_plugin.tensor_init_context(),
+        ):
             yield
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -290,7 +295,7 @@ class TrainerStrategy(ZeroProcesses):
     def on_exception(self, exception: BaseException) -> None:
         is_asked_to_end = isinstance(exception, self.lightning.utilities.exceptions.SIGTERMException)
         keep_for_next_attempt()
-        if self._restarts is not None and self._ended_by is None and is_asked_to_end:
+        if self._restarts is not None and self.ranks.ended_by is None and is_asked_to_end:
             self._restarts.save_before_end()
         say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)
@@ -304,7 +309,8 @@ class TrainerStrategy(ZeroProcesses):
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        return self._mesh is not None  # with a mesh, some parameters are DTensors before setup: each rank has a share
+        # With a mesh, some parameters are DTensors before setup, and each rank has a share.
+        return self.ranks.mesh is not None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         return self.checkpoints.module_state(super().lightning_module_state_dict)
@@ -370,9 +376,9 @@ class TrainerStrategy(ZeroProcesses):
         if restarts is not None:
             if self.lightning_module is not None:
                 Around.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
-            restarts.close(has_ended=self._ended_by is None)
+            restarts.close(has_ended=self.ranks.ended_by is None)
             del restarts  # and its copy of the state, before the module is gathered
-            if self.checkpoints.data_loading is not None and self._ended_by is None:
+            if self.checkpoints.data_loading is not None and self.ranks.ended_by is None:
                 self.checkpoints.data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
@@ -402,7 +408,7 @@ class TrainerStrategy(ZeroProcesses):
 
     def _stays_sharded(self, engine: Engine) -> bool:
         """Whether the module stays sharded after the run. All ranks return the same value. Collective."""
-        if self._is_cut_off or self.options.after_fit == "full":
+        if self.ranks.is_cut_off or self.options.after_fit == "full":
             return False
         if self.options.after_fit == "sharded":
             return True
@@ -423,8 +429,10 @@ class TrainerStrategy(ZeroProcesses):
 
         Processes spawned by Lightning end with the run; before, that rank sends the main process its state dict.
         """
-        leaf = on_cpu if self.local_rank == 0 else on_meta
-        self.lightning_module.register_state_dict_post_hook(lambda _, state, *__: state.update(walk({**state}, leaf)))
+        leaf = sharded_tree.on_cpu if self.local_rank == 0 else sharded_tree.on_meta
+        self.lightning_module.register_state_dict_post_hook(
+            lambda _, state, *__: state.update(sharded_tree.walk({**state}, leaf))
+        )
 
     def _end(self, engine: Engine, error: Exception | None) -> None:
         """Turn the module back into an ordinary module. Keep the master weights, which a later checkpoint may need.
@@ -434,7 +442,7 @@ class TrainerStrategy(ZeroProcesses):
         """
         try:
             if engine.optimizers:
-                self.checkpoints.keep_masters(engine, are_reachable=not self._is_cut_off and error is None)
+                self.checkpoints.keep_masters(engine, are_reachable=not self.ranks.is_cut_off and error is None)
         except Exception as raised:
             error = raised
         self._close([engine], error, device="cpu")
@@ -442,12 +450,12 @@ class TrainerStrategy(ZeroProcesses):
     def _teardown_but_for_engine(self) -> None:
         if self.lightning_module is not None and self.model is not None:
             self._revert_layers()
-        if self.lightning_module is not None and awaits_values(self.lightning_module):
+        if self.lightning_module is not None and deferred_param.awaits_values(self.lightning_module):
             # The run failed before deferred parameters had values. Moving them would raise another error.
-            self.lightning_module._apply(lambda t: t if is_deferred(t) else t.cpu())
+            self.lightning_module._apply(lambda t: t if deferred_param.is_deferred(t) else t.cpu())
             self._teardown_but_for_module()
         else:
-            super(ZeroProcesses, self).teardown()
+            super(BaseStrategy, self).teardown()
 
     def _teardown_but_for_module(self) -> None:
         self.cluster_environment.teardown()
@@ -457,7 +465,7 @@ class TrainerStrategy(ZeroProcesses):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong only to the original.
-        own = "engine", "checkpoints", "_files", "_signals", "_mesh", "_restarts"
+        own = "engine", "checkpoints", "_files", "_signals", "_restarts"
         return {**super().__getstate__(), **dict.fromkeys(own)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -21,21 +21,14 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAM
 from lightning_zero.checkpoint.objects import snapshot
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, engine_of
-from lightning_zero.engine.comm.renewal import have_all_come, renew
-from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
-from lightning_zero.engine.init.deferred_param import give_values, is_deferred, taking_values
-from lightning_zero.engine.init.sources import listed
-from lightning_zero.engine.tensor.sharded_tree import Leaf, walk
+from lightning_zero.engine import Engine, deferred_param, engine_of, sharded_tree, tensor_parallel
+from lightning_zero.io.names import listed
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
 from lightning_zero.strategies.newest import is_last, others_by_age
 from lightning_zero.strategies.resuming import DataLoadingState, in_tensors
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
-
-_PATIENCE = 10.0
-"""Seconds that a failed rank waits for the other ranks before saving."""
 
 
 class TrainerCheckpoints:
@@ -50,12 +43,10 @@ class TrainerCheckpoints:
         masters: master weights of a loaded checkpoint, by name, until the module is sharded.
         masters_after_fit: rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine
             has been closed.
-        has_come_back: whether, after a failure, the ranks continue with a new process group to save a checkpoint.
     """
 
     def __init__(self, strategy: Any, files: CheckpointFiles) -> None:
         self._strategy, self._files = strategy, files
-        self.has_come_back = self._has_tried_to_come_back = False
         self.masters: dict[str, Tensor] = {}
         self.data_loading: DataLoadingState | None = None
         self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
@@ -66,7 +57,6 @@ class TrainerCheckpoints:
 
     def start(self) -> None:
         """Forget what concerned earlier runs."""
-        self.has_come_back = self._has_tried_to_come_back = False
         self._loaded = None
 
     def end_loading(self) -> None:
@@ -76,24 +66,21 @@ class TrainerCheckpoints:
     def _can_save(self) -> bool:
         """Whether the ranks can save a checkpoint.
 
-        Saving requires all ranks. After a failure, the ranks must call this method within ten seconds of each other;
-        they then continue with a new process group.
+        Saving requires all ranks, so after a failure it is possible only if all have failed alike.
         """
-        strategy, engine = self._strategy, self._strategy.engine
-        if not strategy._is_cut_off:
+        ranks, engine = self._strategy.ranks, self._strategy.engine
+        if not ranks.is_cut_off:
             return True
-        if strategy._mesh is not None:
-            return False  # the mesh's process groups have failed, too
+        if ranks.mesh is not None:
+            return False
         if engine is None:
             return True
-        if not self._has_tried_to_come_back:
-            self._has_tried_to_come_back = True
-            updates = engine.updates
-            if have_all_come(f"rank {strategy.global_rank} is updating" if updates is None else updates, _PATIENCE):
-                renew(**strategy._group_options)
+        if ranks.have_all_failed:
+            ranks.have_all_failed = False
+            with suppress(RuntimeError):  # another rank does not save, and has ended
                 engine.rejoin()
-                self.has_come_back = True
-        return not strategy._is_cut_off
+                ranks.is_cut_off = False
+        return not ranks.is_cut_off
 
     @property
     def _has_hooks(self) -> bool:
@@ -109,7 +96,7 @@ class TrainerCheckpoints:
         """How a checkpoint is saved: tensors that the project's hooks read must be gathered before."""
         return SaveMode.SHARDED if self._is_for_restart else self._files.mode(reads_values=self._has_hooks)
 
-    def _leaf(self, mode: SaveMode) -> Leaf:
+    def _leaf(self, mode: SaveMode) -> sharded_tree.Leaf:
         """Return what converts tensors that the project's hooks read. With hooks, every rank needs the values."""
         return self._files.leaf(mode, keeps=self._strategy.is_global_zero or self._has_hooks)
 
@@ -129,11 +116,11 @@ class TrainerCheckpoints:
         state = ordinary()
         for name in self._left_out & set(state):
             del state[name]
-        return walk(state, self._in_full, is_dtensor)
+        return sharded_tree.walk(state, self._in_full, tensor_parallel.is_dtensor)
 
     def _in_full(self, tensor: Tensor) -> Tensor:
         """Return a DTensor's full value on ranks that need it, and a meta tensor on the others. Collective."""
-        return self._leaf(SaveMode.GATHERED)(in_full(tensor))
+        return self._leaf(SaveMode.GATHERED)(tensor_parallel.in_full(tensor))
 
     @property
     def _left_out(self) -> set[str]:
@@ -151,8 +138,8 @@ class TrainerCheckpoints:
             return {}
         engine = self._strategy.engine
         if engine is None or is_absent(optimizer):
-            return walk(ordinary(optimizer), self._in_full, is_dtensor)
-        with engine.rendezvous.have_met() if self._is_for_restart else nullcontext():
+            return sharded_tree.walk(ordinary(optimizer), self._in_full, tensor_parallel.is_dtensor)
+        with engine.have_met() if self._is_for_restart else nullcontext():
             return engine.full_optimizer_state_dict(optimizer, leaf=self._leaf(self._mode))
 
     def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, ordinary: Callable[..., None]) -> bool:
@@ -164,8 +151,8 @@ class TrainerCheckpoints:
         if not self._can_save():
             log.warning(
                 "%s was not written: after the exception, the other ranks, which hold shards of the model and of the "
-                "optimizer's state, did not take part in saving, or were at another step. To keep a checkpoint in such "
-                "cases, also save at intervals: ModelCheckpoint(every_n_train_steps=...).",
+                "optimizer's state, could not take part in saving, or were at another step. To keep a checkpoint in "
+                "such cases, also save at intervals: ModelCheckpoint(every_n_train_steps=...).",
                 path,
             )
             return False
@@ -233,7 +220,8 @@ class TrainerCheckpoints:
         strategy = self._strategy
         with self._for_restart() if strategy.num_nodes == 1 else nullcontext(), self.saving_epoch_state():
             strategy.lightning_module.trainer.save_checkpoint(path)
-        strategy._alike(self._files.saver.finish)  # at the end of the run, a save in the background may be abandoned
+        # At the end of the run, a save in the background may be abandoned.
+        strategy.ranks.alike(self._files.saver.finish)
 
     @contextmanager
     def saving_epoch_state(self) -> Iterator[None]:
@@ -254,7 +242,7 @@ class TrainerCheckpoints:
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if to_resume and self.data_loading is not None:
             loading = self.data_loading
-            ranks = self._strategy.all_gather_values(
+            ranks = self._strategy.ranks.all_gather_values(
                 in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
             )
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
@@ -307,7 +295,7 @@ class TrainerCheckpoints:
             UnsafeFileError: if the checkpoint contains more than data.
             ValueError: if a newer version wrote the checkpoint.
         """
-        self._strategy._alike(self._files.saver.finish)
+        self._strategy.ranks.alike(self._files.saver.finish)
         is_kept = restarts is not None and restarts.loaded(path)
         if not (self._files.are_opened_here or is_kept):
             return ordinary()
@@ -320,7 +308,7 @@ class TrainerCheckpoints:
             # FileNotFoundError means an empty folder here.
             is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))
             others = others_by_age(trainer, path) if self._strategy.is_global_zero else []
-            of_ranks = self._strategy.all_gather_values((is_spoilt, others))
+            of_ranks = self._strategy.ranks.all_gather_values((is_spoilt, others))
             if not all(spoilt for spoilt, _ in of_ranks):
                 raise
             _, others = of_ranks[0]
@@ -343,9 +331,9 @@ class TrainerCheckpoints:
         about = checkpoint.get(CHECKPOINT_KEY, {})
         self._let_frozen_be_missing(about)
         check_module(module, checkpoint["state_dict"], strict)
-        with taking_values(module, is_deferred) as targets:
+        with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
             ordinary(checkpoint, strict)
-        give_values(targets, wait=True)
+        deferred_param.give_values(targets, wait=True)
         if self._loaded is None:  # otherwise a callback is restoring a checkpoint of this run
             self._loaded = checkpoint.get(CHECKPOINT_KEY)
         masters = about.get("masters", {})

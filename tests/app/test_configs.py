@@ -130,7 +130,7 @@ def test_resilience_reaches_the_strategy(tmp_path: Path) -> None:
         (["resilience=memory", "stage.resilience.job=mine"], ResilienceConfig(job="mine")),
     ):
         config = composed(*arguments, folder=tmp_path)
-        assert instantiate(config.trainer.strategy).options.keeps == meant
+        assert instantiate(config.trainer.strategy).options.resilience == meant
 
 
 def test_tensorboard_is_the_default_logger_and_a_csv_file_the_fallback_without_it(

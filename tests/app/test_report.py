@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_zero.monitoring.report import expected_psi, figures
+from lightning_zero.reporting.results import expected_psi, figures
 
 
 @pytest.mark.parametrize(

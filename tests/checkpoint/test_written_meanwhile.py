@@ -234,8 +234,8 @@ class EndsMeanwhile:
 def exchanged_with_a_rank_that_ends():
     exchange = StoreExchange(dist.HashStore(), "exchange", threading.Event())
     if rank() == 0:
-        exchange._lifelines = SimpleNamespace(ended=set())
-        exchange._store = EndsMeanwhile(exchange._store, exchange._lifelines.ended)
+        exchange._notices = SimpleNamespace(gone=set())
+        exchange._store = EndsMeanwhile(exchange._store, exchange._notices.gone)
         assert exchange("from rank 0") == ["from rank 0", "from rank 1"]
 
 

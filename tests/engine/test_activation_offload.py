@@ -40,7 +40,7 @@ PLACES = pytest.mark.parametrize("place", ["cpu", "disk"])
 
 
 def store_of(engine):
-    return engine._checkpointed[0]._store
+    return engine._windows._checkpointed[0]._store
 
 
 def place_in(place, folder):

@@ -11,8 +11,13 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.init.deferred_param import give_values, is_on_meta, taking_values, values_may_wait
-from lightning_zero.engine.init.sources import leave_in_files
+from lightning_zero.engine.init.deferred_param import (
+    give_values,
+    is_on_meta,
+    leave_in_files,
+    taking_values,
+    values_may_wait,
+)
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from tests.support import rank, world_size
 from tests.support.models import OddModel

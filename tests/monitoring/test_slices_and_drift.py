@@ -18,9 +18,9 @@ from torchmetrics.classification import (
     MulticlassCalibrationError,
 )
 
+from lightning_zero.callbacks.drift import Drift, drift_of, read_values
 from lightning_zero.commands import drift as command
 from lightning_zero.monitoring import DriftMonitor, SliceMetrics
-from lightning_zero.monitoring.drift import Drift, drift_of, read_values
 from tests.support.trainer import make_trainer
 from tests.support.workers import rank, world_size
 from tests.trainer.cases import Net, data, shared_folder

@@ -175,7 +175,7 @@ class Averaging(Optimizer):
 def load_an_entry_that_is_called_as_a_count() -> None:
     module = nn.Linear(3, 5)
     optimizer = Averaging(module.parameters())
-    engine = Engine(module, [optimizer], stage=2, allow_any_optimizer=True)
+    engine = Engine(module, [optimizer], stage=2, whole_parameters=False)
     module(torch.ones(3)).sum().backward()
     optimizer.step()
     optimizer.load_state_dict(optimizer.state_dict())

@@ -20,12 +20,12 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_zero import full_parameters
-from lightning_zero.engine import Engine, optimizers
+from lightning_zero.engine import Engine
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update
-from lightning_zero.engine.optim import masters, state
+from lightning_zero.engine.optim import masters, optimizers, state
 from lightning_zero.io.disk import ALIGNMENT, DirectFile
 from tests.checkpoint import faults
 from tests.support import models
@@ -179,7 +179,7 @@ def around_torchs(module: nn.Module) -> torch.optim.Optimizer:
 
 def calls_of_hooks(offload: str | None, optimizer: Any) -> list[str]:
     module, optimizer = prepare(Recipe(Wide, optimizer))
-    engine = Engine(module, [optimizer], offload=option(offload, 3), allow_any_optimizer=True)
+    engine = Engine(module, [optimizer], offload=option(offload, 3), whole_parameters=False)
     calls: list[str] = []
     handles = [
         register_optimizer_step_pre_hook(lambda *_: calls.append("before")),
@@ -207,7 +207,7 @@ def test_global_optimizer_step_hooks_are_called_as_often_as_without_offload(run_
 @ON_BOTH
 def test_an_optimizer_that_wraps_torchs_step_updates_as_without_offload(run_on, offload):
     recipe = Recipe(Wide, around_torchs, steps=3)
-    run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, allow_any_optimizer=True)
+    run_on(2, is_as_without, recipe=recipe, stage=3, offload=offload, whole_parameters=False)
 
 
 class StepsAfter(torch.optim.SGD):
@@ -632,7 +632,7 @@ def dtype_of_counts(offload: str | None) -> set[torch.dtype]:
     engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3))
     module(torch.ones(2, 4, dtype=torch.double)).sum().backward()
     begun, go_on = threading.Event(), threading.Event()
-    if engine.config.offloads is not None:
+    if engine.config.offload is not None:
         engine.background.submit(lambda: begun.set() or go_on.wait(30))
         begun.wait()
     go_on_later = threading.Timer(0.2, go_on.set)

@@ -146,10 +146,10 @@ def test_an_optimizer_that_needs_other_parameters_or_is_unknown_is_refused_by_na
     run_on(2, refuse, stage=stage, kind=kind, says=says)
 
 
-@pytest.mark.parametrize("option", ["allow_any_optimizer", "whole_parameters"])
+@pytest.mark.parametrize("declared", [True, False])
 @pytest.mark.parametrize(("kind", "says"), REFUSED[:2])
-def test_an_optimizer_known_to_need_other_parameters_is_refused_whatever_is_declared(run_on, kind, says, option):
-    run_on(2, refuse, stage=3, kind=kind, says=says, **{option: True})
+def test_an_optimizer_known_to_need_other_parameters_is_refused_whatever_is_declared(run_on, kind, says, declared):
+    run_on(2, refuse, stage=3, kind=kind, says=says, whole_parameters=declared)
 
 
 class ByTheMean(SignDescent):
@@ -207,9 +207,8 @@ def muon_and_sign_descent(model: nn.Module) -> Any:
     return Together(Muon(matrices(model), lr=0.02), SignDescent(others(model)))
 
 
-@pytest.mark.parametrize("option", [{"whole_parameters": False}, {"allow_any_optimizer": True}], ids=str)
-def test_the_option_for_unknown_optimizers_has_no_effect_on_known_ones(run_on, option):
-    run_on(2, train_both, stage=3, model=Layered, optimizer=muon_and_sign_descent, **option)
+def test_the_option_for_unknown_optimizers_has_no_effect_on_known_ones(run_on):
+    run_on(2, train_both, stage=3, model=Layered, optimizer=muon_and_sign_descent, whole_parameters=False)
 
 
 def sign_descent(model: nn.Module) -> Optimizer:
@@ -222,9 +221,8 @@ def train_both(stage: int, optimizer: Any = sign_descent, model: Any = OddModel,
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("option", [{"allow_any_optimizer": True}, {"whole_parameters": False}], ids=str)
-def test_an_unknown_elementwise_optimizer_trains_as_under_ddp_when_the_user_allows_it(run_on, stage, option):
-    run_on(2, train_both, stage=stage, **option)
+def test_an_unknown_elementwise_optimizer_trains_as_under_ddp_when_the_user_allows_it(run_on, stage):
+    run_on(2, train_both, stage=stage, whole_parameters=False)
 
 
 class Unasked(Optimizer):

@@ -146,7 +146,7 @@ def test_the_formula_chooses_among_the_stages_that_the_options_allow(options, ro
 
 def test_zero_auto_plans_with_the_users_options(run_on):
     options = {
-        "allow_any_optimizer": True,
+        "whole_parameters": False,
         "prefetch": 0,
         "checkpoint": "sharded",
         "async_save": True,

@@ -19,8 +19,8 @@ from tests.support.warm import DISMANTLED
 
 # -- ordinary ----------------------------------------------------------------------------------------------------------
 
-LAST_THREADS = r"threads at the end: MainThread( lightning_zero-lifelines)?"
-"""The thread of the lifelines belongs to the process group, and ends when all other ranks have ended."""
+LAST_THREADS = r"threads at the end: MainThread( lightning_zero-notices)?"
+"""The timer belongs to the process group."""
 
 
 @pytest.mark.timeout(900)

@@ -14,7 +14,7 @@ import pytest
 from lightning.pytorch import Callback
 
 from lightning_zero import ResilienceConfig, ZeroStrategy
-from lightning_zero.callbacks.restarts import name_of_job, resilience_config
+from lightning_zero.callbacks.restarts import name_of_job
 from tests.app.commands import REPOSITORY
 from tests.resilience.jobs import run
 from tests.support.trainer import Learner, make_trainer
@@ -34,15 +34,6 @@ def test_a_jobs_name_from_the_launcher_is_a_name_of_one_folder(given, monkeypatc
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", given)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     assert ResilienceConfig(job=name_of_job()).job
-
-
-@pytest.mark.parametrize(
-    ("field", "instead"), [("path", "in a container, --shm-size"), ("deaths_at_one_step", "torchrun --max-restarts")]
-)
-def test_a_field_of_earlier_versions_is_refused_with_what_to_write_instead(field, instead):
-    for make in (lambda **given: ResilienceConfig(**given), lambda **given: resilience_config(given)):
-        with pytest.raises(ValueError, match=f"the field '{field}' no longer exists, .*{instead}"):
-            make(**{field: 3})
 
 
 def another_users(path):

@@ -19,10 +19,7 @@ from torch import nn
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import failures
-from lightning_zero.engine.comm.process_group import barrier
-from lightning_zero.engine.comm.renewal import have_all_come
 from lightning_zero.engine.plan.mesh import ALL
-from lightning_zero.strategies import trainer_checkpoints
 from tests.support import rank
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, make_trainer
@@ -207,31 +204,31 @@ def test_a_rank_that_holds_shards_takes_the_weights_of_one_with_a_full_module(ru
     same_tensors(second, first, bound=0)
 
 
-def save_on_exception(folder, everyone):
-    """The callbacks of every rank save, or only those of the failing rank."""
+def save_on_exception(folder, failing):
+    """All ranks fail at the same line, or only rank 1 does."""
     with pytest.MonkeyPatch.context() as patch:
-        if not everyone:  # the saving rank waits in vain
-            patch.setattr(trainer_checkpoints, "_PATIENCE", 1.0)
-        return fail_and_save(folder, everyone)
+        patch.setattr(failures, "_AT_ONCE", 60.0 if failing is None else 0.5)  # also simultaneous on a slow machine
+        return fail_and_save(folder, failing)
 
 
-def fail_and_save(folder, everyone):
+def fail_and_save(folder, failing):
     log = []
     handler = logging.Handler()
     handler.emit = lambda record: log.append(record.getMessage())
     logging.getLogger("lightning_zero").addHandler(handler)
-    module = FailsOnce(user_error)
+    module = FailsOnce(user_error, failing=failing)
     callbacks = [OnExceptionCheckpoint(folder), ModelCheckpoint(folder, save_on_exception=True)]
-    trainer = make_trainer("zero3", callbacks=callbacks if everyone or rank() == 1 else [], enable_checkpointing=True)
-    fails(trainer, module, UserError, "rank 1 failed")
-    if everyone:
+    with pytest.raises(UserError if failing in (None, rank()) else RuntimeError, match="in the user's code"):
+        make_trainer("zero3", callbacks=callbacks, enable_checkpointing=True).fit(module)
+    assert failing is None or any("was not written: after the exception" in line for line in log), log
+    if failing is None:
         assert not log and all(type(p) is nn.Parameter for p in module.parameters()), log
-        return {name: value.clone() for name, value in module.state_dict().items()}
-    assert rank() == 0 or any("was not written: after the exception" in line for line in log), log
+        assert failures.failure() is None
+    return {name: value.clone() for name, value in module.state_dict().items() if failing is None}
 
 
-def test_a_checkpoint_on_exception_is_written_where_every_rank_saves_it(run_on, tmp_path):
-    first, second = run_on(2, save_on_exception, folder=str(tmp_path), everyone=True)
+def test_a_checkpoint_on_exception_is_written_where_every_rank_fails_alike(run_on, tmp_path):
+    first, second = run_on(2, save_on_exception, folder=str(tmp_path), failing=None)
     same_tensors(first, second, bound=0)
     saved = torch.load(tmp_path / "on_exception.ckpt", weights_only=True)
     same_tensors(saved["state_dict"], first, bound=0)
@@ -239,7 +236,7 @@ def test_a_checkpoint_on_exception_is_written_where_every_rank_saves_it(run_on, 
 
 
 def test_a_checkpoint_on_exception_that_cannot_be_written_does_not_hide_the_exception(run_on, tmp_path):
-    run_on(2, save_on_exception, folder=str(tmp_path), everyone=False)
+    run_on(2, save_on_exception, folder=str(tmp_path), failing=1)
     assert not list(Path(tmp_path).glob("*.ckpt"))
 
 
@@ -254,20 +251,6 @@ class FailingSGD(torch.optim.SGD):
 class FailsInTheOptimizer(FailsOnce):
     def configure_optimizers(self):
         return FailingSGD(self.parameters(), lr=0.1)
-
-
-def come_several_times():
-    """Ranks come with different states, then each rank alone, then all ranks with equal states."""
-    assert not have_all_come(f"the state of rank {rank()}", 20)
-    for alone in (0, 1):
-        if rank() == alone:
-            assert not have_all_come("equal", 0.2)
-        barrier()
-    assert have_all_come("equal", 20)
-
-
-def test_whether_all_ranks_come_does_not_depend_on_earlier_attempts(run_on):
-    run_on(2, come_several_times)
 
 
 def fail_twice_and_save(folder):

@@ -11,10 +11,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import cma_exchange, failures, lifelines
+from lightning_zero.engine.comm import cma_exchange, failures
 from tests.support import rank
 from tests.support.lost import die, run_ranks
 from tests.support.patience import PATIENCE, little_patience
@@ -90,7 +91,7 @@ def all_reduce_of_the_project():
     "text", ["[gloo/transport/tcp/pair.cc:538] Connection closed", "Application timeout caused pair closure"]
 )
 def test_a_gloo_error_says_which_rank_was_lost(monkeypatch, text):
-    monkeypatch.setattr(failures, "failure", lambda: "rank 1 was killed")
+    monkeypatch.setattr(failures, "reason_soon", lambda: "rank 1 was killed")
     error, of_the_project = RuntimeError(text), RuntimeError("an assertion of the project's")
     failures.explain(error)
     failures.explain(of_the_project)
@@ -109,29 +110,6 @@ def while_ranks_connect():
 
 def test_a_rank_that_is_killed_while_the_transport_is_set_up_is_named(run_on):
     run_on(1, while_ranks_connect, timeout=60)
-
-
-def after_the_first_rank_was_late():
-    """Rank 0 comes to the run after the other rank has waited longer than a connection may take."""
-
-    def act():
-        if rank() == 0:
-            time.sleep(2.5)
-        else:
-            lifelines._TIMEOUT = 1.0
-        failures.lifelines_over()
-        module = nn.Linear(4, 4)
-        Engine(module, stage=3)
-        dist.barrier()
-        if rank() == 1:
-            die()
-        module.weight.norm()
-
-    survivors_name(act, 1)
-
-
-def test_a_killed_rank_is_noticed_even_if_the_first_rank_came_late_to_the_run(run_on):
-    run_on(1, after_the_first_rank_was_late, timeout=60)
 
 
 def while_a_rank_is_stopped():
@@ -162,27 +140,24 @@ def test_a_rank_that_is_stopped_for_a_while_is_waited_for(run_on):
     run_on(1, while_a_rank_is_stopped, timeout=60)
 
 
-def while_a_child_of_it_lives(folder):
-    """A process that the rank has forked has copies of the rank's connections, and outlives the rank."""
+def while_a_worker_of_it_lives():
+    """A worker of the rank's DataLoader has copies of the rank's connections, and ends some seconds after the rank."""
 
     def act():
         module = nn.Linear(4, 4)
         engine = Engine(module, stage=3)
+        workers = iter(DataLoader(torch.ones(2, 4), num_workers=1))
+        next(workers)
         if rank() == 1:
-            child = os.fork()
-            if child == 0:
-                time.sleep(SECONDS)
-                os._exit(0)
-            (folder / "child").write_text(str(child))
             die()
         engine.module.weight.norm()
 
     survivors_name(act, 1)
-    os.kill(int((folder / "child").read_text()), signal.SIGKILL)
 
 
-def test_a_killed_rank_is_noticed_though_a_process_that_it_forked_lives(run_on, tmp_path):
-    run_on(1, while_a_child_of_it_lives, timeout=60, folder=tmp_path)
+@pytest.mark.exhaustive
+def test_a_killed_rank_is_noticed_though_a_worker_of_its_loader_lives(run_on):
+    run_on(1, while_a_worker_of_it_lives, timeout=60)
 
 
 class Dies(Learner):

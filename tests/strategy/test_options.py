@@ -19,7 +19,7 @@ from torch import nn
 
 import lightning_zero.conf
 import lightning_zero.fabric
-from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero import OffloadConfig, ResilienceConfig, ZeroStrategy
 from lightning_zero.engine import Engine, EngineConfig
 
 STRATEGIES = pytest.mark.parametrize(
@@ -79,6 +79,10 @@ def test_hydra_has_every_option_with_its_default():
         ({"prefetc": 1}, "ZeroStrategy has no option 'prefetc': did you mean 'prefetch'?"),
         ({"zzz": 1}, "ZeroStrategy has no option 'zzz': there are stage, offload, shard_within, compression, "),
         ({"compute_dtype": torch.bfloat16}, "ZeroStrategy has no option 'compute_dtype'"),
+        (
+            {"allow_any_optimizer": True},
+            "allow_any_optimizer=True is not an option of ZeroStrategy: set whole_parameters=False in place of True",
+        ),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_options_that_exist(options, message):
@@ -122,6 +126,22 @@ def test_engine_options_can_be_given_as_a_config_and_one_by_one():
     assert engine.config == EngineConfig(stage=2, reduce_dtype=torch.bfloat16)
     with pytest.raises(TypeError, match="Engine has no option 'stages': did you mean 'stage'?"):
         Engine(nn.Linear(2, 2), stages=2)
+
+
+def test_an_option_that_can_be_given_in_several_forms_has_one_name_and_one_form():
+    given = {"stage": "os", "offload": "cpu", "compression": {"gradients": None}, "reduce_dtype": "bf16"}
+    strategy = ZeroStrategy(**given, timeout=60, resilience="memory")
+    config, options = strategy.config, strategy.options
+    assert (config.stage, config.offload, config.reduce_dtype) == (1, OffloadConfig("cpu"), torch.bfloat16)
+    assert config.compression is None, "nothing is compressed"
+    assert (options.timeout, options.resilience) == (timedelta(minutes=1), ResilienceConfig())
+    assert strategy.stage == config.stage
+
+
+@STRATEGIES
+def test_a_strategy_inherits_only_the_hooks_that_trainer_and_fabric_share(strategy, base):
+    own = [each.__name__ for each in strategy.__mro__ if each.__module__.startswith("lightning_zero")]
+    assert len(own) == 3 and own[0] == "ZeroStrategy" and own[-1] == "BaseStrategy"
 
 
 def test_lightning_cli_takes_the_strategy_by_name_and_by_class(monkeypatch: pytest.MonkeyPatch):

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from lightning_zero.engine.comm import lifelines
+from lightning_zero.engine.comm import failures
 from tests.support import workers
 
 SECONDS = 20
@@ -107,6 +107,6 @@ def _be_rank(rank: int, size: int, act: Callable[[], Any], folder: Path) -> None
             report.write(f"{type(error).__name__}: {error}")
         finally:
             report.flush()
-            for each in list(lifelines._all):
-                each.close()  # as at the end of a program
+            for each in failures._notices:
+                each._end()  # as at the end of a program
             os._exit(code)  # without the cleanup of the worker it was forked from

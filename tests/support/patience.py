@@ -13,8 +13,8 @@ PATIENCE = 0.8  # seconds, instead of 3
 @contextmanager
 def little_patience() -> Iterator[None]:
     """Decorator `@little_patience()` of a case's function, effective on every rank."""
-    from lightning_zero.engine.comm import lifelines
+    from lightning_zero.engine.comm import notices
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lifelines, "PATIENCE", PATIENCE)
+        patch.setattr(notices, "PATIENCE", PATIENCE)
         yield

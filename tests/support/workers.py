@@ -183,8 +183,7 @@ def _run(case: Case) -> Outcome:
             return Outcome(value, healthy=False)
         failures = sys.modules.get("lightning_zero.engine.comm.failures")
         if failures is not None and failures.failure() is not None:  # an expected failure, which has ended the group
-            renewal = importlib.import_module("lightning_zero.engine.comm.renewal")
-            renewal.renew(timeout=timedelta(seconds=START_TIMEOUT))
+            failures.renew(timeout=timedelta(seconds=START_TIMEOUT))
         # Ranks that are out of step (one collective more on one rank) are detected in this case, not in the next.
         dist.barrier()
         return Outcome(value)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import default_pg_timeout
 
 ProcessGroup = dist.ProcessGroup
 Store = dist.Store
@@ -19,6 +20,7 @@ TCPStore = dist.TCPStore
 ReduceOp = dist.ReduceOp
 DistError = dist.DistError
 
+_UNUSED_TAG = 7699
 _CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 # Torch before 2.13 has them only as ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which 2.13 deprecates.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -106,6 +108,19 @@ def start(backend: str, store: Store, rank: int, world_size: int, **options: Any
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
 
 
+def restart(**options: Any) -> None:
+    """Replace the default process group with a new one of the same processes. Collective.
+
+    The new group has other keys in the same store, so that it does not receive messages of the old group.
+
+    Args:
+        options: arguments of ``torch.distributed.init_process_group`` other than backend, store, rank and world size.
+    """
+    before = backend_name(), named_store("lightning_zero/restarted"), rank(), world_size()
+    destroy()
+    start(*before, **options)
+
+
 def destroy(group: ProcessGroup | None = None) -> None:
     """Destroy a process group; None destroys the default group and all others."""
     if group is None:
@@ -147,6 +162,29 @@ def serves_cpu(group: ProcessGroup) -> bool:
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout of a group's collectives on a device; None if the backend has no timeout."""
     return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+
+
+def gloo_backend(name: str, group: ProcessGroup) -> Any:
+    """Make a Gloo backend with connections of its own between the ranks of a group. Collective over this group.
+
+    Returns None for a group with torch's backend ``fake``, which has no other ranks.
+    """
+    if "fake" in dist.get_backend_config(group):
+        return None
+    store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[group][1])
+    timeout = timeout_of(group, torch.device("cpu")) if serves_cpu(group) else None
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout or default_pg_timeout)
+
+
+def close_connections(backend: Any) -> None:
+    """End all waits in a Gloo backend, here and on the ranks that wait for this rank.
+
+    Gloo's abort() does not end waits, but a receive that times out closes all connections. A receive from an ended rank
+    fails at once and closes none, so each rank is tried. After the first timeout, the remaining receives fail at once.
+    """
+    for peer in set(range(backend.size())) - {backend.rank()}:
+        with suppress(RuntimeError):
+            backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
 # -- the store --------------------------------------------------------------------------------------------------------

@@ -78,18 +78,19 @@ class Rendezvous:
                 "checkpoint. Make copies on every rank: a copy made on only some ranks stays sharded."
             )
         watch.check_process(what)
-        with watch.waiting(f"the rendezvous for {what}", may_be_refused=True):
-            refusal = self._exchange(what, watch)
-        if refusal:
+        with watch.waiting(f"the rendezvous for {what}"):
+            asked = self._exchange(what, watch)
+        if different := [rank for rank, other in enumerate(asked) if other != what]:
             raise RuntimeError(
-                f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but {refusal}. "
+                f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but rank(s) "
+                f"{different} asked for {asked[different[0]]}. "
                 "Run this line on every rank (not inside 'if rank == 0:', and not after a loop that has fewer batches "
                 "on this rank); or enter 'with lightning_zero.full_parameters(module):' on every rank, and run the "
                 "line inside."
             )
 
-    def _exchange(self, what: str, watch: Watch) -> str:
-        """Wait for the other ranks. Return "" if all passed the same ``what``, otherwise a description of the conflict.
+    def _exchange(self, what: str, watch: Watch) -> list[str]:
+        """Wait for the other ranks, and return what each has passed.
 
         The store is polled, since a wait in the store would not end when a rank ends.
         """
@@ -98,13 +99,9 @@ class Rendezvous:
         self._store.set(keys[self._rank], what)
         deadline, pause = time.monotonic() + self._timeout, 1e-4
         while not self._store.check(keys):  # one request for all keys
-            ended = set(watch.ended)  # read before the store, since a rank may arrive and then end
-            if failure() is not None or any(not self._store.check([keys[rank]]) for rank in ended):
+            gone = watch.gone  # read before the store, since a rank may arrive and then end
+            if failure() is not None or any(not self._store.check([keys[rank]]) for rank in gone):
                 raise RuntimeError("cancelled")
-            if watch.refusal:  # this rendezvous has failed: the next one reuses its number, as on the other ranks
-                self.meetings = number
-                self._store.delete_key(keys[self._rank])
-                return watch.refusal
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not finished after {self._timeout:.0f} s")
             time.sleep(pause)
@@ -112,8 +109,7 @@ class Rendezvous:
         asked = [each.decode() for each in self._store.multi_get(keys)]
         if number >= 2:  # all ranks have read the keys of rendezvous ``number - 2``
             self._store.delete_key(f"meeting/{number - 2}/{self._rank}")
-        different = [rank for rank, other in enumerate(asked) if other != what]
-        return f"rank(s) {different} asked for {asked[different[0]]}" if different else ""
+        return asked
 
     @contextmanager
     def met(self, what: str) -> Iterator[None]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -48,36 +49,34 @@ _CAST_ATTRIBUTES = frozenset(
 )
 
 
+@dataclass(eq=False)
 class UncutBucket:
     """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
 
-    ``fields`` are the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
-    ``gradient_codec`` encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
+    Attributes:
+        fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
+        gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
     """
 
-    def __init__(
-        self,
-        parameters: list[nn.Parameter],
-        plan: ResidencyPlan,
-        fields: dict[str, torch.dtype],
-        *,
-        number: int,
-        unit_name: str,
-        shared: SharedByBuckets,
-        gradient_codec: Codec | None,
-    ) -> None:
-        self.parameters, self.plan, self.layout, self.fields = parameters, plan, plan.layout, fields
-        self.gradient_codec = gradient_codec
-        self._number, self._unit_name, self._shared = number, unit_name, shared
+    parameters: list[nn.Parameter]
+    plan: ResidencyPlan
+    fields: dict[str, torch.dtype]
+    number: int
+    unit_name: str
+    shared: SharedByBuckets
+    gradient_codec: Codec | None
+
+    def __post_init__(self) -> None:
+        self.layout = self.plan.layout
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated on first use
         # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
-        self._full = without_memory(self.layout.padded_numel, plan.compute_dtype, plan.device)
+        self._full = without_memory(self.layout.padded_numel, self.plan.compute_dtype, self.plan.device)
 
     def reserve(self, swap: Swap) -> None:
         """Reserve disk space for the master weights and their optimizer states, if the plan puts them on a disk."""
         if self.plan.masters is Medium.DISK:
-            self._states = self.plan.reserve(swap, f"{self._unit_name} {self._number}", self.fields)
+            self._states = self.plan.reserve(swap, f"{self.unit_name} {self.number}", self.fields)
 
     @property
     def is_opened(self) -> bool:
@@ -102,7 +101,7 @@ class UncutBucket:
 
         Values of new parameters (``Source.is_new``) must have been written to ``room`` before.
         """
-        flat, communicator, plan, ledger = self._opened(), self._shared.communicator, self.plan, self._shared.ledger
+        flat, communicator, plan, ledger = self._opened(), self.shared.communicator, self.plan, self.shared.ledger
         low, high = self.layout.own_range
         first, last = (0, len(flat)) if plan.is_replicated else self.layout.own_part
         for everywhere, group in groupby(zip(self.layout.segments, sources), lambda member: member[1].everywhere):
@@ -124,7 +123,7 @@ class UncutBucket:
         if self.layout.nodes > 1:
             in_part = flat[slice(*self.layout.own_part)].to(plan.compute_dtype, copy=True)
             part = NodePart(
-                in_part, self.layout, communicator, self._number, f"unit {self._unit_name or 'root'!r}", ledger
+                in_part, self.layout, communicator, self.number, f"unit {self.unit_name or 'root'!r}", ledger
             )
             own = part.own if plan.masters is Medium.PART else own
         residency = Residency(plan, own, self._states, ledger, part.own if part is not None else None)
@@ -140,9 +139,9 @@ class UncutBucket:
             residency,
             full,
             part,
-            number=self._number,
-            unit_name=self._unit_name,
-            shared=self._shared,
+            number=self.number,
+            unit_name=self.unit_name,
+            shared=self.shared,
             gradient_codec=self.gradient_codec,
         )
         make_sharded(bucket, self.parameters)
@@ -162,78 +161,101 @@ def assign_to_buckets(
     A unit's parameters of one kind are split into several buckets if together they have more than
     ``config.bucket_numel`` or ``most_numel`` elements.
     """
-    tensor = shared.communicator.tensor
+    tensor, mesh, device = shared.communicator.tensor, shared.communicator.mesh, shared.communicator.device
     shares = {name: tensor.placed(name, p).share for plan in plans for name, p in plan.parameters.items()}
-    named = ((name, p, shares[name]) for plan in plans for name, p in plan.parameters.items())
-    check_not_divided(optimizers, config, named)
+    check_not_divided(
+        optimizers, config, ((name, p, shares[name]) for plan in plans for name, p in plan.parameters.items())
+    )
     # element counts of the largest shares, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = 0
-    if config.offloads is not None:
+    if config.offload is not None:
         trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
-        numel_that_stay = round((1 - config.offloads.fraction) * trained)
-    # A bucket has parameters of one optimizer: autograd would take an update of some of them for a change of all.
-    optimizer_of = {
-        id(p): number for number, each in enumerate(optimizers) for group in each.param_groups for p in group["params"]
-    }
-    groups = [group["params"] for optimizer in optimizers for group in optimizer.param_groups]
-    group_of = {id(parameter): number for number, group in enumerate(groups) for parameter in group}
-    fields_of = fields_by_parameter(optimizers)
-    mesh, over = shared.communicator.mesh, placements.optimizer.over
+        numel_that_stay = round((1 - config.offload.fraction) * trained)
+    over = placements.optimizer.over
     ranks, order = mesh.size(over), mesh.order(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
-    is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
-    compression = config.compresses if shared.communicator.may_compress else None
+    compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
-    may_fuse = not placements.parameters.is_sharded and shared.communicator.device.type == "cpu"
-    parts: list[tuple[int, Any, list[tuple[str, nn.Parameter]]]] = []  # (unit number, kind, members)
-    for of_unit, plan in enumerate(plans):
-        kinds: dict[Any, list[tuple[str, nn.Parameter]]] = {}
-        for name, parameter in plan.parameters.items():
-            compute = _compute_dtype_of(parameter, plan.owners[name], config.compute_dtype, may_fuse)
-            codec = _gradient_codec_of(parameter, compression)
-            optimizer = optimizer_of.get(id(parameter))
-            kind = compute, parameter.dtype, parameter.requires_grad, optimizer, codec, is_kept_whole(name, parameter)
-            kinds.setdefault(kind, []).append((name, parameter))
-        for kind, members in kinds.items():
-            # Make the parameters of one param group adjacent, so that a bucket has one master tensor for them.
-            members.sort(key=lambda member: group_of.get(id(member[1]), -1))
-            parts += [(of_unit, kind, part) for part in _split(members, numels, min(config.bucket_numel, most_numel))]
-    whole = [number for number, (_, kind, _) in enumerate(parts) if kind[-1]]
+    may_fuse = not placements.parameters.is_sharded and device.type == "cpu"
+    kind_of = partial(_kind_of, config, kept_whole(optimizers, config, ranks=ranks), compression, may_fuse)
+    parts = list(_parts(plans, optimizers, kind_of, numels, min(config.bucket_numel, most_numel)))
+    whole = [number for number, (_, kind, _) in enumerate(parts) if kind.is_whole]
     to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
     owners = dict(zip(whole, balanced_owners(to_own, ranks))) if whole else {}
+    fields_of = fields_by_parameter(optimizers)
     units: list[list[UncutBucket]] = [[] for _ in plans]
-    for number, (of_unit, (compute, dtype, trains, _, codec, is_whole), part) in enumerate(parts):
-        layout = BucketLayout.of(
-            [(name, shares[name]) for name, _ in part],
-            ranks,
-            owners.get(number),
-            rank=mesh.rank,
-            order=order,
-            nodes=nodes,
-        )
+    for number, (of_unit, kind, part) in enumerate(parts):
+        named = [(name, shares[name]) for name, _ in part]
+        layout = BucketLayout.of(named, ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes)
         numel = sum(numels[name] for name, _ in part)
-        stays = trains and numel_that_stay >= numel
+        stays = kind.trains and numel_that_stay >= numel
         numel_that_stay -= numel if stays else 0
         residency = ResidencyPlan.of(
             layout,
             placements,
-            None if stays else config.offloads,
-            device=shared.communicator.device,
-            dtype=dtype,
-            compute_dtype=compute,
-            trains=trains,
+            None if stays else config.offload,
+            device=device,
+            dtype=kind.dtype,
+            compute_dtype=kind.compute_dtype,
+            trains=kind.trains,
             compresses=compression is not None and compression.parameters is not None,
         )
         parameters = [p for _, p in part]
-        has_fields = trains and residency.is_offloaded
-        fields = fields_of(parameters, residency.master_dtype, whole=is_whole) if has_fields else {}
-        name = plans[of_unit].name or "root"
-        bucket = UncutBucket(
-            parameters, residency, fields, number=number, unit_name=name, shared=shared, gradient_codec=codec
-        )
-        units[of_unit].append(bucket)
+        fields = {}
+        if kind.trains and residency.is_offloaded:
+            fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
+        name, codec = plans[of_unit].name or "root", kind.gradient_codec
+        units[of_unit].append(UncutBucket(parameters, residency, fields, number, name, shared, codec))
     return units
+
+
+class _Kind(NamedTuple):
+    """What the parameters of a bucket have in common."""
+
+    compute_dtype: torch.dtype
+    dtype: torch.dtype
+    trains: bool
+    gradient_codec: Codec | None
+    is_whole: bool
+
+
+def _kind_of(
+    config: EngineConfig,
+    is_kept_whole: Callable[[str, Tensor], bool],
+    compression: CompressionConfig | None,
+    may_fuse: bool,
+    name: str,
+    parameter: nn.Parameter,
+    owners: Sequence[Owner],
+) -> _Kind:
+    compute_dtype = _compute_dtype_of(parameter, owners, config.compute_dtype, may_fuse)
+    codec, is_whole = _gradient_codec_of(parameter, compression), is_kept_whole(name, parameter)
+    return _Kind(compute_dtype, parameter.dtype, parameter.requires_grad, codec, is_whole)
+
+
+def _parts(
+    plans: Sequence[UnitPlan],
+    optimizers: Sequence[Optimizer],
+    kind_of: Callable[[str, nn.Parameter, Sequence[Owner]], _Kind],
+    numels: Mapping[str, int],
+    most_numel: int,
+) -> Iterator[tuple[int, _Kind, list[tuple[str, nn.Parameter]]]]:
+    """The parameters of each future bucket with their names, after the number of their unit and their kind."""
+    groups = [(number, group) for number, optimizer in enumerate(optimizers) for group in optimizer.param_groups]
+    # each parameter's optimizer and group; the latter's number increases from one optimizer to the next
+    place_of = {id(p): (of, number) for number, (of, group) in enumerate(groups) for p in group["params"]}
+    for of_unit, plan in enumerate(plans):
+        alike: dict[Any, list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in plan.parameters.items():
+            optimizer, _ = place_of.get(id(parameter), (-1, -1))
+            # One optimizer a bucket: autograd would take an update of some parameters for a change of all.
+            alike.setdefault((kind_of(name, parameter, plan.owners[name]), optimizer), []).append((name, parameter))
+        for (kind, _), members in alike.items():
+            # Make the parameters of one param group adjacent, so that a bucket has one master tensor for them.
+            members.sort(key=lambda member: place_of.get(id(member[1]), (-1, -1)))
+            for part in _split(members, numels, most_numel):
+                yield of_unit, kind, part
 
 
 def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Codec | None:
@@ -251,7 +273,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     Raises:
         NothingToCompressError: if nothing can be compressed although there are several machines.
     """
-    compression = config.compresses
+    compression = config.compression
     if compression is None:
         return
     given = f"compression={name_of_compression(compression)}"

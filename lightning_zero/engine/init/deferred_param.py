@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
+from lightning_zero.engine.init.mapped_files import MappedFiles
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
@@ -20,6 +21,14 @@ from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 def defer(parameter: nn.Parameter, values: Tensor) -> None:
     """Turn a parameter into a lazy tensor with the given values; values on the meta device count as missing."""
     become(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
+
+
+def leave_in_files(module: nn.Module) -> None:
+    """Defer parameters that are mapped from files, so that a conversion to another dtype does not read the files."""
+    mapped = MappedFiles()
+    for parameter in module.parameters():
+        if not isinstance(parameter, LazyTensor) and mapped.range_of(parameter) is not None:
+            defer(parameter, parameter)
 
 
 def is_on_meta(tensor: Tensor) -> bool:

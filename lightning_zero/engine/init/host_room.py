@@ -1,7 +1,6 @@
 """Check on all ranks whether memory suffices, before any tensor is changed.
 
-A new engine needs memory for offloaded states, and for the largest parameter that only one rank owns. A closing engine
-needs memory for full parameters and optimizer states.
+A new engine needs memory for offloaded states; a closing engine, for full parameters and optimizer states.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -104,39 +102,6 @@ def check_room(
         raise ValueError(f"offload: not enough host memory. {' '.join(missing)}")
 
 
-def check_room_of_owners(
-    sources: Mapping[str, Source], units: Sequence[Sequence[UncutBucket]], communicator: Communicator
-) -> None:
-    """Raise a ValueError on every rank if any rank lacks memory for the largest parameter that it owns. Collective.
-
-    Only memory that is needed in any case is counted: for the reduced gradient, and for the master weight unless the
-    parameter's values are already on the device where it is updated.
-    """
-    every = chain.from_iterable(units)
-    whole = [bucket for bucket in every if bucket.layout.is_whole and bucket.parameters[0].requires_grad]
-    if not whole:
-        return
-    need: Counter[str] = Counter()
-    device = communicator.device
-    for bucket in whole:
-        place = torch.device("cpu") if bucket.plan.is_offloaded else communicator.device
-        for index, segment in enumerate(bucket.layout.segments):
-            if bucket.layout.owner(index) == bucket.layout.rank:
-                values = sources[segment.name].values
-                is_here = values is not None and values.device.type == place.type
-                nbytes = segment.numel * bucket.plan.master_dtype.itemsize * (1 if is_here else 2)
-                if nbytes > need.total():
-                    need, device = Counter({f"'{segment.name}', updated as a whole by one rank": nbytes}), place
-    missing = _without_room(need, communicator, device=device)
-    if missing:
-        on_accelerator = communicator.device.type != "cpu" and not all(bucket.plan.is_offloaded for bucket in whole)
-        instead = ", or write offload='cpu'" if on_accelerator else ""
-        raise ValueError(
-            f"not enough memory to update a parameter as a whole. {'. '.join(map(str, missing))}. Give such parameters "
-            f"to an elementwise optimizer such as AdamW, so that they are sharded over all ranks{instead}."
-        )
-
-
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
@@ -171,9 +136,9 @@ def without_room_for_whole(
 
 
 class Shortage(NamedTuple):
-    """A place that lacks memory for its ranks: a host, a GPU, or a process with a limit of its own."""
+    """A host that lacks memory for its ranks."""
 
-    place: str
+    host: str
     ranks: int
     needed: Counter[str]  # bytes by purpose
     available: int
@@ -181,45 +146,32 @@ class Shortage(NamedTuple):
     def __str__(self) -> str:
         purposes = ", ".join(f"{what}: {nbytes}" for what, nbytes in self.needed.items())
         return (
-            f"The {self.ranks} rank(s) on {self.place} need {self.needed.total()} bytes ({purposes}), and "
+            f"The {self.ranks} rank(s) on {self.host} need {self.needed.total()} bytes ({purposes}), and "
             f"{self.available} are available"
         )
 
 
 def _without_room(
-    need: Counter[str],
-    communicator: Communicator,
-    *,
-    freed: int = 0,
-    may_take: float = 1.0,
-    device: torch.device | None = None,
+    need: Counter[str], communicator: Communicator, *, freed: int = 0, may_take: float = 1.0
 ) -> list[Shortage]:
-    """The places that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
+    """The hosts that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
 
     Args:
         need: the bytes that this rank needs, by purpose.
         freed: bytes that this rank frees before it allocates the needed bytes.
         may_take: the fraction of the available memory that the ranks may use.
-        device: the device whose memory is needed; by default the host.
     """
-    host = this_machine()
-    own = {(host, None): available_memory(), (host, communicator.everyone.rank): left_to_process()}
-    if device is not None and device.type == "cuda":
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        place = f"GPU {torch.cuda.get_device_properties(device).uuid} of {host}"
-        own = {(place, None): torch.cuda.mem_get_info(device)[0] + cached}
-    ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
-    for of_rank, given, places in communicator.everyone.control.gather_objects((need, freed, own)):
-        for place, available in places.items():
-            if available is not None:
-                ranks_at[place].append((of_rank, given, available))
+    own = this_machine(), need, freed, available_memory()
+    ranks_on: dict[str, list[tuple[Counter[str], int, int]]] = defaultdict(list)
+    for host, of_rank, given, available in communicator.everyone.control.gather_objects(own):
+        if available is not None:
+            ranks_on[host].append((of_rank, given, available))
     found = []
-    for (host, rank), ranks in ranks_at.items():
+    for host, ranks in ranks_on.items():
         needed = sum((of_rank for of_rank, _, _ in ranks), Counter[str]())
         available = min(available for _, _, available in ranks) + sum(given for _, given, _ in ranks)
         if needed.total() > may_take * available:
-            limit = "" if rank is None else f" within the limits of rank {rank} (ulimit -d, ulimit -v)"
-            found.append(Shortage(f"{host.partition('.')[0]}{limit}", len(ranks), needed, available))
+            found.append(Shortage(host.partition(".")[0], len(ranks), needed, available))
     return found
 
 
@@ -241,17 +193,6 @@ def available_memory(root: Path = Path("/")) -> int | None:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             found += _left_in_groups(root / "sys/fs/cgroup" / controllers, Path(path.strip("/")))
-    return min(found, default=None)
-
-
-def left_to_process(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still allocate under ``RLIMIT_DATA`` and ``RLIMIT_AS``; None without limits."""
-    used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
-    found = []
-    for line in _lines(root / "proc/self/limits"):
-        for name, kind in (("Max data size", "VmData:"), ("Max address space", "VmSize:")):
-            if line.startswith(name) and (soft := line[len(name) :].split()[0]).isdigit():
-                found.append(max(int(soft) - 1024 * int(used[kind]), 0))
     return min(found, default=None)
 
 

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.init.sources import Source, listed
+from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.tensor.identity import attributes_of_users
 from lightning_zero.engine.tensor.initialisers import APPLIED, OF_ADAPTERS, OWN, label, takes
+from lightning_zero.io.names import listed
 
 Call = Callable[[], Any]
 
@@ -41,22 +42,23 @@ class Initialisation:
         self._repeated: Counter[str] = Counter()  # writes by initialisers, by tensor
         self._unknown: set[str] = set()  # tensors of modules whose initialisers cannot run on the meta device
         self._owned: set[str] = set()  # tensors of the modules visited so far
+        self._lacking: dict[str, str] = {}  # new tensors without an initialiser, and the classes of their modules
         self._classes_that_call: dict[type, bool] = {}
         if not any(source.is_new for source in sources.values()):
             return
-        self._check_initialisers(module)
         # TorchScript's tensors cannot be replaced by stand-ins
         is_scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
         self._compares = any(source.version for source in sources.values()) and not is_scripted
-        if not self._compares:
+        if self._compares:
+            with self._stand_ins(module), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
+                self._visit(module, [], set())
+        else:
             self._visit(module, [], set())
-            return
-        with self._stand_ins(module), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
-            self._visit(module, [], set())
+        self._check_all_have_initialisers()
         self._check_nothing_is_lost()
 
-    def _check_initialisers(self, module: nn.Module) -> None:
-        lacking = dict(_lacking(module, "", self._sources, [], False))
+    def _check_all_have_initialisers(self) -> None:
+        lacking = {name: self._lacking[name] for name in self._sources if name in self._lacking}
         if lacking:
             raise ValueError(
                 f"{listed(lacking)}: on the meta device without values, and there is no reset_parameters() in "
@@ -71,7 +73,7 @@ class Initialisation:
             for name, source in self._sources.items()
             if source.version > self._repeated[name] and name not in self._unknown
         ]
-        if lost:
+        if lost and self._compares:
             raise ValueError(
                 f"{listed(lost)}: written to on the meta device by code other than reset_parameters() and "
                 "_init_weights(), which alone are repeated when the module receives its values. Create the module "
@@ -102,7 +104,11 @@ class Initialisation:
             own, of_adapters = _own(module), _of_adapters(module, ancestors)
             self._count(own + of_adapters, module)
             self.calls[id(module)] = own + self._applied(module, ancestors, new) + of_adapters
-        self._owned.update(self._names_in(module, recurse=False))
+        own_names = [name for name in self._names_in(module, recurse=False) if name not in self._owned]
+        self._owned.update(own_names)
+        new = [name for name in own_names if self._sources[name].is_new]
+        if new and not any(map(_has_initialiser, (module, *ancestors))):
+            self._lacking |= dict.fromkeys(new, type(module).__name__)
 
     def _names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
@@ -191,18 +197,9 @@ def _of_adapters(module: nn.Module, ancestors: list[nn.Module]) -> list[Call]:
     return [partial(reset, name, getattr(configs.get(name), "init_lora_weights", True)) for name in adapters]
 
 
-def _lacking(
-    module: nn.Module, prefix: str, sources: dict[str, Source], ancestors: list[nn.Module], has_initialiser: bool
-) -> Iterator[tuple[str, str]]:
-    """Yield (tensor name, module class name) of new tensors that neither their module nor its ancestors initialise."""
-    applies = any(takes(getattr(model, APPLIED, None), 1) for model in (module, *ancestors))
-    has_initialiser = has_initialiser or applies or bool(_own(module) or _of_adapters(module, ancestors))
-    for name in (*module._parameters.keys(), *module._buffers.keys()):  # TorchScript's dicts are not iterable
-        source = sources.get(f"{prefix}{name}")  # a tied parameter is listed under its first name
-        if source is not None and source.is_new and not has_initialiser:
-            yield f"{prefix}{name}", type(module).__name__
-    for name, child in module.named_children():
-        yield from _lacking(child, f"{prefix}{name}.", sources, [*ancestors, module], has_initialiser)
+def _has_initialiser(module: nn.Module) -> bool:
+    """Whether a module initialises tensors, of its own or of modules in it."""
+    return bool(_own(module)) or hasattr(module, OF_ADAPTERS) or takes(getattr(module, APPLIED, None), 1)
 
 
 def on_meta(tensor: Tensor) -> Tensor:

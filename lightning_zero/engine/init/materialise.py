@@ -20,13 +20,14 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UncutBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.initialisation import Call, like, on_meta
-from lightning_zero.engine.init.sources import Source, listed
+from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor.lazy_tensor import in_memory, is_unset, unset
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.io.names import listed
 
 
 def detach_kept_graphs(module: nn.Module) -> None:

@@ -1,4 +1,7 @@
-"""Turn sharded parameters, and tensors that user code derived from them, back into ordinary tensors."""
+"""Turn sharded parameters back into ordinary tensors: when an engine closes, and those that a failed run has left.
+
+Tensors that user code derived from parameters become ordinary as well.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,12 @@ import torch
 from torch import nn
 
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.failures import explained
+from lightning_zero.engine.comm.process_group import all_gather_objects, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.host_room import available_memory
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slots_of
+from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slot_of, slots_of
 from lightning_zero.engine.tensor.identity import become
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
@@ -78,3 +83,68 @@ def _derived(
         slot: [t for key, t in sorted(tensors.items()) if t.is_parameter or is_everywhere(slot, key)]
         for slot, tensors in derived.items()
     }
+
+
+def consolidate(module: nn.Module, timeout: float) -> None:
+    """Turn parameters that a closed engine left sharded back into ordinary full tensors. Collective.
+
+    Sharded copies of parameters (from ``copy.deepcopy`` in a hook) become ordinary as well, even if their engine is
+    still open. A parameter that is sharded on some ranks and full on others takes the value of the first rank that
+    holds the full parameter.
+
+    Args:
+        module: a module with the same structure on every rank.
+        timeout: seconds to wait for the other ranks, usually the engine's ``handshake_timeout``.
+
+    Raises:
+        ValueError: if the failed run used tensor parallelism, another number of ranks, or another order of ranks.
+    """
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
+                become(parameter, nn.Parameter(parameter.whole(), parameter.requires_grad))
+    left = _left_in(module)
+    if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
+        raise ValueError(
+            "The parameters were left sharded by a failed run with tensor parallelism, and cannot be unsharded: make a "
+            "new module and load a checkpoint."
+        )
+    size = world_size()
+    places = {(bucket.communicator.rank, bucket.communicator.size) for bucket in left.values()}
+    held: list[tuple[list[str], set[tuple[int, int]]]] = [(list(left), places)]
+    if size > 1:
+        with explained("unsharding the module's parameters"):
+            held = all_gather_objects((list(left), places))
+    if any(places - {(rank, size)} for rank, (_, places) in enumerate(held)):
+        sizes = " or ".join(map(str, sorted({of_size for _, places in held for _, of_size in places})))
+        raise ValueError(
+            f"A failed run of {sizes} rank(s) left the parameters sharded. This run has {size} rank(s), or the same "
+            "ranks in another order, so it cannot unshard them. Use as many ranks in the same order, or make a new "
+            "module and load a checkpoint."
+        )
+    if not any(names for names, _ in held):
+        return
+    device = next(module.parameters()).device
+    communicator = Communicator(None, device)
+    rendezvous = Rendezvous(communicator, timeout)
+    try:
+        for name, parameter in module.named_parameters():
+            whole = [rank for rank, (names, _) in enumerate(held) if name not in names]
+            if not whole and left[name].parameters:  # an empty list: the bucket has been unsharded already
+                left[name].rejoin(communicator, rendezvous)
+                make_ordinary(left[name], device)
+            elif 0 < len(whole) < size:
+                if name in left:
+                    left[name].parameters = []
+                    value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    become(parameter, nn.Parameter(value, parameter.requires_grad))
+                communicator.broadcast(parameter.detach(), whole[0])
+    finally:
+        rendezvous.close()
+        communicator.close()
+
+
+def _left_in(module: nn.Module) -> dict[str, Bucket]:
+    """The bucket of each parameter that a closed engine left sharded, by parameter name."""
+    slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
+    return {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from mmap import PAGESIZE
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +11,13 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
-from lightning_zero.engine.init.deferred_param import defer, is_on_meta
+from lightning_zero.engine.init.deferred_param import is_on_meta
+from lightning_zero.engine.init.mapped_files import MappedFiles
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.io.names import listed
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
 
@@ -33,55 +31,6 @@ class Source(NamedTuple):
     writes: Sequence[Write] = ()  # user code's writes to parts of a new parameter
     version: int = 0  # of a new tensor on rank 0: the number of writes to it, none of which was recorded
     initialised_by: Sequence[str] = ()  # of a new lazy tensor on rank 0: the initialisers that have written to it
-
-
-class MappedFiles:
-    """The files that are mapped into this process's memory, by ``torch.load(mmap=True)`` or safetensors, for example.
-
-    The list is read from Linux's ``/proc``, since torch keeps none. On other systems, no mapped files are found.
-    """
-
-    def __init__(self) -> None:
-        self._mappings: list[tuple[int, int, int, str]] = []
-        with suppress(OSError), open("/proc/self/maps") as file:
-            for line in (line.split(maxsplit=5) for line in file):
-                path = line[5].strip() if len(line) > 5 else ""
-                if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
-                    start, stop = (int(address, 16) for address in line[0].split("-"))
-                    self._mappings.append((start, stop, int(line[2], 16), path))
-
-    def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
-        """Return a key of the file range that a tensor maps, for ranks to compare; None if unmapped or written to."""
-        if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
-            return None
-        address = tensor.data_ptr()
-        found = bisect_right(self._mappings, (address, float("inf"))) - 1
-        if found < 0 or address >= self._mappings[found][1]:
-            return None
-        start, _, offset, path = self._mappings[found]
-        if _is_written(address, address + tensor.numel() * tensor.element_size()):
-            return None
-        try:
-            size = os.path.getsize(path)
-        except OSError:
-            size = -1  # the file was deleted; its mapping stays valid
-        name = os.path.basename(path.removesuffix(" (deleted)"))
-        # On another machine, a file of this name and size may hold other values, so ranks also compare some values.
-        first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
-        return name, size, offset + address - start, str(tensor.dtype), first
-
-
-def _is_written(start: int, stop: int) -> bool:
-    """Whether a range of mapped memory has private pages, which a write creates; True if unknown."""
-    first, last = start // PAGESIZE, -(-stop // PAGESIZE)
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as file:
-            file.seek(8 * first)
-            entries = bytearray(file.read(8 * (last - first)))
-            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # bits: 1 file-backed, 2 swapped out, 4 present
-            return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
-    except (OSError, ValueError):
-        return True
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
@@ -152,14 +101,6 @@ def move_own_kinds(module: nn.Module, device: torch.device) -> None:
             layer.to(device)
 
 
-def leave_in_files(module: nn.Module) -> None:
-    """Defer parameters that are mapped from files, so that a conversion to another dtype does not read the files."""
-    mapped = MappedFiles()
-    for parameter in module.parameters():
-        if not isinstance(parameter, LazyTensor) and mapped.range_of(parameter) is not None:
-            defer(parameter, parameter)
-
-
 def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
     """The place in a file where values are stored, for ranks to compare; None if other ranks cannot read it."""
     origin = values.origin if isinstance(values, LazyTensor) else values
@@ -215,12 +156,6 @@ def _initialised(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
         return 0, tensor.initialised_by
     has_version = is_on_meta(tensor) and not is_dtensor(tensor) and not tensor.is_inference()
     return tensor._version if has_version else 0, ()
-
-
-def listed(names: Any, most: int = 5) -> str:
-    """The first names and the number of others, for an error message: a large model may have thousands of names."""
-    names = list(names)
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _check_alike(everywhere: list[dict[str, tuple[Any, Any, Any]]]) -> None:

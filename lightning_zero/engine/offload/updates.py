@@ -7,7 +7,6 @@ waits for the whole update. Here each bucket's update starts, and is awaited, se
 from __future__ import annotations
 
 import atexit
-import copy
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import own_stream
-from lightning_zero.engine.compat import tree_map_only
+from lightning_zero.engine.compat import tree_map_only, without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.io.swap import stream
@@ -47,7 +46,7 @@ class Updates:
     @classmethod
     def of(cls, config: EngineConfig, simulation: Simulation | None) -> Updates:
         """Make the updates for an engine's options."""
-        offload = config.offloads
+        offload = config.offload
         if offload is None:
             return cls(simulation=simulation)
         return cls(config.overlap and offload.overlap, offload.gradients is not None, simulation)
@@ -290,49 +289,28 @@ class Update(NamedTuple):
             each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
-    def try_on(
-        self, values: Sequence[Tensor], gradients: Sequence[Tensor], optimizer: Optimizer, group: dict[str, Any]
-    ) -> list[dict[str, Any]]:
-        """Update tensors that do not belong to the optimizer, as in its first step; return the states.
+    def fields(
+        self, dtype: torch.dtype, shape: tuple[int, ...], optimizer: Optimizer, group: dict[str, Any]
+    ) -> dict[str, torch.dtype]:
+        """The dtypes of states that have one value per element, by name: tried on a small tensor.
 
         Some optimizers make states not in ``step`` but when they are constructed, as torch's Adagrad did before 2.12.
-        Then the tensors' states are like the one that ``optimizer`` has for a parameter of ``group``.
+        Then the states are like those of the largest parameter of ``group``.
         """
-        copies = [(value.clone(), gradient.clone()) for value, gradient in zip(values, gradients)]
+        tried = torch.zeros(shape, dtype=dtype, device="cpu")
         try:
-            return self.act_on(values, gradients, [{} for _ in values])
+            state = self.act(tried, torch.zeros_like(tried), {})
         except KeyError:
             known = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
             if not known:
                 raise
             example = max(known, key=Tensor.numel)  # of several elements, unlike a step count, if there is one
-            for value, gradient, copied in zip(values, gradients, copies):
-                value.copy_(copied[0])
-                gradient.copy_(copied[1])
-            state = optimizer.state[example]
-            return self.act_on(values, gradients, [_state_like(state, example, value) for value in values])
-
-    def fields(
-        self, dtype: torch.dtype, shape: tuple[int, ...], optimizer: Optimizer, group: dict[str, Any]
-    ) -> dict[str, torch.dtype]:
-        """Try the update on a small tensor; return by name the dtypes of states that have one value per element."""
-        tried = torch.zeros(shape, dtype=dtype, device="cpu")
-        (state,) = self.try_on([tried], [torch.zeros_like(tried)], optimizer, group)
+            return {
+                key: torch.promote_types(value.dtype, dtype) if value.is_floating_point() else value.dtype
+                for key, value in optimizer.state[example].items()
+                if isinstance(value, Tensor) and value.shape == example.shape
+            }
         return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
-
-
-def _state_like(example: Mapping[str, Any], parameter: Tensor, value: Tensor) -> dict[str, Any]:
-    """A copy of a parameter's state for another tensor, with ones where it has one value per element."""
-
-    def like(entry: Any) -> Any:
-        if not isinstance(entry, Tensor):
-            return copy.deepcopy(entry)
-        if entry.shape != parameter.shape:
-            return entry.detach().to(value.device, copy=True)
-        dtype = torch.promote_types(entry.dtype, value.dtype) if entry.is_floating_point() else entry.dtype
-        return torch.ones_like(value, dtype=dtype)
-
-    return {key: like(entry) for key, entry in example.items()}
 
 
 def fields_by_parameter(
@@ -366,14 +344,10 @@ def fields_by_parameter(
 def _without_hooks(kind: Any) -> type[Optimizer]:
     """Make a subclass of an optimizer class, without the wrapper around ``step`` by which torch calls hooks."""
 
-    def unhooked(base: Any) -> Callable[..., Any]:
-        step = vars(base)["step"]
-        return step.__wrapped__ if getattr(step, "hooked", False) else step
-
-    bases = [base for base in kind.__mro__[:-1] if "step" in vars(base)]
+    unhooked = {base: without_hooks(vars(base)["step"]) for base in kind.__mro__[:-1] if "step" in vars(base)}
     # each class that defines ``step`` gets a subclass with the unwrapped step, so ``super().step()`` calls no hooks
-    between = [type(base.__name__, (base,), {"step": unhooked(base)}) for base in bases if base is not kind]
-    return type(kind.__name__, (kind, *between), {"step": unhooked(bases[0])})
+    between = [type(base.__name__, (base,), {"step": step}) for base, step in unhooked.items() if base is not kind]
+    return type(kind.__name__, (kind, *between), {"step": next(iter(unhooked.values()))})
 
 
 def _on_device_of(gradient: Tensor, values: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
 
 
 def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
-    name, known, declared = type(optimizer).__name__, _known(optimizer), config.keeps_whole
+    name, known, declared = type(optimizer).__name__, _known(optimizer), config.whole_parameters
     instead = "use strategy='ddp'" if ranks > 1 else "leave offload out"
     base = known or known_class(optimizer)
     if base is not None and base.need is Need.MODEL:
@@ -73,11 +73,11 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
 def warn_of_unknown(optimizer: Optimizer, config: EngineConfig) -> None:
     """Warn that the user's statement about an optimizer of an unknown class is not checked."""
     if _known(optimizer) is None:
-        part = "parameter" if config.keeps_whole else "element"
+        part = "parameter" if config.whole_parameters else "element"
         warnings.warn(
-            f"{type(optimizer).__name__} is used with whole_parameters={config.keeps_whole!r}, which is not checked: "
-            f"if its update of one {part} depends on another one, training silently differs from DDP's. Compare a "
-            "short run with DDP, for example by lightning-zero parity.",
+            f"{type(optimizer).__name__} is used with whole_parameters={config.whole_parameters!r}, which is not "
+            f"checked: if its update of one {part} depends on another one, training silently differs from DDP's. "
+            "Compare a short run with DDP, for example by lightning-zero parity.",
             stacklevel=2,
         )
 
@@ -108,7 +108,7 @@ def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: 
     Args:
         ranks: see ``check_optimizers``.
     """
-    declared = config.keeps_whole
+    declared = config.whole_parameters
     rules: dict[int, Any] = {}
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.collectives import Communicator
 
 _BITS = 32
-_PLAIN = {int, float, bool, str, type(None)}
 
 
 class Hyperparameters:
@@ -39,7 +38,7 @@ class Hyperparameters:
         """Return the flags to exchange. Every rank returns the same number of flags."""
         if self._is_over:
             return []
-        values = [_values_of(group) for optimizer in self._living() for group in optimizer.param_groups]
+        values = self._values()
         if not self._bits or values != self._digested:
             digest = zlib.crc32(repr(_as_floats(values)).encode())
             bits = [bool(digest >> bit & 1) for bit in range(_BITS)]
@@ -54,63 +53,52 @@ class Hyperparameters:
         """
         if not any(map(min, agreed[:_BITS], agreed[_BITS:])):
             return
-        mine = [
-            (type(optimizer).__name__, [_named_values_of(group) for group in optimizer.param_groups])
-            for optimizer in self._living()
+        for groups in zip(*self._communicator.control.gather_objects(self._values())):
+            name, number, first = groups[0]
+            keys = [key for key, value in first.items() if any(group.get(key) != value for *_, group in groups)]
+            if keys:
+                self._is_over = True
+                if self._communicator.everyone.rank == 0:
+                    self._warn(name, number, [{key: group.get(key) for key in keys} for *_, group in groups])
+                return
+
+    @staticmethod
+    def _warn(name: str, number: int, ranks: list[dict[str, Any]]) -> None:
+        values = (
+            f"{', '.join(f'{key}={value!r}' for key, value in group.items())} on rank {rank}"
+            for rank, group in enumerate(ranks)
+        )
+        warnings.warn(
+            f"Parameter group {number} of {name} has different hyperparameters on different ranks: "
+            f"{'; '.join(values)}. Each rank updates its shards with its own values: set the same values on every "
+            "rank, and let schedulers such as ReduceLROnPlateau monitor a value that is reduced over ranks "
+            "(self.log(..., sync_dist=True)).",
+            stacklevel=2,
+        )
+
+    def _values(self) -> list[tuple[str, int, dict[str, Any]]]:
+        """Each group's optimizer, its number in that optimizer, and its hyperparameters by name."""
+        living = [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        return [
+            (type(optimizer).__name__, number, {key: _comparable(value) for key, value in group.items()})
+            for optimizer in living
+            for number, group in enumerate(optimizer.param_groups)
         ]
-        ranks = self._communicator.control.gather_objects(mine)
-        differing = _first_difference(ranks)
-        if differing is None:  # for example, an optimizer that is deleted on some ranks has not been deleted on others
-            return
-        self._is_over = True
-        if self._communicator.everyone.rank == 0:
-            name, number, values = differing
-            warnings.warn(
-                f"Parameter group {number} of {name} has different hyperparameters on different ranks: {values}. Each "
-                "rank updates its shards with its own values: set the same values on every rank, and let schedulers "
-                "such as ReduceLROnPlateau monitor a value that is reduced over ranks (self.log(..., sync_dist=True)).",
-                stacklevel=2,
-            )
-
-    def _living(self) -> list[Optimizer]:
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
-
-
-def _values_of(group: dict[str, Any]) -> list[Any]:
-    """The hyperparameters of a group that can be compared, and None for others."""
-    return [value if type(value) in _PLAIN else _comparable(value) for value in group.values()]
-
-
-def _named_values_of(group: dict[str, Any]) -> dict[str, Any]:
-    return dict(zip(group, _values_of(group)))
 
 
 def _comparable(value: Any) -> Any:
-    """A number; a tuple of numbers, such as ``betas``; None for anything else, such as the group's parameters."""
+    """A number or string; a tuple of them, such as ``betas``; None for anything else, such as parameters."""
+    if isinstance(value, (int, float, str)):
+        return value
     if isinstance(value, Tensor):  # reading a device's tensor would wait for the device
         return value.item() if value.dim() == 0 and value.device.type == "cpu" else None
-    if isinstance(value, tuple):
-        return tuple(_comparable(each) for each in value)
-    return value if isinstance(value, (int, float)) else None
+    return tuple(map(_comparable, value)) if isinstance(value, tuple) else None
 
 
 def _as_floats(value: Any) -> Any:
-    """Nested lists and tuples with all numbers as floats, since 1 and 1.0 are equal."""
+    """Nested containers as lists, with all numbers as floats, since 1 and 1.0 are equal."""
+    if isinstance(value, dict):
+        return [(key, _as_floats(item)) for key, item in value.items()]
     if isinstance(value, (list, tuple)):
         return list(map(_as_floats, value))
     return float(value) if isinstance(value, (int, float)) else value
-
-
-def _first_difference(ranks: list[Any]) -> tuple[str, int, str] | None:
-    """The first group that differs: its optimizer, its number, and the values of each rank as text."""
-    for optimizers in zip(*ranks):
-        name, _ = optimizers[0]
-        for number, groups in enumerate(zip(*(groups for _, groups in optimizers))):
-            keys = [key for key in groups[0] if any(group.get(key) != groups[0][key] for group in groups)]
-            if keys:
-                texts = (
-                    f"{', '.join(f'{key}={group.get(key)!r}' for key in keys)} on rank {rank}"
-                    for rank, group in enumerate(groups)
-                )
-                return name, number, "; ".join(texts)
-    return None

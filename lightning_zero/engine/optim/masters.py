@@ -28,8 +28,7 @@ from lightning_zero.engine.offload.updates import Update, fields_by_parameter, o
 from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
-from lightning_zero.engine.optim.state import MasterStates, Owner
-from lightning_zero.engine.optim.state_mapping import StateMapping, States
+from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States
 from lightning_zero.engine.optim.updating import gains_by_chunks, update_offloaded, updated
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket

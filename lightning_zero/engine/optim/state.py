@@ -6,6 +6,7 @@ import weakref
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -31,13 +32,16 @@ from lightning_zero.engine.optim.kinds import (
     tensors_in,
 )
 from lightning_zero.engine.optim.master import Master, is_alone, runs_of
-from lightning_zero.engine.optim.state_mapping import StateMapping, States
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, OwnedSlot, slot_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, walk, whole
+from lightning_zero.engine.tensor.wrapper import reader
+
+States = dict[Any, dict[str, Any]]
+"""For each parameter, the entries of its state by name."""
 
 
 class Owner(Protocol):
@@ -453,6 +457,88 @@ class MasterStates:
             elif slot.local_numel:
                 on_disk.write(key, slot.local_range.start, part)
         return entry
+
+
+class StateMapping(defaultdict[Any, dict[str, Any]]):
+    """``optimizer.state``, whose keys are masters. A lookup by a module's parameter returns state in sharded tensors.
+
+    On a single rank without offload, where each parameter has its own master, the lookup returns that master's state.
+
+    Raises:
+        TypeError: if user code replaces or removes the state of a single parameter of a sharded module.
+    """
+
+    def __init__(self, states: MasterStates) -> None:
+        super().__init__(dict)
+        self._states = states
+
+    def __contains__(self, key: Any) -> bool:
+        slot = slot_of(key)
+        return super().__contains__(key) if slot is None else self._states.has_state(slot)
+
+    def __missing__(self, key: Any) -> Any:
+        slot = slot_of(key)
+        if slot is None:
+            return super().__missing__(key)
+        if is_alone(slot.bucket):
+            return self[self._states.key_of(slot)]
+        return MappingProxyType(self._states.shown(key))
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        return self[key] if key in self else default
+
+    def setdefault(self, key: Any, default: Any = None) -> Any:
+        if key not in self:
+            self[key] = default
+        return self[key]
+
+    def update(self, *others: Any, **by_name: Any) -> None:
+        for key, value in dict(*others, **by_name).items():
+            self[key] = value
+
+    def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
+        self.update(other)
+        return self
+
+    def values(self) -> Any:
+        self._states.synchronize()  # callers may write to states that background work is using
+        return super().values()
+
+    def items(self) -> Any:
+        self._states.synchronize()
+        return super().items()
+
+    def clear(self) -> None:
+        self._states.synchronize()  # an update that is still running would bring its state back
+        self._states.cleared()
+        super().clear()
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        super().__setitem__(self._own_key(key), value)
+
+    def __delitem__(self, key: Any) -> None:
+        super().__delitem__(self._own_key(key))
+
+    def pop(self, key: Any, *default: Any) -> Any:
+        return super().pop(self._own_key(key), *default)
+
+    def _own_key(self, key: Any) -> Any:
+        slot = slot_of(key)
+        if slot is None:
+            return key
+        if not is_alone(slot.bucket):
+            raise TypeError(
+                f"The optimizer's state of '{slot.name}' is sharded together with the state of other parameters and "
+                "cannot be replaced or removed alone: write to its tensors (optimizer.state[p]['exp_avg'].zero_()), "
+                "clear the state of all parameters (optimizer.state.clear()), or call load_state_dict()."
+            )
+        return self._states.key_of(slot)
+
+    def __reduce__(self) -> Any:
+        # Copies need the state by parameter, as they hold copies of the parameters, and no masters. Collective.
+        reading = reader.get()
+        states = self._states.by_parameter(in_parts) if reading is None else reading.states(self._states)
+        return defaultdict, (dict,), None, None, iter(states.items())
 
 
 def _held_here(entry: Any) -> Any:

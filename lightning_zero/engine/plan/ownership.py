@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from lightning_zero.engine.plan.layout import BucketLayout
-
-MOST_UNEVEN = 2.0
-"""Users are warned if one rank owns more than this many times the mean number of elements."""
 
 _SWEEPS = 4
 _CHOICES = 4
@@ -46,33 +38,6 @@ def balanced_owners(
             for rank, numel in zip(owners[number], buckets[number]):
                 loads[rank] += numel
     return owners
-
-
-def imbalance(buckets: Sequence[Sequence[int]], owners: Sequence[Sequence[int]], ranks: int) -> float:
-    """The largest load of a rank, divided by the mean load."""
-    loads = [0] * ranks
-    for of_bucket, numels in zip(owners, buckets):
-        for rank, numel in zip(of_bucket, numels):
-            loads[rank] += numel
-    return max(loads) * ranks / max(sum(loads), 1)
-
-
-def warn_if_uneven(layouts: Sequence[BucketLayout]) -> None:
-    """Warn if one rank owns far more elements of whole parameters than the mean: other ranks wait for its updates."""
-    whole = [layout for layout in layouts if layout.owners is not None]
-    numels = [[segment.numel for segment in layout.segments] for layout in whole]
-    ranks = whole[0].world_size if whole else 1
-    uneven = imbalance(numels, [layout.owners or () for layout in whole], ranks)
-    if uneven > MOST_UNEVEN:
-        largest = max((segment for layout in whole for segment in layout.segments), key=lambda segment: segment.numel)
-        warnings.warn(
-            f"Parameters that are updated as a whole are unevenly distributed over {ranks} ranks: one rank owns "
-            f"{uneven:.1f} times the mean number of elements, so the other ranks wait for it. The largest of these "
-            f"parameters, '{largest.name}', has {largest.numel / sum(map(sum, numels)):.0%} of their elements. Use "
-            "fewer ranks for this model, or give large parameters to an elementwise optimizer such as AdamW, whose "
-            "parameters are sharded evenly.",
-            stacklevel=2,
-        )
 
 
 def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:

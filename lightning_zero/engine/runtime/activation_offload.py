@@ -454,7 +454,7 @@ class _Copies:
 
 def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
     """Make the store for inputs of checkpointed modules, as configured; None if inputs are not moved."""
-    offload, device = config.offloads, communicator.device
+    offload, device = config.offload, communicator.device
     target = offload.activations if offload is not None else None
     if target is None and not config.partition_activations:
         return None

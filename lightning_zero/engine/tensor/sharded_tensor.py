@@ -73,6 +73,10 @@ class ShardedTensor(WrapperTensor):
         """Replace the local range and ``keep``."""
         self._local, self.keep = local, keep
 
+    def range_of(self, value: Tensor) -> Tensor:
+        """This rank's range of a value for this tensor, such as a mask: see ``local_range_of``."""
+        return local_range_of(value, self.slot)
+
     def at_rest(self) -> Tensor:
         """Like ``local``, but for reading only; a lazy tensor if the range is on a disk."""
         return self.slot.parameter_at_rest() if self._local is None else self.local

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,10 +13,9 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lightning_zero.engine.access import shard_of
-from lightning_zero.engine.comm.process_group import all_gather_objects
-from lightning_zero.engine.compat import tree_leaves
-from lightning_zero.monitoring.measured import elements_of
+from lightning_zero.callbacks.measured import elements_of
+from lightning_zero.engine import compat, process_group, shard_of
+from lightning_zero.io.names import listed
 from lightning_zero.strategies import lightning_internals as internals
 
 
@@ -75,7 +75,7 @@ class Finder:
         if trainer.strategy.reduce_boolean_decision(are_finite(looked_at)):
             return
         found = self._search(trainer, pl_module, optimizer, window)
-        every = all_gather_objects(found) if trainer.world_size > 1 else [found]
+        every = process_group.all_gather_objects(found) if trainer.world_size > 1 else [found]
         found_by_any = [each for each in every if each is not None]
         where = "the cause was not found"
         if found_by_any:
@@ -83,7 +83,7 @@ class Finder:
             broken = {name for each in found_by_any for name in each.gradients}
             where = min(found_by_any).text
             if names := [name for name, _ in pl_module.named_parameters() if name in broken]:
-                where += f"; gradients that are not finite: {_listed(names)}"
+                where += f"; gradients that are not finite: {listed(names)}"
         raise NonFiniteError(f"A loss or gradient is not finite at step {trainer.global_step}: {where}")
 
     def _search(
@@ -93,7 +93,7 @@ class Finder:
         rank, found = trainer.global_rank, None
         names = {parameter: name for name, parameter in module.named_parameters()}
         if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
-            found = _Found(-1, 0, rank, f"rank {rank}: weights that were not finite before the step: {_listed(broken)}")
+            found = _Found(-1, 0, rank, f"rank {rank}: weights that were not finite before the step: {listed(broken)}")
         if not trainer.strategy.reduce_boolean_decision(found is None):
             return found
         if not module.automatic_optimization:
@@ -190,13 +190,13 @@ class _Watch:
     _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor id: the innermost module with this input
     _kept: list[Tensor] = field(default_factory=list)  # keeps the tensors alive, as their ids are keys
 
-    def enter(self, name: str, inputs: Any) -> None:
+    def enter(self, name: str, _module: nn.Module, *inputs: Any) -> None:
         for tensor in _floats(inputs):
             self.note(tensor, f"the input of {name}")
             self._inputs_of[id(tensor)] = name
             self._follow(tensor)
 
-    def leave(self, name: str, output: Any) -> None:
+    def leave(self, name: str, _module: nn.Module, _inputs: Any, output: Any) -> None:
         for tensor in _floats(output):
             self.note(tensor, f"the output of {name}")
             self._follow(tensor, f"the gradient that arrives at the output of {name}")
@@ -219,29 +219,16 @@ class _Watch:
 
 @contextmanager
 def _watching(module: nn.Module) -> Iterator[_Watch]:
-    watch, handles = _Watch(), []
-    for name, inner in module.named_modules():
-        if not name:
-            continue  # the root: DDP runs ``training_step`` as the root module's forward
-        title = f"{name} ({type(inner).__name__})"
-        handles.append(
-            inner.register_forward_pre_hook(
-                lambda _, args, kwargs, title=title: watch.enter(title, (args, kwargs)), with_kwargs=True
-            )
-        )
-        handles.append(inner.register_forward_hook(lambda _, args, output, title=title: watch.leave(title, output)))
-    try:
+    watch = _Watch()
+    with ExitStack() as hooks:
+        for name, inner in module.named_modules():
+            if name:  # not the root: DDP runs ``training_step`` as the root module's forward
+                title = f"{name} ({type(inner).__name__})"
+                hooks.enter_context(inner.register_forward_pre_hook(partial(watch.enter, title), with_kwargs=True))
+                hooks.enter_context(inner.register_forward_hook(partial(watch.leave, title)))
         yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _floats(values: Any) -> list[Tensor]:
-    tensors = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor)]
+    tensors = [leaf for leaf in compat.tree_leaves(values) if isinstance(leaf, Tensor)]
     return [leaf for leaf in tensors if leaf.is_floating_point() or leaf.is_complex()]
-
-
-def _listed(names: list[str], most: int = 5) -> str:
-    rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest

@@ -12,8 +12,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from lightning_zero.engine import Engine
-from lightning_zero.engine.compat import nbytes_of, tree_leaves
+from lightning_zero.engine import Engine, compat
 
 MEGA = 1e6
 _RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
@@ -115,7 +114,7 @@ class MeasuredSteps:
         if engine is not None:
             engine.phases.measures = True
             engine.phases.take()
-            self._traffic_before = traffic_of(engine)
+            self._traffic_before = engine.traffic()
         self._running = Measured()
         self._began = time.perf_counter()
 
@@ -129,7 +128,7 @@ class MeasuredSteps:
         if engine is not None:
             engine.phases.measures = False
             running.waited.update(engine.phases.take())
-            running.traffic.update(traffic_of(engine))
+            running.traffic.update(engine.traffic())
             running.traffic.subtract(self._traffic_before)
         if running.steps and not self.is_within_step:
             self._part.add(running)
@@ -152,24 +151,17 @@ def ranks_with_data(trainer: Trainer) -> int:
     return sampled.get("num_replicas", trainer.world_size)
 
 
-def traffic_of(engine: Engine) -> Counter[tuple[str, str, str]]:
-    """Return an engine's traffic so far, as in ``Measured.traffic``."""
-    counters = engine.communicator.counters
-    each = {"elements": counters.elements, "bytes": counters.bytes, "calls": counters.calls}
-    return Counter({(what, kind, link): n for what, counts in each.items() for (kind, link), n in counts.items()})
-
-
 def model_state_bytes(trainer: Trainer) -> dict[str, int]:
     """Return the bytes of parameters, gradients and optimizer states that this rank holds now, by category."""
     engine = engine_of_run(trainer)
     if engine is not None:
         return dict(engine.report().at_rest)
     parameters = list(trainer.lightning_module.parameters())
-    states = tree_leaves([dict(optimizer.state) for optimizer in trainer.optimizers])
+    states = compat.tree_leaves([dict(optimizer.state) for optimizer in trainer.optimizers])
     return {
         "parameters": sum(p.nbytes for p in parameters),
-        "gradients": sum(nbytes_of(p.grad) for p in parameters if p.grad is not None),
-        "optimizer": sum(nbytes_of(value) for value in states if isinstance(value, Tensor)),
+        "gradients": sum(compat.nbytes_of(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor)),
     }
 
 
@@ -184,7 +176,7 @@ def gradient_norm(trainer: Trainer) -> Tensor | None:
     None if there are no gradients, or if offloaded updates may be reading or releasing them in the background.
     """
     engine = engine_of_run(trainer)
-    if engine is not None and engine.config.offloads is not None:
+    if engine is not None and engine.config.offload is not None:
         return None
     gradients = [elements_of(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None]
     with torch.no_grad():

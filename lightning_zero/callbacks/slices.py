@@ -12,7 +12,7 @@ from torch import Tensor
 from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 
-from lightning_zero.engine.comm.process_group import all_gather_objects
+from lightning_zero.engine import process_group
 from lightning_zero.io.annotations import check_arguments
 from lightning_zero.strategies.lightning_internals import reductions_of
 
@@ -94,7 +94,7 @@ def _fill_lists(metrics: MetricCollection) -> None:
         }
         for part in parts
     ]
-    for part, *known in zip(parts, *all_gather_objects(own)):
+    for part, *known in zip(parts, *process_group.all_gather_objects(own)):
         for name, (dtype, shape) in ChainMap(*known).items():
             if not getattr(part, name):
                 setattr(part, name, [torch.empty(0, *shape, dtype=dtype, device=part.device)])

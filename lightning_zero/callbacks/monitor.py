@@ -16,10 +16,7 @@ from lightning.fabric.utilities.throughput import Throughput, get_available_flop
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
-from lightning_zero.engine.compat import tree_leaves
-from lightning_zero.engine.plan.placement import replicated_bytes
-from lightning_zero.io.annotations import check_arguments
-from lightning_zero.monitoring.measured import (
+from lightning_zero.callbacks.measured import (
     MEGA,
     Measured,
     MeasuredSteps,
@@ -29,6 +26,8 @@ from lightning_zero.monitoring.measured import (
     model_state_bytes,
     ranks_with_data,
 )
+from lightning_zero.engine import compat, placement
+from lightning_zero.io.annotations import check_arguments
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
@@ -168,7 +167,8 @@ class Monitor:
         if engine is None:
             # Without ZeRO, every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
-                replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad) for p in pl_module.parameters()
+                placement.replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad)
+                for p in pl_module.parameters()
             )
             return
         report = engine.report()
@@ -252,7 +252,7 @@ class ZeroMonitor(Monitor, Callback):
 
 def _first_dimension(batch: Any) -> int:
     """Number of samples in a batch: the first dimension of its first non-scalar tensor; 1 without such a tensor."""
-    return next((len(leaf) for leaf in tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
+    return next((len(leaf) for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
 
 
 def _loss_in(outputs: Any) -> Tensor | None:
@@ -265,7 +265,7 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
     if (engine := engine_of_run(trainer)) is None:
         return [own]
     with engine.phases("wait for the other ranks", "the monitor"):
-        return engine.communicator.everyone.control.gather_objects(own)
+        return engine.gather_objects(own)
 
 
 def _slowest(ranks: list[_Rank]) -> dict[str, float]:

@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
-from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.report import WORKING_BUFFERS
+from lightning_zero.callbacks.measured import ranks_with_data
+from lightning_zero.callbacks.monitor import ZeroMonitor
+from lightning_zero.callbacks.pruning import Pruning
+from lightning_zero.engine import Report, placement
 from lightning_zero.io.tables import show
-from lightning_zero.monitoring.callback import ZeroMonitor
-from lightning_zero.monitoring.measured import ranks_with_data
-from lightning_zero.pruning import Pruning
 
 
 def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
@@ -24,7 +23,7 @@ def expected_psi(stage: int, accumulate: int, world_size: int, within: int | Non
     """
     if world_size == 1:
         return 0
-    placements = placements_of(stage)
+    placements = placement.placements_of(stage)
     reductions = accumulate if placements.gradients.is_sharded else 1
     gathers = 2 * accumulate if placements.parameters.is_sharded else 1
     between_groups = 2 / within if within is not None and 1 < within < world_size else 0
@@ -101,7 +100,7 @@ def figures(results: dict[str, Any]) -> list[Figure]:
         found.append(Figure("peak memory a rank", "memory", "not measured"))
     else:
         total = sum(held.values())
-        buffers = sum(held.get(category, 0) for category in WORKING_BUFFERS)
+        buffers = sum(held.get(category, 0) for category in Report.WORKING_BUFFERS)
         found += [
             Figure("model states at the peak", "states", _mb(total - buffers), f"formula {_mb(formula)}"),
             Figure("working buffers at the peak", "", _mb(buffers)),

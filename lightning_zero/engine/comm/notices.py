@@ -1,0 +1,251 @@
+"""What ranks tell each other, in a log in the process group's store: why one fails, that one ends, that all wait.
+
+- A rank that fails writes its reason, and closes its connections, which ends the waits of others.
+- A rank that is killed cannot write. But the system closes its connections, also those to its neighbours in a ring in
+  which the ranks' timers exchange messages. A suspended process keeps its connections.
+- A rank that has waited for a few seconds writes what it waits for, and which collectives it has begun. Once every rank
+  has done so, each rank in a deadlock waits for a collective that another such rank has not begun, and cannot begin
+  before its own wait ends. A rank that is only slow does not write, so no deadlock is found.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from multiprocessing import util
+from typing import Any, NamedTuple
+
+import torch
+
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.attempts import uses_agent_store
+from lightning_zero.engine.comm.cma_exchange import sever_all
+
+PATIENCE = 3.0
+"""Seconds that a rank waits before it writes what it waits for. Timers read the log several times in this period."""
+
+_FAILED, _LOST, _LEFT = "failed", "lost", "left"  # kinds of entries in the log
+_MOMENT = 0.5  # seconds within which an entry arrives after its writer's connections have closed
+_LAST_WORDS = 2.0  # seconds in which the others can read the log at the end of the process with the store
+_FOREVER = timedelta(days=1000)
+_WAS_KILLED = "was killed, or its process has crashed. Its output may say why; the system's log shows if memory ran out"
+
+
+class Wait(NamedTuple):
+    """A wait for other ranks.
+
+    Attributes:
+        engine, what: names of the engine and of the collective, the same on every rank.
+        ordinal: 1 for the first collective with these names, and so on; 0 excludes the wait from deadlock detection.
+        members: the ranks that take part, as numbered in the default group.
+    """
+
+    engine: str
+    what: str
+    ordinal: int
+    members: Sequence[int]
+    since: float
+
+
+class Notices:
+    """This rank's notices to the other ranks of the default process group, and theirs.
+
+    Attributes:
+        gone: ranks whose processes have ended.
+        failure: why the run cannot continue; None while it can.
+        begun: counts the collectives that this rank has begun, by engine and name.
+        wait: what this rank waits for, if anything.
+    """
+
+    def __init__(self) -> None:
+        self.group = process_group.default_group()
+        self.gone: set[int] = set()
+        self.failure: str | None = None
+        self.begun: dict[str, Counter[str]] = {}
+        self.wait: Wait | None = None
+        self._noted: Wait | None = None
+        self._rank, self._size = process_group.rank(), process_group.world_size()
+        # A connection of its own, since a wait in the store would block the timer.
+        store = process_group.new_connection(process_group.default_store())
+        self._store = process_group.named_store("lightning_zero/notices", store)
+        self._entries = 0  # the number of entries of the log that have been read
+        self._lock = threading.RLock()  # guards ``_entries`` and ``_noted``
+        self._ring: Any = None
+        self._wakes, self._is_closed = threading.Event(), False
+        # Not an executor's thread: the timer lives as long as the group, and must not delay the interpreter's exit.
+        self._timer = threading.Thread(target=self._run, name="lightning_zero-notices", daemon=True)
+        self._timer.start()
+        # processes of ``multiprocessing`` do not run ``atexit`` handlers
+        self._at_exit = util.Finalize(None, self._end, exitpriority=100)
+
+    def make_ring(self) -> None:
+        """Connect the timers, so that they notice when a process ends. Collective over the default group, once."""
+        if self._ring is None:
+            self._ring = process_group.gloo_backend("lightning_zero/ring", self.group)
+
+    def _end(self) -> None:
+        """At the program's end: tell the other ranks, and give them time to read the log."""
+        self.close()
+        deadline = time.monotonic() + _LAST_WORDS
+        hosts_store = self._rank == 0 and not uses_agent_store()
+        while hosts_store and len(self.gone) < self._size and time.monotonic() < deadline:
+            self._read()
+            time.sleep(0.01)
+
+    def close(self, *, leaves: bool = True) -> None:
+        """End the timer. If this rank leaves the run, the other ranks learn that it was not killed."""
+        if not self._is_closed:
+            self._at_exit.cancel()
+            if leaves:
+                self._write(_LEFT, self._rank)
+            self._is_closed = True
+            self._wakes.set()
+            if self._ring is not None:
+                process_group.close_connections(self._ring)
+            if threading.current_thread() is not self._timer:
+                self._timer.join(timeout=2)
+
+    # -- the log ----------------------------------------------------------------------------------------------------
+
+    def _write(self, kind: str, rank: int, text: str = "") -> None:
+        with suppress(RuntimeError):  # the process with the store may have ended
+            entry = json.dumps([kind, rank, text])
+            self._store.append("log", f"{entry}\n")  # type: ignore[attr-defined]  # torch's stubs lack it
+
+    def _read(self, *, needs_store: bool = False) -> None:
+        """Take in new entries of the log. If ``needs_store``, the run fails if the process with the store has ended."""
+        entries: list[Any] = []
+        try:
+            with self._lock:
+                if self._store.check(["log"]):
+                    lines = self._store.get("log").decode().splitlines()
+                    entries, self._entries = [json.loads(line) for line in lines[self._entries :]], len(lines)
+        except RuntimeError:
+            if needs_store and 0 not in self.gone:
+                entries = [(_FAILED, 0, f"{'the launcher' if uses_agent_store() else 'rank 0'} {_WAS_KILLED}")]
+        for kind, rank, text in entries:
+            if kind != _FAILED:
+                self.gone.add(rank)
+            if kind != _LEFT and self.failure is None:
+                self.failure = text
+                _end_waits(text)
+
+    def fail(self, reason: str) -> None:
+        """End every rank's waits. Only the first reason counts."""
+        if self.failure is None:
+            self._write(_FAILED, self._rank, reason)
+            self._read()
+            self.failure = self.failure or reason
+        _end_waits(self.failure)
+
+    def reason_soon(self) -> str | None:
+        """Wait for the reason why this rank's communication has failed; None if the log does not have it soon."""
+        deadline = time.monotonic() + PATIENCE
+        self._wakes.set()
+        while not self._is_closed and self.failure is None and time.monotonic() < deadline:
+            self._read(needs_store=True)
+            time.sleep(0.01)
+        return self.failure
+
+    # -- the timer --------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while not self._is_closed:
+            self._wakes.wait(PATIENCE / 3)
+            self._wakes.clear()
+            self._read(needs_store=self.wait is not None)
+            with suppress(RuntimeError):
+                self._note()
+            if self._ring is not None and self.failure is None:
+                self._meet_neighbours()
+            if self.group not in process_group.all_groups():
+                self.close()
+
+    def _meet_neighbours(self) -> None:
+        """Exchange messages with the neighbours in the ring, which fails if a neighbour's process has ended."""
+        message, works = torch.zeros(1, device="cpu"), []
+        for step, begin in ((1, self._ring.send), (-1, self._ring.recv)):
+            neighbour = (self._rank + step) % self._size
+            if neighbour not in self.gone:
+                with self._reporting_end_of(neighbour):
+                    works.append((neighbour, begin([message], neighbour, 0)))
+        for neighbour, work in works:
+            with self._reporting_end_of(neighbour):
+                work.wait(_FOREVER)
+
+    @contextmanager
+    def _reporting_end_of(self, rank: int) -> Iterator[None]:
+        """Context for communication with a rank. If it fails, and the rank does not say why, the rank was killed."""
+        try:
+            yield
+        except RuntimeError:
+            deadline = time.monotonic() + _MOMENT
+            while not self._is_closed and self.failure is None and rank not in self.gone:
+                self._read(needs_store=self.wait is not None)
+                if time.monotonic() > deadline:
+                    self._write(_LOST, rank, f"rank {rank} {_WAS_KILLED}")
+                    self._read()
+                    return
+                time.sleep(0.01)
+
+    def _note(self) -> None:
+        """Write once what this rank waits for, if it has waited for long; then look for a deadlock."""
+        wait = self.wait
+        if wait is None or wait is self._noted or time.monotonic() - wait.since < PATIENCE:
+            return
+        note = json.dumps([wait, self.begun])
+        with self._lock:
+            self._noted = wait
+            if self.wait is not wait:  # it has ended, perhaps before ``_noted`` was set
+                self._noted = None
+                return
+            self._store.set(f"note/{self._rank}", note)
+            begun, ended = self._store.add("begun", 1), self._store.add("ended", 0)
+        if begun - ended == self._size:
+            notes = self._store.multi_get([f"note/{rank}" for rank in range(self._size)])
+            if self._store.add("ended", 0) == ended:  # all notes are from the same moment
+                self._look_for_deadlock([json.loads(note) for note in notes])
+
+    def end_wait(self, outer: Wait | None) -> None:
+        """End this rank's wait, and continue with the outer one."""
+        self.wait = outer
+        if self._noted is not None:
+            with self._lock, suppress(RuntimeError):
+                self._noted = None
+                self._store.add("ended", 1)
+
+    def _look_for_deadlock(self, notes: list[tuple[Any, dict[str, dict[str, int]]]]) -> None:
+        """Fail if ranks cannot go on, given each rank's wait and the numbers of collectives that it has begun."""
+
+        def holds_up(other: int, rank: int) -> bool:
+            wait, (_, begun) = Wait(*notes[rank][0]), notes[other]
+            in_engine = begun.get(wait.engine)  # None if that rank has closed the engine, after all its collectives
+            return other in wait.members and in_engine is not None and in_engine.get(wait.what, 0) < wait.ordinal
+
+        stuck = set(range(self._size))
+        while free := {rank for rank in stuck if not any(holds_up(other, rank) for other in stuck)}:
+            stuck -= free
+        if stuck:
+            where = ", ".join(f"rank {rank} waits for {Wait(*notes[rank][0]).what}" for rank in sorted(stuck))
+            self.fail(
+                f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
+                "order, forward and backward, and the same number of training batches: do not run units, or lines that "
+                "need every rank, inside an 'if' that depends on the rank or its data. Ranks may run different numbers "
+                "of forward passes (without backward) inside 'with lightning_zero.uneven_forwards(module):', which "
+                "every rank must enter."
+            )
+
+
+def _end_waits(reason: str) -> None:
+    sever_all(reason)
+    for group in process_group.all_groups():
+        for backend in process_group.backends_of(group):
+            if backend.name().lower() == "gloo":
+                process_group.close_connections(backend)
+            else:
+                backend.abort()

@@ -1,0 +1,210 @@
+"""The ranks of a run: process group, mesh, exchanges of values, and whether the run has failed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pickle import PicklingError
+from typing import Any, TypeVar
+
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from torch import Tensor
+
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.checkpoint.pickles import UnsafeFileError
+from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from lightning_zero.engine import Communicator, failures, process_group, store_of_attempt, tensor_parallel
+from lightning_zero.strategies import lightning_internals as internals
+
+_Result = TypeVar("_Result")
+
+
+class RankGroup:
+    """The ranks of a strategy's runs, as this rank sees them.
+
+    Args:
+        strategy: the strategy that holds this object; Lightning sets its devices, environment and numbers of processes.
+
+    Attributes:
+        mesh: the mesh of ranks; None without ``tensor_parallel_size``, and before the processes have started.
+        ended_by: the message of the exception that ended the run; None if there was none.
+        is_cut_off: whether this rank must not communicate, since the run has failed.
+        have_all_failed: whether all ranks failed at the same time, with the same updates done: they may communicate.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.mesh: tensor_parallel.DeviceMesh | None = None
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Forget the failure of an earlier run."""
+        self.ended_by: str | None = None
+        self.is_cut_off = self.have_all_failed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "mesh": None}  # its process groups cannot be copied
+
+    # -- the process group ------------------------------------------------------------------------------------------
+
+    @property
+    def is_single(self) -> bool:
+        """Whether there is only one rank, which needs no process group."""
+        return self._strategy.num_nodes * self._strategy.num_processes == 1
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this rank must not communicate: there is no process group, or the run has failed."""
+        return self.is_cut_off or not internals.distributed_is_initialized()
+
+    def connect(self) -> None:
+        """Join the process group, or renew the one in which a run has failed, and create the mesh. Collective."""
+        if self.is_single:
+            return
+        if internals.distributed_is_initialized() and failures.failure() is not None:
+            failures.renew(**self.group_options)
+            self.mesh = None  # the mesh's groups have failed, too
+        options, strategy = self._group_options_at_start, self._strategy
+        internals.init_dist_connection(strategy.cluster_environment, strategy.process_group_backend, **options)
+        failures.notices()
+        self.make_mesh()
+
+    @property
+    def group_options(self) -> dict[str, Any]:
+        """Arguments with which torch creates the process group."""
+        device = self._strategy.root_device
+        return {
+            "timeout": self._strategy.options.timeout,
+            "device_id": device if device.type != "cpu" else None,
+        }
+
+    @property
+    def _group_options_at_start(self) -> dict[str, Any]:
+        if internals.distributed_is_initialized():
+            return {}
+        environment, timeout = self._strategy.cluster_environment, self._strategy.options.timeout
+        assert environment is not None
+        address = environment.main_address, environment.main_port
+        rank, size = environment.global_rank(), environment.world_size()
+        store = store_of_attempt(*address, rank, size, timeout or default_pg_timeout)
+        return self.group_options | ({"store": store} if store is not None else {})
+
+    # -- the mesh ---------------------------------------------------------------------------------------------------
+
+    @property
+    def size_of_mesh(self) -> int:
+        """The number of ranks that the mesh must have; known before the processes start."""
+        return self._strategy.num_nodes * self._strategy.num_processes
+
+    @property
+    def mesh_shape(self) -> tuple[int, int] | None:
+        """The numbers of ranks along ``data_parallel`` and ``tensor_parallel``; None if the options need no mesh."""
+        options = self._strategy.options
+        tensor, data = options.tensor_parallel_size, options.data_parallel_size
+        if tensor is None:
+            return None
+        tensor = self._strategy.num_processes if tensor == "auto" else tensor
+        return self.size_of_mesh // tensor if data == "auto" else data, tensor
+
+    def make_mesh(self) -> None:
+        """Create the mesh, if the options require one. Collective."""
+        if self.mesh_shape is not None and self.mesh is None:
+            self.check_mesh()
+            self.mesh = tensor_parallel.device_mesh(self._strategy.root_device, *self.mesh_shape)
+
+    def check_mesh(self) -> None:
+        """Raise a ValueError if the number of ranks does not fit the requested mesh."""
+        if self.mesh_shape is None:
+            return
+        strategy, size = self._strategy, self.size_of_mesh
+        data, tensor = strategy.options.data_parallel_size, strategy.options.tensor_parallel_size
+        if size == 1:
+            raise ValueError(
+                f"tensor_parallel_size={tensor!r} requires several ranks, but this run has one: leave the option out, "
+                "and divide the module in configure_model only if trainer.world_size is above 1."
+            )
+        if size != self.mesh_shape[0] * self.mesh_shape[1]:
+            given = f"tensor_parallel_size={tensor!r}" + ("" if data == "auto" else f" and data_parallel_size={data}")
+            raise ValueError(
+                f"{given} cannot be used with {size} ranks (nodes: {strategy.num_nodes}, each with "
+                f"{strategy.num_processes}): set sizes whose product is the number of ranks."
+            )
+
+    # -- exchanges --------------------------------------------------------------------------------------------------
+
+    @property
+    def communicator(self) -> Communicator | None:
+        """The communicator of the strategy's first engine; None if there is no engine."""
+        return next((engine.communicator for engine in self._strategy.engines), None)
+
+    @contextmanager
+    def blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
+        """Context of the operation ``what``, which waits for other ranks. If a rank fails, the error says why."""
+        communicator = self.communicator
+        with communicator.waiting(what, everyone) if communicator is not None else failures.explained(what):
+            yield
+
+    def barrier(self, name: str | None) -> None:
+        if not self.is_alone:
+            with self.blocked_in(f"the barrier {name or ''}".strip()):
+                process_group.barrier(self._strategy.root_device)
+
+    def broadcast(self, value: Any, source: int = 0) -> Any:
+        """Broadcast a picklable value."""
+        if self.is_alone:
+            return value
+        with self.blocked_in("Strategy.broadcast"):
+            return process_group.broadcast_object(value, source)
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """All-reduce a tensor; return other values unchanged."""
+        if self.is_cut_off or not isinstance(tensor, Tensor):
+            return tensor
+        with self.blocked_in("Strategy.reduce", everyone=process_group.is_default(group)):
+            return internals.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+
+    def all_gather_values(self, value: Any) -> list[Any]:
+        """All-gather a picklable value, and return the values in the order of ranks."""
+        if self.is_alone:
+            return [value]
+        with self.blocked_in("an exchange of values between ranks"):
+            return process_group.all_gather_objects(value)
+
+    def alike(self, act: Callable[[], _Result]) -> _Result:
+        """Call ``act`` on every rank and return its result. If a call fails, raise on every rank. Collective."""
+        error = None
+        try:
+            result = act()
+        except Exception as raised:
+            error = raised
+        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, UnsafeFileError]
+        kinds += [CheckpointNotSavedError, FileNotFoundError, OSError]
+        kinds += [RuntimeError, TypeError, AttributeError, PicklingError]
+        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
+        said = self.all_gather_values(None if error is None else (kind, str(error)))
+        if error is not None:
+            raise error
+        for rank, failed in enumerate(said):
+            if failed is not None:
+                kind, message = failed
+                raise kind(f"On rank {rank}: {message}")
+        return result
+
+    # -- failures ---------------------------------------------------------------------------------------------------
+
+    def end_by(self, exception: BaseException, *, is_shared: bool) -> None:
+        """Record the exception that ends the run, and interrupt ranks that are waiting for this one.
+
+        Args:
+            is_shared: whether every rank raises the exception at the same time, so that the others need no notice.
+        """
+        failures.explain(exception)
+        if self.ended_by is not None:
+            return
+        self.ended_by, self.is_cut_off = str(exception), not self.is_single
+        if self.is_cut_off and not is_shared and internals.distributed_is_initialized():
+            first, *_ = str(exception).splitlines() or [""]
+            rank = f"rank {self._strategy.global_rank}"
+            updates = [engine.updates for engine in self._strategy.engines]
+            state = f"{rank} is updating" if None in updates else updates
+            self.have_all_failed = failures.fail(f"{rank} failed with {type(exception).__name__}: {first[:500]}", state)
