@@ -13,8 +13,7 @@ from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json, progress, size_of
+from lightning_zero.commands.showing import Parser, print_json, progress, size_of
 from lightning_zero.io.labels import new_label
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show

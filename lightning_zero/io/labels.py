@@ -20,12 +20,7 @@ _numbers = itertools.count(_FIRST)
 
 def new_label() -> str:
     """Return a new unique label, with this process's id and machine."""
-    return label_of(os.getpid())
-
-
-def label_of(process: int) -> str:
-    """Return a new unique label with the id of a process on this machine."""
-    return f"{this_machine()}-{process}-{next(_numbers):x}"
+    return f"{this_machine()}-{os.getpid()}-{next(_numbers):x}"
 
 
 def created(label: str) -> int:
