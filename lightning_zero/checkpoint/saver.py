@@ -37,7 +37,7 @@ from lightning_zero.checkpoint.saving import (
 from lightning_zero.checkpoint.snapshot import snapshot
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.comm.failures import explained, failure, join_notices
+from lightning_zero.engine.comm.failures import explained, failure, notices
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -139,7 +139,7 @@ class Saver:
         """
         if not self._in_background or not process_group.is_initialized():
             return None
-        join_notices()
+        notices()
         return own_connection()
 
     def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
@@ -352,7 +352,7 @@ class StoreExchange:
     def __init__(self, store: Store, name: str, abandoned: Event) -> None:
         self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", store)
         self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
-        self._notices = join_notices(collective=False)
+        self._notices = notices(collective=False)
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:

@@ -27,7 +27,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.attempts import store_of_attempt
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import explain, explained, fail, failure, join_notices, renew
+from lightning_zero.engine.comm.failures import explain, explained, fail, failure, notices, renew
 from lightning_zero.engine.comm.tensor_parallel import DATA, device_mesh
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import parameters_await_values
@@ -202,7 +202,7 @@ class ZeroProcesses(ParallelStrategy):
                 self._mesh = None  # the mesh's groups have failed, too
             options = self._group_options_at_start
             internals.init_dist_connection(self.cluster_environment, self._process_group_backend, **options)
-            join_notices()
+            notices()
             self._make_mesh()
 
     @property

@@ -21,7 +21,7 @@ _SIGNS_OF_GLOO = "gloo/", "pair closure"  # texts that identify Gloo's errors, w
 _notices: list[Notices] = []  # at most one: that of the default process group
 
 
-def join_notices(*, collective: bool = True) -> Notices:
+def notices(*, collective: bool = True) -> Notices:
     """The notices of the default process group.
 
     Args:
@@ -49,7 +49,7 @@ class Watch:
     def __init__(self, group: ProcessGroup, name: str, members: Sequence[int] | None = None) -> None:
         self._group, self._name, self._ranks = group, name, process_group.ranks_of(group)
         self._members = self._ranks if members is None else [self._ranks[member] for member in members]
-        self._notices = join_notices(collective=len(self._ranks) == process_group.world_size())
+        self._notices = notices(collective=len(self._ranks) == process_group.world_size())
         self._begun = self._notices.begun.setdefault(name, Counter())
         self._process = os.getpid()
 
@@ -156,7 +156,7 @@ def fail(reason: str, state: object = None) -> bool:
     with suppress(RuntimeError):  # the process with the store may have ended
         if failure() is None and (states := _states_if_all_fail(repr(state))):
             return len(set(states)) == 1
-    join_notices(collective=False).fail(reason)
+    notices(collective=False).fail(reason)
     return False
 
 
