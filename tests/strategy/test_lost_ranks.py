@@ -171,7 +171,7 @@ def while_a_worker_of_it_lives():
     def act():
         module = nn.Linear(4, 4)
         engine = Engine(module, stage=3)
-        workers = iter(DataLoader(torch.ones(2, 4), num_workers=1))
+        workers = iter(DataLoader(torch.ones(2, 4), num_workers=1, multiprocessing_context="fork"))
         next(workers)
         if rank() == 1:
             die()
