@@ -12,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm.failures import failure, renew
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.failures import failure
 from tests.strategy.test_uneven_loops import Stream
 from tests.support import rank
 from tests.support.patience import PATIENCE, little_patience
@@ -188,7 +189,7 @@ def test_ranks_that_wait_long_for_transfers_are_not_taken_for_a_deadlock(run_on)
 
 def miss_the_timeout():
     """Rank 1 waits for nothing that the other ranks can see, and arrives too late."""
-    renew(timeout=timedelta(seconds=2))
+    process_group.restart(timeout=timedelta(seconds=2))
     module = Forked(both)
     engine = Engine(module, stage=3, units=is_block)
 
@@ -202,7 +203,7 @@ def miss_the_timeout():
 
     seconds = seconds_until_error(run, "did not complete: another rank ended, or did not take part in time")
     engine.close(communicate=False)
-    renew()  # for the pool
+    process_group.restart()  # for the pool
     return seconds
 
 

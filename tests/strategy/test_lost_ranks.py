@@ -79,6 +79,31 @@ def test_a_wait_for_a_killed_rank_ends_with_an_error_that_names_it(run_on, where
     run_on(1, while_a_rank_waits_in, timeout=100, where=where, victim=victim, size=3)
 
 
+def while_others_wait_for_each_other(failing):
+    """A rank fails and exits at once. The next waits for it, and the one after that waits for the next."""
+
+    def act():
+        engine = Engine(nn.Linear(4, 4), stage=3)
+        dist.barrier()
+        behind = (rank() - failing) % 3
+        if behind == 0:
+            time.sleep(0.3)  # the other ranks are waiting by then
+            failures.fail("the reason")
+            raise ValueError
+        with engine.communicator.waiting("a message", everyone=False):
+            dist.recv(torch.empty(1), (rank() - 1) % 3)
+
+    endings = run_ranks(act, 3)
+    for number, ending in enumerate(endings):
+        said = "ValueError: " if number == failing else "RuntimeError: a message did not complete: the reason"
+        assert ending.code == 1 and ending.said == said and ending.seconds < SECONDS, ending
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_the_reason_of_a_failure_reaches_ranks_that_wait_for_others_than_the_failed_rank(run_on, failing):
+    run_on(1, while_others_wait_for_each_other, timeout=60, failing=failing)
+
+
 def all_reduce_of_the_project():
     try:
         dist.all_reduce(torch.ones(1))
@@ -146,7 +171,7 @@ def while_a_worker_of_it_lives():
     def act():
         module = nn.Linear(4, 4)
         engine = Engine(module, stage=3)
-        workers = iter(DataLoader(torch.ones(2, 4), num_workers=1))
+        workers = iter(DataLoader(torch.ones(2, 4), num_workers=1, multiprocessing_context="fork"))
         next(workers)
         if rank() == 1:
             die()
