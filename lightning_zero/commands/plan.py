@@ -137,7 +137,7 @@ def parser() -> Parser:
     made.add_argument(
         "--compression",
         **of_names,
-        help="compression of traffic between machines (not with nccl): none, exact, int8 or int4",
+        help="compression of gradients sent between machines: none, int8 or int4",
     )
     made.add_argument(
         "--tensor-parallel",

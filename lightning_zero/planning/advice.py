@@ -126,8 +126,7 @@ def make_plans(
         memory: the device's memory in bytes; with None, plans do not say whether they fit.
         accumulate: micro-batches per step; one number, or several choices.
         shard_within: choices for stage 3.
-        compression: choices; those that send changes of parameters are combined with stage 3 only if it has
-            ``shard_within``.
+        compression: choices.
         tensor_parallel: choices for ``tensor_parallel_size``; only None is combined with ``shard_within``.
         left_out: receives a sentence for each combination whose ``compression`` has nothing to compress.
 
@@ -146,7 +145,7 @@ def make_plans(
         is_partitioned = recompute == "partitioned"
         if stage == 0 and (offload != "none" or recompute or within or compress or together):
             continue
-        if (stage and stage not in stages_allowed(within, compress)) or (within is not None and together):
+        if (stage and stage not in stages_allowed(within)) or (within is not None and together):
             continue
         if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
             continue
@@ -203,8 +202,8 @@ def make_plans(
     if not plans:
         raise ValueError(
             "No combination is valid: DDP takes no options; shard_within requires stage 3 without tensor parallelism; "
-            "compression at stage 3 requires shard_within; offloaded activations require checkpointing; partitioned "
-            "checkpointing requires several tensor-parallel ranks."
+            "offloaded activations require checkpointing; partitioned checkpointing requires several tensor-parallel "
+            "ranks."
         )
     return plans
 

@@ -26,7 +26,7 @@ import torch
 
 from lightning_zero.engine.comm import lifelines, process_group
 from lightning_zero.engine.comm.attempts import leave_soon, will_be_repeated
-from lightning_zero.engine.comm.cma_exchange import sever_all
+from lightning_zero.engine.comm.cross_memory.exchange import sever_all
 from lightning_zero.engine.comm.lifelines import LEFT, LOST, TICK, WAITS, Lifelines
 from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, default_store
 

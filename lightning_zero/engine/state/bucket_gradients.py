@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
-from lightning_zero.engine.comm.transport import Span, Started
+from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.compat import storage_use_count
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.plan.layout import Spans
@@ -60,20 +60,13 @@ class BucketGradients:
         are_small = layout.numel <= _SMALL * len(layout.segments)
         # A large gradient is reduced in chunks, so that its reduction needs no buffer as large as the gradient.
         is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
-        # Gradients are reduced without a copy into one buffer, except if they are small (the calls would cost more than
-        # the copy), or if a large one would have to be cast all at once.
-        takes_spans = communicator.along(bucket.over).takes_spans and self._first_codec == Cast(self._dtype)
-        is_cast_in_chunks = is_alone_and_large and bucket.full.dtype != self._dtype
-        self._reduces_in_spans = takes_spans and not are_small and not is_cast_in_chunks
         copied_together = are_small and layout.numel <= _SMALL_BUCKET
-        self._chunk_numel = chunk_numel if is_alone_and_large and not self._reduces_in_spans else None
+        self._chunk_numel = chunk_numel if is_alone_and_large else None
         self._crossing_chunk_numel = chunk_numel if is_alone_and_large and bucket.part is not None else None
-        self._may_all_stay_apart = (
-            self._reduces_in_spans or communicator.size == 1 or copied_together or self._chunk_numel is not None
-        )
+        self._may_all_stay_apart = communicator.size == 1 or copied_together or self._chunk_numel is not None
         self._category = "gradients" if is_alone_and_large else "reduction"
         # The ledger counts separately kept gradients, unless they are soon copied to a flat buffer.
-        self._is_counted_apart = self._reduces_in_spans or self._chunk_numel is not None
+        self._is_counted_apart = self._chunk_numel is not None
         self._shares = {
             number: segment.share for number, segment in enumerate(layout.segments) if segment.share.is_divided
         }
@@ -285,7 +278,7 @@ class BucketGradients:
         collectives, ranges = communicator.along(self.bucket.over), self.bucket.layout.part_ranges
         if self._chunk_numel is not None:
             return self._start_in_chunks(self._chunk_numel)
-        if communicator.size > 1 and not (self._reduces_in_spans and self.flat is None):
+        if communicator.size > 1:
             with torch.no_grad():
                 flat, self.flat = self._complete_flat(), None
                 self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
@@ -294,20 +287,7 @@ class BucketGradients:
         apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
         self._filled = [False] * len(self._filled)
         self._streams.clear()
-        if communicator.size == 1:
-            return Pending(what, Started([], [], lambda: apart))
-        spans = [
-            [
-                Span(numel, apart[index][offset : offset + numel] if index in apart else None)
-                for numel, index, offset in self.bucket.layout.spans_in(start, stop)
-            ]
-            for start, stop in ranges
-        ]
-        start, stop = self.bucket.layout.own_part
-        own_nbytes = (stop - start) * self._dtype.itemsize
-        self._hold(self._category, sum(gradient.nbytes for gradient in apart.values()) + own_nbytes)
-        factor = self._mean if self._can_take_mean_first else 1.0
-        return collectives.reduce_spans(spans, self._dtype, factor, what)
+        return Pending(what, Started([], [], lambda: apart))
 
     @property
     def _what(self) -> str:
