@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,47 +63,63 @@ class BackendTransport(Transport):
         return self._sum_in_order(flat, ranges, codec)
 
     def _sum_in_order(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        """Exchange slices, and add them up. This rank's own values are not encoded."""
+        """Exchange slices, and add them up in the order of ranks. This rank's own values are not encoded.
+
+        Slices for lower ranks and for higher ranks are exchanged separately, since a single exchange would also copy
+        this rank's own slice, which is between them.
+        """
         slices, is_encoded = slices_of(flat, ranges), codec != Cast(flat.dtype)
-        own, message = slices[self._rank], flat
-        sizes = [codec.size(len(part)) * codec.dtype.itemsize for part in slices]
-        received_sizes = [sizes[self._rank]] * len(sizes)
+        own, place, size = slices[self._rank], self._rank, len(slices)
+        lower, higher = flat[: ranges[place][0]], flat[ranges[place][1] :]
         if is_encoded:
             own = own.clone()  # so that the buffer can be freed
-            message = torch.cat([codec.encode(part) for other, part in enumerate(slices) if other != self._rank])
-            sizes[self._rank] = received_sizes[self._rank] = 0
-        received = torch.empty(sum(received_sizes), dtype=torch.uint8, device=flat.device)
-        work = dist.all_to_all_single(
-            received, message.view(torch.uint8), received_sizes, sizes, group=self._reductions, async_op=True
-        )
-
-        def terms() -> Iterator[Tensor]:
-            for other, part in enumerate(received.split_with_sizes(received_sizes)):
-                is_own = is_encoded and other == self._rank
-                yield own if is_own else codec.decode(part.view(codec.dtype), len(own), own.dtype)
+            lower, higher = (_encoded(part, flat, codec) for part in (slices[:place], slices[place + 1 :]))
+        sizes = [codec.size(len(part)) * codec.dtype.itemsize for part in slices]
+        received = torch.empty((size - 1) * sizes[place], dtype=torch.uint8, device=flat.device)
+        from_lower, from_higher = received.tensor_split([place * sizes[place]])
+        works = [
+            self._exchange(lower, sizes[:place] + [0] * (size - place), from_higher, range(place + 1, size)),
+            self._exchange(higher, [0] * (place + 1) + sizes[place + 1 :], from_lower, range(place)),
+        ]
 
         def add_up() -> Tensor:
-            in_order = terms()
-            total = torch.add(next(in_order), next(in_order))
-            for term in in_order:
-                total.add_(term)
-            return total
+            parts = [part.view(codec.dtype) for part in received.split_with_sizes([sizes[place]] * (size - 1))]
+            total = codec.decode(parts[0], len(own), own.dtype)
+            for number in range(size - 1):
+                if number > 0:
+                    total.add_(codec.decode(parts[number], len(own), own.dtype))
+                if number == max(place - 1, 0):  # after those of lower ranks; the first two terms may be swapped
+                    total.add_(own)
+            return total if is_encoded or size == 2 else total.clone()  # without the rest of ``received``
 
-        return Started([work.wait], [message], add_up)
+        return Started([work.wait for work in works], [lower, higher], add_up)
+
+    def _exchange(self, sent: Tensor, sizes: list[int], received: Tensor, sources: range) -> Any:
+        """Start to send parts of these sizes in bytes to all ranks, and to receive parts of equal sizes from some."""
+        received_sizes = [0] * len(sizes)
+        for source in sources:
+            received_sizes[source] = len(received) // len(sources)
+        return dist.all_to_all_single(
+            received, sent.view(torch.uint8), received_sizes, sizes, group=self._reductions, async_op=True
+        )
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         start, stop = ranges[self._rank]
         own_nbytes = (stop - start) * flat.itemsize
         if self._is_summed_by_backend(flat, ranges, codec):
             return flat.nbytes + own_nbytes
-        if codec == Cast(flat.dtype):
-            return flat.nbytes + own_nbytes * len(ranges)
         lengths = [end - begin for begin, end in ranges]
         received = codec.size(lengths.pop(self._rank)) * len(lengths)
-        return own_nbytes + (sum(map(codec.size, lengths)) + received) * codec.dtype.itemsize
+        sent = sum(map(codec.size, lengths))
+        return own_nbytes + (sent + received) * codec.dtype.itemsize
 
     def _is_summed_by_backend(self, flat: Tensor, ranges: Ranges, codec: Codec) -> bool:
         return not self._is_gloo and are_equal(ranges) and codec == Cast(flat.dtype)
+
+
+def _encoded(slices: list[Tensor], flat: Tensor, codec: Codec) -> Tensor:
+    encoded = [codec.encode(part) for part in slices]
+    return torch.cat(encoded) if encoded else flat.new_empty(0, dtype=codec.dtype)
 
 
 def _as_real(tensor: Tensor) -> Tensor:
