@@ -60,8 +60,7 @@ class EngineConfig:
         reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
             ``None`` for the dtype in which gradients are accumulated: fp32 for low-precision parameters.
         bucket_numel: largest number of elements in a bucket. Larger units are split into several buckets, each with its
-            own collectives, and larger gradients of one parameter are reduced in chunks. The limit is lowered to a
-            quarter of the model, unless the model is tiny.
+            own collectives. The limit is lowered to a quarter of the model, unless the model is tiny.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
         partition_activations: ``True``: if a checkpointed module's inputs are the same on all tensor-parallel ranks,
