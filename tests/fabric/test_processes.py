@@ -30,6 +30,7 @@ from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, state_
 from tests.support.models import OddModel
 from tests.support.patience import little_patience
 from tests.support.training import batch, same_values
+from tests.support.transports import cross_memory
 from tests.support.warm import warm_python
 from tests.support.workers import rank
 
@@ -171,7 +172,8 @@ def deleted() -> None:
     fabric = make_fabric("zero3")
     gc.collect()
     gc.disable()
-    model, optimizer = set_up(fabric)
+    with cross_memory():
+        model, optimizer = set_up(fabric)
     train(fabric, model, optimizer, steps=1)
     (engine,) = fabric.strategy.engines
     thread = engine.communicator.along(ALL)._transport._exchanges._thread

@@ -85,9 +85,12 @@ class BucketGradients:
                 self.flat = gradient.view(-1)
                 self.bucket.ledger.add("reduction", gradient.nbytes)
             else:
-                self.flat = self._make_flat() if self.flat is None else self.flat
-                target = self._flat_view(index)
-                target.copy_(gradient) if is_first else target.add_(gradient)
+                if self.flat is None:
+                    self.flat = self._make_flat()
+                if is_first:
+                    self._flat_view(index).copy_(gradient)
+                else:
+                    self._flat_view(index).add_(gradient)
 
     def _fits_as_buffer(self, gradient: Tensor) -> bool:
         """Whether a gradient can be the flat buffer itself, as that of a large parameter alone in its bucket."""
