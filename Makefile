@@ -1,15 +1,17 @@
 # make demo | test | test-all | docs | docs-test | search | lint | types | hooks | bench | clean. The first call creates
-# .venv and installs everything. ARGS is passed on: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
+# .venv. ARGS is passed on: make demo ARGS="stage=2 debug=short"   make test ARGS="tests/engine -x"
 PYTHON ?= python3
 VENV ?= .venv
 ARGS ?=
 
+# `make demo` installs what a demo needs, all others the development environment, which contains it.
 INSTALLED := $(VENV)/.installed
+DEMO_INSTALLED := $(or $(wildcard $(INSTALLED)),$(VENV)/.installed-demo)
 RUN := $(VENV)/bin/python
 
 .PHONY: demo test test-all docs docs-test search lint types hooks bench clean
 
-demo: $(INSTALLED)
+demo: $(DEMO_INSTALLED)
 	$(RUN) -m lightning_zero train $(ARGS)
 
 # The specification: every behaviour at every stage.
@@ -64,12 +66,14 @@ $(error PINS needs a separate environment: make ... VENV=.venv-NAME PINS="$(PINS
 endif
 endif
 
-# The stamp file is newer than the two files that determine what is installed, so a second call does not install again.
-$(INSTALLED): pyproject.toml constraints.txt
+# A stamp file is newer than the two files that determine what is installed, so a second call does not install again.
+$(INSTALLED): EXTRA := dev
+$(VENV)/.installed-demo: EXTRA := demo
+$(INSTALLED) $(VENV)/.installed-demo: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	grep -v -e '^$$' $(foreach pin,$(PINS),-e '^$(firstword $(subst ==, ,$(pin)))==') constraints.txt >$(VENV)/constraints.txt
 	printf '%s\n' $(foreach pin,$(PINS),'$(pin)') >>$(VENV)/constraints.txt
-	$(RUN) -m pip install -c $(VENV)/constraints.txt -e ".[dev]"
+	$(RUN) -m pip install -c $(VENV)/constraints.txt -e ".[$(EXTRA)]"
 	touch $@
 
 clean:

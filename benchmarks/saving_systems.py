@@ -13,8 +13,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.tensor.sharded_tree import in_parts, on_cpu, on_meta
@@ -31,18 +32,18 @@ class Ours:
         self._saver, self._in_parts, self._in_background = Saver(in_background), in_parts, in_background
 
     def save(self, path: Path) -> None:
+        gather = self._engine.communicator.control.gather_objects
         if self._in_parts:
             names = names_in(self.optimizer, {id(p): name for name, p in self.module.named_parameters()})
             state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
             tree = {"state_dict": self.module.state_dict(), "optimizer_0": by_name(state, names)}
-            gather = self._engine.communicator.control.gather_objects
-            self._saver.save_in_parts(tree, {}, path, {}, dist.get_rank(), gather)
+            self._saver.save(SaveJob(SaveMode.SHARDED, path, {}, tree), Ranks(dist.get_rank(), gather))
             return
         if self._in_background:
             state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
             whole = {"state_dict": self.module.state_dict(), "optimizer_states": [state]}
-            group = self._engine.communicator.background_group()
-            self._saver.save_whole_later(whole, path, dist.get_rank(), group)
+            ranks = Ranks(dist.get_rank(), gather, None, self._engine.communicator.background_group())
+            self._saver.save(SaveJob(SaveMode.ASSEMBLED, path, whole), ranks)
             return
         is_first = dist.get_rank() == 0
         whole = {
@@ -52,7 +53,7 @@ class Ours:
             ],
         }
         if is_first:
-            self._saver.save_whole(whole, path)
+            self._saver.save(SaveJob(SaveMode.GATHERED, path, whole))
 
     def is_written(self) -> bool:
         return all(job.done() for job in self._saver._jobs)

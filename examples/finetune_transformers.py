@@ -33,7 +33,7 @@ from torchmetrics.text import Perplexity
 
 import lightning_zero  # also registers the strategies, so that `trainer.strategy=zero2` works as well
 from lightning_zero.monitoring import ZeroMonitor, report
-from lightning_zero.zoo.muon import groups_of
+from lightning_zero.zoo.supervised import groups_of
 
 
 def stop(reason: object) -> NoReturn:

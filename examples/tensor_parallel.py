@@ -2,7 +2,7 @@
 
     python examples/tensor_parallel.py                     # four processes on the CPU; --help: options
     lightning-zero plan examples.tensor_parallel:Llama width=4096 depth=32 heads=32 vocabulary=32000 context=4096 \
-        --batch 'int64[1,4096]' --ranks 64 --tensor-parallel none 2 8
+        --batch 'int64[1,4096]' --ranks 64 --option tensor_parallel_size={null,2,8}
 """
 
 import argparse

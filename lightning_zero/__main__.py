@@ -5,8 +5,7 @@ import importlib
 import itertools
 import sys
 
-from lightning_zero.commands.parsing import Menu
-from lightning_zero.commands.showing import CLOSED_PIPE, discard_stdout, stdout_for_json, stdout_is_closed
+from lightning_zero.commands.showing import CLOSED_PIPE, Parser, discard_stdout, stdout_for_json, stdout_is_closed
 from lightning_zero.version import __version__
 
 COMMANDS = {
@@ -21,20 +20,12 @@ COMMANDS = {
 
 
 def main() -> int:
-    menu = Menu(
-        "lightning-zero",
-        COMMANDS,
-        lambda name: importlib.import_module(f"lightning_zero.commands.{name}"),
-        description="ZeRO for PyTorch Lightning: train, plan, measure, and work with checkpoints.",
-        epilog="lightning-zero COMMAND --help lists the command's arguments.",
-    )
-    menu.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
     try:
         try:
             ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
             wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
             with stdout_for_json() if wants_json else contextlib.nullcontext():
-                return menu.run(sys.argv[1:])
+                return run(sys.argv[1:])
         finally:
             sys.stdout.flush()  # errors from a closed pipe are raised here, and caught below
     except BrokenPipeError:
@@ -44,6 +35,23 @@ def main() -> int:
         return CLOSED_PIPE
     except KeyboardInterrupt:
         return 130  # the exit code that shells use after Ctrl-C
+
+
+def run(arguments: list[str]) -> int:
+    """Run the command that the first argument names, and return its exit code."""
+    parser = Parser(
+        "lightning-zero",
+        description="ZeRO for PyTorch Lightning: train, plan, measure, and work with checkpoints.",
+        epilog="lightning-zero COMMAND --help lists the command's arguments.",
+    )
+    parser.add_argument("-V", "--version", action="version", version=f"lightning-zero {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+    for name, does in COMMANDS.items():
+        commands.add_parser(name, help=does)
+    command = parser.parse_args(arguments[:1] or ["--help"]).command
+    if command is None:
+        parser.error("the first argument must be a command")
+    return importlib.import_module(f"lightning_zero.commands.{command}").main(arguments[1:])
 
 
 if __name__ == "__main__":

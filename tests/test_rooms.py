@@ -104,7 +104,6 @@ def test_imports_form_no_cycle():
 
 LARGE = {
     "checkpoint.weights.load_weights": 69,
-    "commands.plan.parser": 76,
     "engine.comm.collectives.Communicator": 21,
     "engine.comm.collectives._choose_transports": 61,
     "engine.engine.Engine": 23,
@@ -113,9 +112,7 @@ LARGE = {
     "engine.runtime.reducer.GradientReducer": 21,
     "engine.state.bucket.Bucket": 32,
     "engine.state.bucket_gradients.BucketGradients": 26,
-    "planning.advice.make_plans": 110,
     "planning.fake_run.fake_run": 97,
-    "planning.parity.probe": 63,
 }
 """Functions of more than 60 lines and classes of more than 20 attributes that have not been divided yet."""
 

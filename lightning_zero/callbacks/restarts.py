@@ -446,7 +446,7 @@ class Restarts:
         if since >= (1 if is_end else self._every):
             self._last, before = step, partial(self._prepare, self._whole)
             try:
-                self._strategy.save_generation(self._saver, self._path_of(step), self._leaders, before)
+                self._strategy.checkpoints.save_generation(self._saver, self._path_of(step), self._leaders, before)
                 self._saving = step
             except CheckpointNotSavedError as error:
                 self._warn(step, error)
@@ -530,7 +530,7 @@ class Restarts:
         try:
             if (refusal := self._strategy.broadcast(refusal)) is not None:
                 raise PermissionError(refusal)
-            self._strategy.save_last(self._at_end)
+            self._strategy.checkpoints.save_last(self._at_end)
         except Exception as error:  # for example, if another rank has been killed meanwhile
             rank_zero_warn(f"{error} A signal is ending this job, and its state is kept only in {self._folder}.")
             return

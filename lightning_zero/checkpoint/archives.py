@@ -63,37 +63,6 @@ def records_of(archive: IO[bytes]) -> list[Record]:
     return found if has_checksums else [record._replace(crc32=None) for record in found]
 
 
-class BufferFile(io.RawIOBase):
-    """Read-only binary stream over a buffer; only the bytes that are read are copied."""
-
-    def __init__(self, buffer: memoryview) -> None:
-        self._buffer, self._position = buffer, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._position, io.SEEK_END: len(self._buffer)}[whence]
-        if base + offset < 0:
-            raise OSError("negative position")
-        self._position = base + offset
-        return self._position
-
-    def readinto(self, target: Any) -> int:
-        part = self._buffer[self._position : self._position + len(target)]
-        target[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-
-def stream_over(buffer: memoryview) -> IO[bytes]:
-    """Open a buffer as a binary stream. A small buffer is copied, since reading from ``BytesIO`` is faster."""
-    return io.BytesIO(buffer) if len(buffer) <= SMALL else BufferFile(buffer)  # type: ignore[return-value]
-
-
 class Layout(NamedTuple):
     """Layout of an archive of one plain tensor. Archives with the same length and ``head`` have the same layout."""
 
@@ -119,13 +88,13 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
     if layout is not None and bytes(buffer[: len(layout.head)]) == layout.head:
         flat = torch.frombuffer(buffer, dtype=layout.dtype, count=layout.numel, offset=len(layout.head))
         return flat.as_strided(*layout.view)
-    records = {record.name.partition("/")[2]: record for record in records_of(stream_over(buffer))}
+    records = {record.name.partition("/")[2]: record for record in records_of(io.BytesIO(buffer))}
 
     def bytes_of(name: str) -> memoryview:
         return buffer[records[name].start :][: records[name].length]
 
     if "byteorder" in records and bytes(bytes_of("byteorder")) != sys.byteorder.encode():
-        return load_torch(stream_over(buffer))
+        return load_torch(io.BytesIO(buffer))
     tensor = load_tensor(bytes(bytes_of("data.pkl")), lambda key: bytes_of(f"data/{key}"))
     numel = tensor.untyped_storage().nbytes() // tensor.itemsize
     if numel and type(tensor) is Tensor and not tensor.is_conj() and not tensor.is_neg():

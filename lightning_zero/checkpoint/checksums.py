@@ -37,7 +37,7 @@ class Extent:
     Attributes:
         file: the file's name in the folder; empty for a checkpoint that is a single file.
         crc32: None if the range has no checksum.
-        holds: the names of the tensors and other values in the range, for messages; or a function that returns them.
+        holds: the names of the tensors and other values in the range, or of the archive's record, for messages.
         is_checked: whether the range has been verified.
     """
 
@@ -45,13 +45,12 @@ class Extent:
     start: int
     length: int
     crc32: int | None
-    holds: list[str] | Callable[[], list[str]]
+    holds: list[str]
     is_checked: bool = False
 
     def __str__(self) -> str:
-        names = self.holds() if callable(self.holds) else self.holds
         where = f" in {self.file}" if self.file else ""
-        return f"{listed(names)}{where}, bytes {self.start} to {self.start + self.length}"
+        return f"{listed(self.holds)}{where}, bytes {self.start} to {self.start + self.length}"
 
 
 def verify(

@@ -14,7 +14,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.io.disk import Appender
-from lightning_zero.io.labels import LABEL, created, is_left_over, new_label
+from lightning_zero.io.labels import LABEL, is_left_over, new_label
 from lightning_zero.io.paths import is_folder, remove_path, replace, sync_folder
 
 _OF_A_CHECKPOINT = re.compile(
@@ -25,7 +25,7 @@ _OF_A_CHECKPOINT = re.compile(
 """Matches the names of all files that may be in the folder of a sharded checkpoint."""
 
 _LONGEST = 120
-"""Length in bytes above which a checkpoint's name is shortened in temporary names, to stay below 255 bytes."""
+"""Length in bytes above which a checkpoint's name is cut off in temporary names, to stay below 255 bytes."""
 
 
 class Destination:
@@ -49,7 +49,9 @@ class Destination:
         self._parent, self._name = os.path.split(self._place)
         self._is_local = isinstance(self._fs, LocalFileSystem)
         self.partial = os.path.join(self._parent, f".{_short(self._name)}.partial-{label}")
-        self._old = os.path.join(self._parent, _put_aside(self._name, label))
+        stem, suffix = os.path.splitext(_short(self._name))
+        # Lightning's search for ``last`` also finds this name.
+        self._old = os.path.join(self._parent, f"{stem}.old-{label}{suffix}")
 
     def check_replaceable(self) -> None:
         """Raise an OSError if a special file, or folder contents other than a checkpoint, would be lost."""
@@ -115,12 +117,18 @@ class Destination:
                 with suppress(OSError):
                     remove_path(old)
             return
-        had_one = self._fs.exists(self._place)
-        if had_one:
-            self._fs.mv(self._place, self._old, recursive=True)
-        self._fs.mv(self.partial, self._place, recursive=True)
-        if had_one:
-            self._fs.rm(self._old, recursive=True)
+        if not self._fs.exists(self._place):
+            self._fs.mv(self.partial, self._place, recursive=True)
+            return
+        self._fs.mv(self._place, self._old, recursive=True)
+        try:
+            self._fs.mv(self.partial, self._place, recursive=True)
+        except Exception:
+            if self._fs.exists(self._place):  # with some of the files
+                self._fs.rm(self._place, recursive=True)
+            self._fs.mv(self._old, self._place, recursive=True)
+            raise
+        self._fs.rm(self._old, recursive=True)
 
     def discard(self) -> None:
         """Delete the files written so far. Errors are ignored: callers raise the error that made the save fail."""
@@ -150,22 +158,17 @@ class Destination:
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:
-        """Clean up after dead processes: delete partial files next to the path, and restore checkpoints moved aside."""
+        """Delete partial files of dead processes next to the path, and old checkpoints that have been replaced."""
         if not self._is_local or not os.path.isdir(self._parent):
             return
         for entry in os.listdir(self._parent):
-            found = _PARTIAL.fullmatch(entry) or _OLD.fullmatch(entry)
-            path = os.path.join(self._parent, entry)
+            path, found = os.path.join(self._parent, entry), _PARTIAL.fullmatch(entry)
+            old = _OLD.fullmatch(entry)
+            if old is not None and os.path.lexists(os.path.join(self._parent, old["stem"] + (old["suffix"] or ""))):
+                found = old
             with suppress(OSError):  # the entry may belong to another user
-                if found is None or not is_left_over(found["label"], path):
-                    continue
-                name = found["stem"] + (found["suffix"] or "")
-                is_own = name == _short(self._name)
-                place = self._place if is_own else os.path.join(self._parent, name)
-                if found.re is _PARTIAL or os.path.lexists(place):
+                if found is not None and is_left_over(found["label"], path):
                     remove_path(path)
-                elif is_own or not _SHORTENED.search(name):
-                    os.rename(path, place)
 
 
 def remove(path: Any) -> None:
@@ -201,43 +204,9 @@ class Stream:
         pass
 
 
-def stand_in(path: str) -> str | None:
-    """Return the path to which the checkpoint at ``path`` was moved while being replaced; None if it was not moved.
-
-    The old checkpoint stays there if a process dies while replacing it on a file system that cannot swap two names.
-    """
-    fs, place = url_to_fs(path)
-    parent, name = os.path.split(place.rstrip("/"))
-    if not fs.exists(parent):
-        return None
-    start, _, suffix = _put_aside(name, "\0").partition("\0")
-    found = {
-        entry: created(old["label"])
-        for entry in fs.ls(parent, detail=False)
-        if (name := os.path.basename(entry.rstrip("/"))).startswith(start)
-        and name.endswith(suffix)
-        and (old := _OLD.fullmatch(name))
-    }
-    if not found:
-        return None
-    newest = max(found, key=found.__getitem__)  # object stores have no times of folders for ``fs.modified``
-    return fs.unstrip_protocol(newest) if "://" in path else newest
-
-
-_PARTIAL = re.compile(rf"\.(?P<stem>.+)\.partial-{LABEL}(?P<suffix>)")
+_PARTIAL = re.compile(rf"\..+\.partial-{LABEL}")
 _OLD = re.compile(rf"(?P<stem>.+)\.old-{LABEL}(?P<suffix>\.[^.]*)?")
-_SHORTENED = re.compile(r"~[0-9a-f]{8}(\.|$)")
 
 
 def _short(name: str) -> str:
-    encoded = name.encode()
-    if len(encoded) <= _LONGEST:
-        return name
-    _, suffix = os.path.splitext(name)
-    return f"{encoded[: _LONGEST - 40].decode(errors='ignore')}~{zlib.crc32(encoded):08x}{suffix[:16]}"
-
-
-def _put_aside(name: str, label: str) -> str:
-    """Return a temporary name for a checkpoint being replaced. Lightning's search for ``last`` finds this name, too."""
-    stem, suffix = os.path.splitext(_short(name))
-    return f"{stem}.old-{label}{suffix}"
+    return name.encode()[:_LONGEST].decode(errors="ignore")

@@ -18,22 +18,16 @@ from torch import Tensor
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
-from lightning_zero.checkpoint.module_versions import own_versions, renamed, with_versions
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
-from lightning_zero.checkpoint.saving import by_name, content_of, identity, save_in_parts, save_whole
-from lightning_zero.engine.compat import nbytes_of, tree_leaves
+from lightning_zero.checkpoint.saving import by_name, content_of, write_file, write_folder
+from lightning_zero.checkpoint.trees import own_versions, renamed, with_versions
+from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tree import walk
 from lightning_zero.io.labels import new_label
 
 _ALIGNMENT = 64  # bytes, as in torch.save
-
-
-def bytes_of(checkpoint: dict[str, Any]) -> int:
-    """Return the total size of all tensors in bytes, counting tied tensors once."""
-    tensors = (leaf for leaf in tree_leaves(checkpoint) if isinstance(leaf, Tensor))
-    return sum({identity(tensor): nbytes_of(tensor) for tensor in tensors}.values())
 
 
 def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
@@ -62,7 +56,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     ready = as_made_of_tensors(ready)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # numbers stand for unknown names
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
-    save_whole(ready, Destination(out, new_label(), advance))
+    write_file(ready, Destination(out, new_label(), advance))
 
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
@@ -95,7 +89,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     if ours:
         rest[CHECKPOINT_KEY] = ours
     content = content_of(with_versions(tree, own_versions(checkpoint)), rest)
-    save_in_parts(content, Destination(out, new_label(), advance), opened.written_by)
+    write_folder(content, Destination(out, new_label(), advance), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:

@@ -18,10 +18,10 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import Destination
+from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.saving import identity, is_dense
+from lightning_zero.checkpoint.trees import identity, is_dense
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -203,11 +203,6 @@ class ExportPaths:
         files = fs.ls(folder, detail=False) if fs.exists(folder) else []
         return sorted(name for file in files if ours.fullmatch(name := os.path.basename(file.rstrip("/"))))
 
-    def remove(self, name: str) -> None:
-        fs, file = url_to_fs(self.beside(name))
-        if fs.exists(file):
-            fs.rm(file)
-
 
 def write_safetensors(
     content: Export, paths: ExportPaths, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
@@ -234,7 +229,7 @@ def write_safetensors(
         # If the process dies from here on, readers find the old weights, the new weights or none, never a mixture.
         if len(shards) > 1:
             for name in (paths.name, paths.index):
-                paths.remove(name)
+                remove(paths.beside(name))
         for destination in written.values():
             destination.put_in_place()
     except BaseException:
@@ -243,7 +238,7 @@ def write_safetensors(
         raise
     for name in before:
         if name not in written:
-            paths.remove(name)
+            remove(paths.beside(name))
     return [destination.path for destination in written.values()]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_zero.checkpoint.archives import BrokenArchiveError, Layout, records_of, stream_over, tensor_in
+from lightning_zero.checkpoint.archives import BrokenArchiveError, Layout, records_of, tensor_in
 from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import (
@@ -31,10 +30,9 @@ from lightning_zero.checkpoint.form import (
     check_format,
 )
 from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metadata, wrong_pieces
-from lightning_zero.checkpoint.module_versions import with_versions
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import check_size, load_torch
-from lightning_zero.checkpoint.trees import check_structure
+from lightning_zero.checkpoint.trees import check_structure, with_versions
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -74,18 +72,15 @@ def _manifest_of(files: Files, sizes: dict[str, int], metadata_bytes: bytes) -> 
             files.path, f"{MANIFEST}, which holds all checksums, cannot be read ({error})"
         ) from error
     check_format(files.path, manifest.format)
-    wrong = []
     for name, entry in manifest.files.items():
         if name not in sizes:
-            wrong.append(f"{name} is missing")
-        elif sizes[name] != entry["bytes"]:
-            wrong.append(f"{name} has {sizes[name]} bytes instead of {entry['bytes']}")
-        elif entry["crc32"] is not None:
+            raise DamagedCheckpointError.of(files.path, f"{name} is missing")
+        if sizes[name] != entry["bytes"]:
+            raise DamagedCheckpointError.of(files.path, f"{name} has {sizes[name]} bytes instead of {entry['bytes']}")
+        if entry["crc32"] is not None:
             data = metadata_bytes if name == DCP_METADATA else files.read(name)
             if zlib.crc32(data) != entry["crc32"]:
-                wrong.append(f"the checksum of {name} does not match")
-    if wrong:
-        raise DamagedCheckpointError.of(files.path, listed(wrong, 20))
+                raise DamagedCheckpointError.of(files.path, f"the checksum of {name} does not match")
     return manifest
 
 
@@ -129,7 +124,6 @@ class Folder:
     Attributes:
         files: the folder's files.
         written_by: see ``Manifest``.
-        pieces: maps each tensor's name in DCP's metadata to the files of its pieces, one file name per piece.
     """
 
     def __init__(self, files: Files, weights_only: bool | None) -> None:
@@ -142,83 +136,66 @@ class Folder:
         metadata = _metadata_in(files.path, data)
         # Without a manifest, the files in a folder that we wrote may come from different saves.
         if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
-            raise DamagedCheckpointError.of(
-                files.path,
+            raise self._damaged(
                 f"{MANIFEST}, which holds all checksums, is missing, although this folder was written by "
-                "lightning_zero: its files may come from different saves",
+                "lightning_zero: its files may come from different saves"
             )
         self.written_by = manifest.written_by if manifest is not None else {}
         checksums = sorted(manifest.pieces.items()) if manifest is not None else []
-        self._take(metadata, manifest, sizes, (zlib.crc32(data), zlib.crc32(repr(checksums).encode())))
-
-    def _take(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int], identity: Any) -> None:
-        """Locate all values. ``identity`` distinguishes these contents from any others at the same path."""
-        self._metadata: Metadata | None = metadata
+        # distinguishes these contents from any others at the same path
+        self._identity = zlib.crc32(data), zlib.crc32(repr(checksums).encode())
         self._extents: dict[tuple[str, int], Extent] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._others: dict[str, Extent] = {}
         self._known: dict[Any, Layout] = {}
         self._bytes = sum(sizes.values())
-        wrong = self._locate(metadata, manifest, sizes)
-        if sum(extent.length for extent in self._others.values()) > self._bytes:
-            wrong[""] = "some of its values are stored in the same bytes"
-        if wrong:
-            raise DamagedCheckpointError.of(self.files.path, listed(wrong.values(), 20))
-        self.pieces = {name: [chunk.extent.file for chunk in chunks] for name, chunks in self._chunks.items()}
-        self._identity = identity
+        extent_of = self._locate(metadata, manifest, sizes)
+        self._unread: tuple[Metadata, dict[Any, Extent]] | None = (metadata, extent_of)
 
-    def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> dict[str, str]:
-        """Locate each value in the files, and return descriptions of all faults, keyed by the faulty file or tensor."""
+    def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> dict[Any, Extent]:
+        """Find the extent of each value in the files, by its name and, for a tensor's piece, its offsets."""
         checksums = {
             (file, offset): (length, crc32)
             for file, pieces in (manifest.pieces if manifest is not None else {}).items()
             for offset, length, crc32 in pieces
         }
         extent_of: dict[Any, Extent] = {}
-        names_in: dict[Any, list[str]] = defaultdict(list)
-        wrong: dict[str, str] = {}
         for index, place in metadata.storage_data.items():
             file, offset, length = place.relative_path, place.offset, place.length
-            key, size = (file, offset), sizes.get(file)
-            if key not in self._extents:
-                known_length, crc32 = checksums.get(key, (length, None))
-                if manifest is not None and (crc32 is None or known_length != length):
-                    wrong[f"{file} {offset}"] = f"{MANIFEST} and {DCP_METADATA} disagree about {index.fqn}"
-                self._extents[key] = Extent(*key, length, crc32, names_in[key])
-            extent_of[index.fqn, None if index.offset is None else tuple(index.offset)] = self._extents[key]
-            names_in[key].append(f"{index.fqn} at {tuple(index.offset)}" if any(index.offset or ()) else index.fqn)
-            if size is None:
-                wrong[file] = f"{file}, which contains {index.fqn}, is missing"
-            elif size < offset + length:
-                wrong.setdefault(
-                    file,
-                    f"{file} is truncated: it has {size} bytes, but {index.fqn} ends at byte {offset + length}",
+            known_length, crc32 = checksums.get((file, offset), (length, None))
+            if manifest is not None and (crc32 is None or known_length != length):
+                raise self._damaged(f"{MANIFEST} and {DCP_METADATA} disagree about {index.fqn}")
+            if file not in sizes:
+                raise self._damaged(f"{file}, which contains {index.fqn}, is missing")
+            if sizes[file] < offset + length:
+                raise self._damaged(
+                    f"{file} is truncated: it has {sizes[file]} bytes, but {index.fqn} ends at byte {offset + length}"
                 )
-        for name, stored in metadata.state_dict_metadata.items():
-            if not isinstance(stored, TensorStorageMetadata):
-                if (name, None) in extent_of:
-                    self._others[name] = extent_of[name, None]
-                else:
-                    wrong[name] = f"{name} is missing"
-                continue
-            chunks = self._chunks[name] = []
-            if (fault := wrong_pieces(stored.size, stored.chunks)) is not None:
-                wrong[name] = f"{name} {fault}"
-                continue
-            for chunk in stored.chunks:
-                offsets, shape = tuple(chunk.offsets), tuple(chunk.sizes)
-                found = extent_of.get((name, offsets))
-                if found is None:
-                    wrong[name] = f"the piece of {name} at {offsets} is missing"
-                    continue
-                if found.length < prod(shape) * stored.properties.dtype.itemsize:
-                    wrong[name] = f"the piece of {name} at {offsets} has only {found.length} bytes"
-                start = stop = _flat(offsets, stored.size)
-                if prod(shape):
-                    last = [offset + size - 1 for offset, size in zip(offsets, shape)]
-                    stop = _flat(last, stored.size) + 1
-                chunks.append(_Chunk(offsets, shape, start, stop, found))
-        return wrong
+            extent = self._extents.setdefault((file, offset), Extent(file, offset, length, crc32, []))
+            extent.holds.append(f"{index.fqn} at {tuple(index.offset)}" if any(index.offset or ()) else index.fqn)
+            extent_of[index.fqn, None if index.offset is None else tuple(index.offset)] = extent
+        return extent_of
+
+    def _chunks_of(self, name: str, stored: TensorStorageMetadata, extent_of: Mapping[Any, Extent]) -> list[_Chunk]:
+        """Return the pieces of a tensor, each of whose elements must be in exactly one of them."""
+        if (fault := wrong_pieces(stored.size, stored.chunks)) is not None:
+            raise self._damaged(f"{name} {fault}")
+        chunks = []
+        for chunk in stored.chunks:
+            offsets, shape = tuple(chunk.offsets), tuple(chunk.sizes)
+            extent = extent_of.get((name, offsets))
+            if extent is None:
+                raise self._damaged(f"the piece of {name} at {offsets} is missing")
+            if extent.length < prod(shape) * stored.properties.dtype.itemsize:
+                raise self._damaged(f"the piece of {name} at {offsets} has only {extent.length} bytes")
+            start = stop = _flat(offsets, stored.size)
+            if prod(shape):
+                last = [offset + size - 1 for offset, size in zip(offsets, shape)]
+                stop = _flat(last, stored.size) + 1
+            chunks.append(_Chunk(offsets, shape, start, stop, extent))
+        return chunks
+
+    def _damaged(self, what: str) -> DamagedCheckpointError:
+        return DamagedCheckpointError.of(self.files.path, what)
 
     def tree(self) -> dict[str, Any]:
         """Return the checkpoint as it was passed to the saving function. Call this only once: it frees DCP's metadata.
@@ -230,16 +207,17 @@ class Folder:
             raise NoCheckpointError(
                 f"{self.files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
             )
-        check_structure(self.files.path, tree)
+        check_structure(self.files.path, tree)  # before reading what follows
         ours = tree.get(CHECKPOINT_KEY, {})
         containers, versions = ours.pop(CONTAINERS, {}), ours.pop(VERSIONS, {})
         if not ours and (containers or versions):
             del tree[CHECKPOINT_KEY]
         tree |= containers
         keys = odd_keys(tree)
-        metadata, self._metadata = self._metadata, None
-        assert metadata is not None
-        for name, value in self._values(metadata):
+        assert self._unread is not None
+        metadata, extent_of = self._unread
+        self._unread = None
+        for name, value in self._values(metadata, extent_of):
             put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
         return with_versions(tree, versions)
 
@@ -247,13 +225,20 @@ class Folder:
         """Return everything but the tensors of models and optimizers."""
         return self._load(REST, self.files.read(REST)) if self._has_rest else {}
 
-    def _values(self, metadata: Metadata) -> Iterator[tuple[str, Any]]:
+    def _values(self, metadata: Metadata, extent_of: Mapping[Any, Extent]) -> Iterator[tuple[str, Any]]:
         by_pieces: dict[Any, LazyTensor] = {}
-        nbytes = 0
+        nbytes = nbytes_of_others = 0
         for name, stored in metadata.state_dict_metadata.items():
             if not isinstance(stored, TensorStorageMetadata):
-                yield name, self._load(name, self._checked(self._others[name]))
+                if (name, None) not in extent_of:
+                    raise self._damaged(f"{name} is missing")
+                extent = extent_of[name, None]
+                nbytes_of_others += extent.length
+                if nbytes_of_others > self._bytes:
+                    raise self._damaged("some of its values are stored in the same bytes")
+                yield name, self._load(name, self._checked(extent))
                 continue
+            self._chunks[name] = self._chunks_of(name, stored, extent_of)
             read = partial(self._range, name, stored.size, stored.properties.dtype)
             if not stored.size:
                 yield name, read(0, 1).clone().view(())
@@ -273,14 +258,12 @@ class Folder:
         except UnsafeFileError as error:
             raise UnsafeFileError(f"{self.files.path}: {what}: {error}.") from error
         except Exception as error:
-            raise DamagedCheckpointError.of(
-                self.files.path, f"{what} cannot be read ({type(error).__name__}: {error})"
-            ) from error
+            raise self._damaged(f"{what} cannot be read ({type(error).__name__}: {error})") from error
 
     def _checked(self, extent: Extent) -> memoryview:
         data = self.files.part(extent.file, extent.start, extent.length)
         if not extent.is_checked and extent.crc32 is not None and zlib.crc32(data) != extent.crc32:
-            raise DamagedCheckpointError.of(self.files.path, f"the checksum of {extent}, does not match")
+            raise self._damaged(f"the checksum of {extent}, does not match")
         extent.is_checked = True
         return data
 
@@ -291,21 +274,15 @@ class Folder:
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         data = self._checked(chunk.extent)
         try:
-            tensor = self._decoded(data, chunk, dtype)
+            tensor = tensor_in(data, self._known, (chunk.sizes, dtype))
         except Exception as error:
-            raise DamagedCheckpointError.of(
-                self.files.path, f"{chunk.extent}, cannot be read ({type(error).__name__}: {error})"
-            ) from error
+            raise self._damaged(f"{chunk.extent}, cannot be read ({type(error).__name__}: {error})") from error
         if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
-            raise DamagedCheckpointError.of(
-                self.files.path,
+            raise self._damaged(
                 f"{chunk.extent}, has the shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but {DCP_METADATA} "
-                f"says {chunk.sizes} and {dtype}",
+                f"says {chunk.sizes} and {dtype}"
             )
         return tensor
-
-    def _decoded(self, data: memoryview, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-        return tensor_in(data, self._known, (chunk.sizes, dtype))
 
     def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Return the elements ``[start, stop)`` of a flattened tensor, read from the pieces that overlap this range.
@@ -344,7 +321,7 @@ class Folder:
                 yield extent
                 continue
             try:
-                records = records_of(stream_over(self.files.part(extent.file, extent.start, extent.length)))
+                records = records_of(io.BytesIO(self.files.part(extent.file, extent.start, extent.length)))
             except BrokenArchiveError:
                 yield replace(extent, crc32=NO_CHECKSUM)
                 continue

@@ -7,9 +7,8 @@ from typing import Any
 
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.saving import identity
+from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine.compat import nbytes_of
-from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 
 @dataclass
@@ -20,8 +19,6 @@ class Row:
         name: dotted path in Lightning's dictionary.
         shape: sizes by dimension; -1 for those of a nested tensor, in which they vary.
         bytes: size of the values, and for a sparse tensor also of its indices.
-        pieces: number of pieces in which the tensor is stored.
-        files: number of files that contain these pieces.
         tied_to: name of the first tensor with the same memory; None if this tensor is the first.
     """
 
@@ -29,8 +26,6 @@ class Row:
     shape: list[int]
     dtype: str
     bytes: int
-    pieces: int
-    files: int
     tied_to: str | None
 
     @property
@@ -45,10 +40,9 @@ def rows_of(opened: OpenedCheckpoint) -> list[Row]:
     seen: dict[Any, str] = {}
     rows = []
     for name, tensor in opened.tensors.items():
-        files = opened.pieces.get(tensor.stored_name, [""]) if isinstance(tensor, LazyTensor) else [""]
         first = seen.setdefault(identity(tensor), name)
         dtype = str(tensor.dtype).removeprefix("torch.")
         tied_to = first if first != name else None
         shape = [tensor.size(0)] + [-1] * (tensor.dim() - 1) if tensor.is_nested else list(tensor.shape)
-        rows.append(Row(name, shape, dtype, nbytes_of(tensor), len(files), len(set(files)), tied_to))
+        rows.append(Row(name, shape, dtype, nbytes_of(tensor), tied_to))
     return rows

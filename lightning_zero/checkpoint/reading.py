@@ -8,9 +8,9 @@ import os
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache, cached_property, partial
+from functools import cached_property
 from typing import IO, Any, Literal
 
 import torch
@@ -18,15 +18,12 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.archives import BrokenArchiveError, Record, records_of
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, NoCheckpointError, verify
-from lightning_zero.checkpoint.commit import stand_in
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
-from lightning_zero.checkpoint.module_versions import versions_in, with_versions
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import load_torch
-from lightning_zero.checkpoint.saving import is_dense
-from lightning_zero.checkpoint.trees import check_structure
+from lightning_zero.checkpoint.trees import check_structure, versions_in, with_versions
 from lightning_zero.engine.compat import FakeTensorMode, offset_in_file, tree_map_only
 
 
@@ -44,7 +41,6 @@ class OpenedCheckpoint:
         as_saved: contents as passed to the saving function; in the sharded form, optimizer states are keyed by name.
         names_of_optimizers: each optimizer's parameter names, ordered by parameter number; None if unknown.
         trust: function to call once every share is verified (see ``verify``); later reads then skip verification.
-        pieces: maps the ``stored_name`` of each ``LazyTensor`` to the files of its pieces, one file name per piece.
     """
 
     path: str
@@ -56,7 +52,6 @@ class OpenedCheckpoint:
     _files: Files = field(repr=False)
     _extents: Callable[[], Iterator[Extent]] = field(repr=False)
     trust: Callable[[], None] = field(repr=False, default=lambda: None)
-    pieces: Mapping[str, list[str]] = field(repr=False, default_factory=dict)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -83,7 +78,7 @@ class OpenedCheckpoint:
 
 @contextmanager
 def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection while thousands of long-lived objects are created: each collection would scan them."""
+    """Disable garbage collection while many long-lived objects are created: it would double the time for 20,000."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -111,8 +106,6 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         DamagedCheckpointError: if damage is apparent without reading the whole checkpoint.
     """
     files = Files(path)
-    if not files.exists and (aside := stand_in(files.path)) is not None:
-        files = Files(aside)
     if not files.exists:
         raise FileNotFoundError(
             f"Checkpoint file not found: {files.path}. A checkpoint is a Lightning file, or a folder that contains "
@@ -184,13 +177,11 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     written_by = dict(ours.get("written_by", {}))
     if not written_by and "pytorch-lightning_version" in checkpoint:
         written_by = {"lightning": checkpoint["pytorch-lightning_version"]}
-    names = cache(partial(_names_by_offset, files))
 
     def extents() -> Iterator[Extent]:
         for record in records:
             if record.length and record.crc32 is not None:
-                holds = partial(lambda record: names().get(record.start, [record.name]), record)
-                yield Extent("", record.start, record.length, record.crc32, holds)
+                yield Extent("", record.start, record.length, record.crc32, [record.name])
 
     return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
 
@@ -232,19 +223,6 @@ def _load_mapped(files: Files, weights_only: bool | None) -> Any:
     return with_versions(tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
 
 
-def _names_by_offset(files: Files) -> dict[int, list[str]]:
-    """Return the names of the tensors in each record of a file, by the record's offset. Unpickles the file again.
-
-    Sparse and nested tensors have no names. If torch cannot create fake tensors of their layout, no tensor has one.
-    """
-    names: dict[int, list[str]] = {}
-    with files.open() as file, suppress(Exception), FakeTensorMode():  # an error here would hide the damage
-        for name, tensor in _tensors_in(_as_lightnings(load_torch(file))).items():
-            if is_dense(tensor):
-                names.setdefault(offset_in_file(tensor), []).append(name)
-    return names
-
-
 # -- a folder ----------------------------------------------------------------------------------------------------------
 
 
@@ -263,7 +241,6 @@ def opened_folder(folder: Folder) -> OpenedCheckpoint:
         folder.files,
         folder.extents,
         folder.trust,
-        folder.pieces,
     )
 
 

@@ -16,12 +16,10 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
+from lightning_zero.checkpoint.trees import bytes_of
 from lightning_zero.engine.compat import (
-    FakeTensor,
     PyTorchFileReader,
     allowed_globals,
-    nbytes_of,
-    tree_leaves,
     unpickle_weights,
 )
 from lightning_zero.io.sizes import in_bytes
@@ -84,7 +82,7 @@ def load_torch(
                 raise
             is_script = "TorchScript" in str(error)
         else:
-            check_size(_bytes_of(loaded), size)
+            check_size(bytes_of(loaded), size)
             return loaded
     # torch's own message recommends options that would run the file's code, so it must not be this error's context.
     raise ValueError("it is a TorchScript archive" if is_script else "it is not a pickle of plain values")
@@ -154,14 +152,3 @@ def check_size(nbytes: int, size: int) -> None:
     """Refuse tensors whose copies would take far more memory or disk space than a file of this size justifies."""
     if nbytes > _BYTES + _TIMES * size:
         raise UnsafeFileError.of(f"its tensors would take {in_bytes(nbytes)}, but the file has only {in_bytes(size)}")
-
-
-def _bytes_of(loaded: Any) -> int:
-    tensors = [leaf for leaf in tree_leaves(loaded) if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor)]
-    return sum({_memory_of(tensor): nbytes_of(tensor) for tensor in tensors}.values())
-
-
-def _memory_of(tensor: Tensor) -> Any:
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype

@@ -1,4 +1,4 @@
-"""Save a strategy's checkpoints, full or sharded, immediately or in the background while training continues."""
+"""Save checkpoints: a file or a folder, immediately or in the background while training continues."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from enum import Enum
 from functools import lru_cache
 from threading import Event
 from typing import Any
@@ -18,27 +20,25 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.on_rank_0 import Gather
+from lightning_zero.checkpoint.objects import ONE_RANK, Gather, Ranks, alone, snapshot
 from lightning_zero.checkpoint.saving import (
-    CheckpointNotSavedError,
     CopyBuffer,
     Entry,
-    OnRank0,
     content_of,
     device_of,
     entry_of,
-    is_view_of_parameter,
     not_saved,
+    raise_first,
     reason_of,
     refusal_of,
-    save_in_parts,
-    save_whole,
+    write_file,
+    write_folder,
 )
-from lightning_zero.checkpoint.snapshot import snapshot
+from lightning_zero.checkpoint.trees import is_view_of_parameter
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.comm.failures import explained, failure, lifelines_over
-from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, Store
+from lightning_zero.engine.comm.process_group import DistError, Store
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -47,8 +47,51 @@ from lightning_zero.io.labels import new_label
 
 log = logging.getLogger(__name__)
 
+
+class SaveMode(Enum):
+    """How a checkpoint is saved."""
+
+    GATHERED = "gathered"
+    """One file, written by rank 0; tensors are gathered before."""
+    ASSEMBLED = "assembled"
+    """One file, written by rank 0 in the background, where the other ranks send their shards to rank 0."""
+    SHARDED = "sharded"
+    """A folder, to which each rank writes its shards."""
+
+    @property
+    def keeps_shards(self) -> bool:
+        """Whether tensors stay sharded until they are written or copied."""
+        return self is not SaveMode.GATHERED
+
+
+_Write = Callable[[Ranks, Callable[[], list[Entry]]], None]
+"""Writes a rank's part of a checkpoint, given the ranks and a function that returns the rank's entries or copies."""
+
 _PATIENCE = 10.0
 """Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """A checkpoint to be saved.
+
+    Attributes:
+        mode: how the checkpoint is saved.
+        path: the path of the file or folder; rank 0's value is used.
+        contents: the checkpoint's entries: on every rank the same sharded tensors; other values are taken from rank 0.
+        tree: with ``SaveMode.SHARDED``, the entries that are stored in DCP's format; see ``content_of``.
+        written_by: with ``SaveMode.SHARDED``, versions, stage and world size, for the manifest.
+        folders: see ``write_folder``.
+        before: called in the background, after the values have been copied and before any are written.
+    """
+
+    mode: SaveMode
+    path: Any
+    contents: Mapping[str, Any]
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    written_by: dict[str, Any] = field(default_factory=dict)
+    folders: Sequence[int] = (0,)
+    before: Callable[[Destination], None] | None = None
 
 
 class Saver:
@@ -70,27 +113,8 @@ class Saver:
         # Users copy trainers and strategies. The copy gets a new saver, without the original's background work.
         return Saver, (self._in_background,)
 
-    def save_in_parts(
-        self,
-        tree: Mapping[str, Any],
-        rest: Mapping[str, Any],
-        path: Any,
-        written_by: dict[str, Any],
-        rank: int,
-        gather: Gather,
-        serialising: OnRank0 | None = None,
-        folders: Sequence[int] = (0,),
-        before: Callable[[Destination], None] | None = None,
-    ) -> None:
-        """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
-
-        Args:
-            tree, rest, serialising: see ``content_of``.
-            path: the folder's path; rank 0's value is used.
-            written_by: versions, stage and world size, for the manifest.
-            gather: all-gathers a value.
-            folders: see ``saving.save_in_parts``.
-            before: called in the background, after the values have been copied and before any are written.
+    def save(self, job: SaveJob, ranks: Ranks = ONE_RANK) -> None:
+        """Save a checkpoint. Collective.
 
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
@@ -98,27 +122,31 @@ class Saver:
         store = self._connected()
         label = new_label()
         # The path is also checked here, so that every rank refuses it before any rank writes to it.
-        everyone = gather((label, str(path), refusal_of(path, label) if rank == 0 else None))
-        label, path, refusal = everyone[0]
+        refusal = refusal_of(job.path, label) if ranks.rank == 0 else None
+        label, path, refusal = ranks.gather((label, str(job.path), refusal))[0]
         if refusal is not None:
             raise not_saved(path, 0, refusal)
-        content, destination = content_of(tree, rest, rank, serialising), Destination(path, label)
+        if self._in_background:
+            self.finish()
+        destination = Destination(path, label)
+        part = self._part_of_folder if job.mode is SaveMode.SHARDED else self._part_of_file
+        entries, write = part(job, ranks, destination)
         if not self._in_background:
-            save_in_parts(content, destination, written_by, rank, gather, folders=folders)
+            write(ranks, lambda: entries)
             return
-        self.finish()
-        copied = self._copying([entry for entry in content.entries if not _stays_on_disk(entry)])
-        # Values on a disk are read only when the checkpoint is written, and must not change until then.
-        reading = BackgroundWork(is_awaited=any(map(_stays_on_disk, content.entries)))
-        exchanging: AbstractContextManager[Gather] = nullcontext(lambda value: [value])
-        if store is not None and len(everyone) > 1:
+        exchanging: AbstractContextManager[Gather] = nullcontext(alone)
+        if store is not None and (entries or job.mode is SaveMode.SHARDED):
             exchanging = StoreExchange(store, label, self._abandoned)
+        # Values on a disk are read only when a folder is written, and must not change until then.
+        stay = [entry for entry in entries if job.mode is SaveMode.SHARDED and _stays_on_disk(entry)]
+        reading = BackgroundWork(is_awaited=bool(stay))
+        copied = self._copying(entries, stay)
 
-        def entries() -> list[Entry]:
-            memory = iter(copied())
-            if before is not None:
-                before(destination)
-            return [entry if _stays_on_disk(entry) else next(memory) for entry in content.entries]
+        def copies() -> list[Entry]:
+            found = copied()
+            if job.before is not None:
+                job.before(destination)
+            return found
 
         def save() -> None:
             with reading, exchanging as exchange:
@@ -127,9 +155,43 @@ class Saver:
                     reading.end()  # this rank's file has been written
                     return exchange(value)
 
-                save_in_parts(content, destination, written_by, rank, written, entries, folders)
+                write(replace(ranks, gather=written), copies)
 
         self._submit(save)
+
+    def _part_of_folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
+        """Serialise rank 0's objects, and return the shards that this rank writes, and the function that writes."""
+        content = content_of(job.tree, job.contents, ranks)
+
+        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
+            write_folder(content, destination, job.written_by, ranks, entries, job.folders)
+
+        return content.entries, write
+
+    def _part_of_file(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
+        """Copy rank 0's objects, and return this rank's shards, and the function with which rank 0 writes the file."""
+        if not self._in_background:
+            return [], lambda ranks, _: ranks.on_first(lambda: write_file(job.contents, destination))
+        sharded: list[ShardedTensor] = []
+
+        def later(tensor: Any) -> Any:
+            if is_view_of_parameter(tensor):
+                return tensor.whole()
+            sharded.append(tensor)
+            return _Later(len(sharded) - 1)
+
+        hollow = walk(dict(job.contents), later, is_in_parts)
+        kept = ranks.on_first(lambda: snapshot(hollow, self._made))
+        ranges = [tensor.slot.ranges() for tensor in sharded]
+
+        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
+            with explained(f"Assembling the checkpoint {destination.path} on rank 0"):
+                whole = put_together(entries, ranges, ranks, destination.path)
+            if ranks.rank == 0:
+                complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
+                write_file(as_made_of_tensors(complete), destination)
+
+        return [entry_of(tensor, ranks.rank) for tensor in sharded], write
 
     def _connected(self) -> Store | None:
         """Return the store for exchanges in the background; None if there is no background or no other rank.
@@ -142,21 +204,24 @@ class Saver:
         lifelines_over()
         return own_connection()
 
-    def _copying(self, entries: list[Entry]) -> Callable[[], list[Entry]]:
+    def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
 
-        Another thread must call the returned function, since training waits for it before changing guarded values.
+        That function returns the copies and, in their places, the entries that ``stay`` uncopied. Another thread must
+        call it, since training waits for it before changing guarded values.
         """
-        guarded = [entry for entry in entries if entry.is_guarded]
-        now = self._memory.copied([entry for entry in entries if not entry.is_guarded])
+        left = set(map(id, stay))
+        guarded = [entry for entry in entries if entry.is_guarded and id(entry) not in left]
+        unguarded = [entry for entry in entries if not entry.is_guarded]
+        copies = dict(zip(map(id, unguarded), self._memory.copied(unguarded)))
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
         work = BackgroundWork()
 
         def copied() -> list[Entry]:
             with work:
-                found = {True: iter(self._memory_later.copied(guarded, ready)), False: iter(now)}
-            return [next(found[entry.is_guarded]) for entry in entries]
+                copies.update(zip(map(id, guarded), self._memory_later.copied(guarded, ready)))
+            return [copies.get(id(entry), entry) for entry in entries]
 
         return copied
 
@@ -168,56 +233,6 @@ class Saver:
     def made_values(self) -> dict[Any, Tensor]:
         """Return full values of parameters, by the ``identity`` of the sharded tensor."""
         return {key: value for value, key in self._made.items() if key is not None}
-
-    def save_whole(self, checkpoint: Mapping[str, Any], path: Any) -> None:
-        """Write a full checkpoint. Only one rank calls this."""
-        if self._in_background:
-            self.save_whole_later(checkpoint, path, 0, None)
-        else:
-            save_whole(checkpoint, Destination(path, new_label()))
-
-    def save_whole_later(
-        self, checkpoint: Mapping[str, Any], path: Any, rank: int, group: Any, copying: OnRank0 | None = None
-    ) -> None:
-        """Copy this rank's shards; in the background, rank 0 gathers all shards and writes a full checkpoint.
-
-        Args:
-            checkpoint: a dictionary with the same sharded tensors on every rank; other values are taken from rank 0.
-            group: a process group that is used only by the ranks' background threads; None if there is one rank.
-            copying: calls a function on rank 0, which copies other values; these may refer to sharded tensors.
-        """
-        self.finish()
-        sharded: list[ShardedTensor] = []
-
-        def later(tensor: Any) -> Any:
-            if is_view_of_parameter(tensor):
-                return tensor.whole()
-            sharded.append(tensor)
-            return _Later(len(sharded) - 1)
-
-        hollow = walk(dict(checkpoint), later, is_in_parts)
-        entries = [entry_of(tensor, rank) for tensor in sharded]
-        ranges = [tensor.slot.ranges() for tensor in sharded]
-        if copying is None:
-            kept = snapshot(hollow, self._made) if rank == 0 else None
-        else:
-            kept = copying(lambda: snapshot(hollow, self._made))
-        destination = Destination(path, new_label())
-        copied = self._copying(entries)
-
-        def save() -> None:
-            try:
-                whole = put_together(copied, ranges, rank, group)
-            except RuntimeError as error:
-                raise CheckpointNotSavedError(
-                    f"The checkpoint {path} was not saved: its shards could not be assembled on rank 0: "
-                    f"{failure() or error}. Any earlier checkpoint at this path is unchanged."
-                ) from error
-            if rank == 0:
-                complete = walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
-                save_whole(as_made_of_tensors(complete), destination)
-
-        self._submit(save)
 
     def _submit(self, job: Callable[[], None]) -> None:
         """Run a job in a thread after all earlier jobs, unless one of them has failed."""
@@ -288,7 +303,7 @@ def _log_failures() -> None:
 
 
 def put_together(
-    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], rank: int, group: ProcessGroup | None
+    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], ranks: Ranks, path: str
 ) -> list[Tensor]:
     """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective.
 
@@ -296,32 +311,28 @@ def put_together(
         copied: returns this rank's shards.
 
     Raises:
-        RuntimeError: on every rank, if a rank cannot copy its shards or is lost, or if rank 0 has too little memory.
+        CheckpointNotSavedError: on every rank, if a rank cannot copy its shards, or if rank 0 has too little memory.
+        RuntimeError: if a rank is lost.
     """
-    entries, whole = [], []
-    error: Exception | None = None
+    entries, whole, reason = [], [], None
     try:
         entries = copied()
-        if rank == 0:
+        if ranks.rank == 0:
             whole = [torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu") for entry in entries]
-    except Exception as raised:
-        error = raised
+    except Exception as error:
+        reason = reason_of(error)
     # Exchange errors before any values: otherwise, other ranks would wait in vain for this rank.
-    reason = reason_of(error) if error is not None else None
-    reasons = process_group.all_gather_objects(reason, group) if group is not None else [reason]
-    for number, reason in enumerate(reasons):
-        if reason is not None:
-            raise RuntimeError(f"rank {number} failed with {reason}") from error
+    raise_first(path, ranks.gather(reason))
     for number, (entry, owned) in enumerate(zip(entries, ranges)):
-        if rank:
+        if ranks.rank:
             if entry.values.numel():
-                process_group.send(entry.values, group, 0)
+                process_group.send(entry.values, ranks.group, 0)
             continue
         flat = whole[number]
         flat[: entry.values.numel()] = entry.values
         for source, (start, stop) in enumerate(owned[1:], 1):
             if stop > start:
-                process_group.receive(flat[start:stop], group, source)
+                process_group.receive(flat[start:stop], ranks.group, source)
         whole[number] = flat.view(entry.shape)
     return whole
 

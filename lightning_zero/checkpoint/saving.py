@@ -35,21 +35,23 @@ from lightning_zero.checkpoint.form import (
     VERSIONS,
     Manifest,
 )
-from lightning_zero.checkpoint.module_versions import versions_in
-from lightning_zero.checkpoint.on_rank_0 import Gather, on_rank_0
-from lightning_zero.checkpoint.trees import expressible, flattened, split
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
+from lightning_zero.checkpoint.trees import (
+    expressible,
+    flattened,
+    identity,
+    is_strided,
+    is_view_of_parameter,
+    split,
+    versions_in,
+)
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.compat import dcp_internals, foreach_copy
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.plan.chunks import Box, boxes_of
 from lightning_zero.engine.plan.share import Share
-from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
-from lightning_zero.engine.tensor.wrapper import WrapperTensor
-
-OnRank0 = Callable[[Callable[[], Any]], Any]
-"""Calls a function on rank 0, while the other ranks join its gathers of sharded tensors (``on_rank_0``). Collective."""
 
 _StorageInfo, _DCP_VERSION = dcp_internals()
 _PIECE_BYTES = 2**26
@@ -132,15 +134,13 @@ def serialised(value: Any) -> bytes:
     return stream.getvalue()
 
 
-def content_of(
-    tree: Mapping[str, Any], rest: Mapping[str, Any], rank: int = 0, serialising: OnRank0 | None = None
-) -> Content:
+def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = ONE_RANK) -> Content:
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format; it may be a state dict.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        serialising: calls a function on rank 0, which serialises other values; these may refer to sharded tensors.
+        ranks: the ranks; rank 0 serialises other values, which may refer to sharded tensors.
     """
     hollow, sharded = split(dict(rest))
     versions = versions_in(rest) | versions_in(tree)
@@ -165,30 +165,10 @@ def content_of(
     def serialise() -> tuple[dict[str, bytes], bytes]:
         return {name: serialised(value) for name, value in others.items()}, serialised(hollow)
 
-    serialising = serialising or partial(on_rank_0, rank=rank)
-    objects, data = serialising(serialise) or ({}, b"")
-    entries = [entry_of(tensor, rank, tuple(shared[key])) for key, tensor in tensors.items()]
-    return Content(
-        [entry for entry in entries if entry.is_written_by(rank)],
-        objects,
-        data,
-        paths if rank == 0 else {},
-    )
-
-
-def is_dense(tensor: Tensor) -> bool:
-    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
-    return tensor.layout is torch.strided and not tensor.is_nested
-
-
-def is_strided(tensor: Tensor) -> bool:
-    """Whether a tensor can be written element by element, unlike sparse, nested and quantized tensors."""
-    return is_dense(tensor) and not tensor.is_quantized
-
-
-def is_view_of_parameter(value: Any) -> bool:
-    """Whether a value is a view of a sharded parameter. User code may save such views, which have no shards."""
-    return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
+    objects, data = ranks.on_first(serialise) or ({}, b"")
+    entries = [entry_of(tensor, ranks.rank, tuple(shared[key])) for key, tensor in tensors.items()]
+    own = [entry for entry in entries if entry.is_written_by(ranks.rank)]
+    return Content(own, objects, data, paths if ranks.rank == 0 else {})
 
 
 def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
@@ -215,15 +195,6 @@ def names_in(optimizer: Optimizer, names: Mapping[int, str]) -> list[str]:
     """Return an optimizer's parameter names in group order: ``names[id(parameter)]``, or a number if there is none."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     return [names.get(id(parameter), str(number)) for number, parameter in enumerate(parameters)]
-
-
-def identity(tensor: Tensor) -> Any:
-    """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
-    if isinstance(tensor, ShardedTensor):
-        return sharded_tree.identity(tensor)
-    if isinstance(tensor, LazyTensor) or not is_dense(tensor) or not tensor.numel():
-        return id(tensor)
-    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
@@ -309,12 +280,11 @@ class Written:
         return [place for *_, placed in self.tensors for _, place in placed] + list(self.objects.values())
 
 
-def save_in_parts(
+def write_folder(
     content: Content,
     destination: Destination,
     written_by: dict[str, Any],
-    rank: int = 0,
-    gather: Gather = lambda value: [value],
+    ranks: Ranks = ONE_RANK,
     entries: Callable[[], list[Entry]] | None = None,
     folders: Sequence[int] = (0,),
 ) -> None:
@@ -324,8 +294,6 @@ def save_in_parts(
         content: the part of the checkpoint that this rank writes.
         destination: where to write; its path and label must be the same on every rank.
         written_by: versions, stage and world size, for the manifest.
-        rank: this rank's number.
-        gather: all-gathers a value.
         entries: returns copies of the content's entries, which are written instead.
         folders: the first rank of each group of ranks that share a folder, beginning with rank 0. By default, all ranks
             do. Otherwise each folder contains the files of its own ranks, and only that of rank 0 has the metadata.
@@ -333,7 +301,7 @@ def save_in_parts(
     Raises:
         CheckpointNotSavedError: on every rank, if any rank could not write; this save's files are then removed.
     """
-    leads = rank in folders
+    rank, leads = ranks.rank, ranks.rank in folders
     try:
         try:
             if entries is not None:
@@ -341,26 +309,41 @@ def save_in_parts(
             written: Any = _write(content, destination, rank, leads)
         except Exception as error:
             written = reason_of(error)
-        everyone = gather(written)
-        failed = {number: reason for number, reason in enumerate(everyone) if isinstance(reason, str)}
-        outcome = None
-        if leads and not failed:
+        everyone = ranks.gather(written)
+        raise_first(destination.path, [each if isinstance(each, str) else None for each in everyone])
+        reason = None
+        if leads:
             try:
                 if rank == 0:
                     _complete(content, destination, written_by, everyone, are_visible=len(folders) == 1)
                 destination.put_in_place()
             except Exception as error:
-                outcome = reason_of(error)
-        if not failed:
-            failed = {number: reason for number, reason in enumerate(gather(outcome)) if reason is not None}
-    except BaseException:  # another rank is gone, or the user pressed Ctrl-C
+                reason = reason_of(error)
+        raise_first(destination.path, ranks.gather(reason))
+    except BaseException:  # also if another rank is gone, or the user pressed Ctrl-C
         if leads:
             destination.discard()
         raise
-    if failed:
-        if leads:
-            destination.discard()
-        raise not_saved(destination.path, *next(iter(failed.items())))
+
+
+def write_file(checkpoint: Mapping[str, Any], destination: Destination) -> None:
+    """Write a full checkpoint: one ordinary ``torch.save`` file, by rank 0.
+
+    Raises:
+        CheckpointNotSavedError: if the file could not be written.
+        Exception: if an object cannot be pickled.
+    """
+    try:
+        destination.check_replaceable()
+        destination.clear_leftovers()
+        with destination.writing() as stream:
+            torch.save(checkpoint, stream)  # type: ignore[arg-type]
+        destination.put_in_place()
+    except BaseException as error:
+        destination.discard()
+        if not isinstance(error, (OSError, RuntimeError)):
+            raise
+        raise not_saved(destination.path, 0, reason_of(error)) from error
 
 
 def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
@@ -371,6 +354,13 @@ def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
     )
 
 
+def raise_first(path: str, reasons: Sequence[str | None]) -> None:
+    """Raise the first of the ranks' reasons why they could not write, if there is any."""
+    for rank, reason in enumerate(reasons):
+        if reason is not None:
+            raise not_saved(path, rank, reason)
+
+
 def refusal_of(path: str, label: str) -> str | None:
     """Return the reason why ``Destination`` refuses to write a checkpoint to a path; None if it does not refuse."""
     try:
@@ -378,24 +368,6 @@ def refusal_of(path: str, label: str) -> str | None:
     except Exception as error:
         return reason_of(error)
     return None
-
-
-def save_whole(checkpoint: Mapping[str, Any], destination: Destination) -> None:
-    """Write a full checkpoint: one ordinary ``torch.save`` file, by one rank."""
-    try:
-        destination.check_replaceable()
-        destination.clear_leftovers()
-        with destination.writing() as stream:
-            torch.save(checkpoint, stream)  # type: ignore[arg-type]
-        destination.put_in_place()
-    except BaseException as error:
-        destination.discard()
-        if not isinstance(error, (OSError, RuntimeError)):
-            raise  # for example, a pickling error caused by one of the user's objects
-        raise CheckpointNotSavedError(
-            f"The checkpoint {destination.path} was not saved: {reason_of(error)}. Its partial file was removed; any "
-            "earlier checkpoint at this path is unchanged."
-        ) from error
 
 
 def reason_of(error: BaseException) -> str:

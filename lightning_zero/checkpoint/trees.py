@@ -1,15 +1,20 @@
-"""Divide the contents of a checkpoint into what DCP can store and what it cannot, and check their structure."""
+"""Divide the contents of a checkpoint into what DCP can store and what it cannot, and put them together again."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.compat import FakeTensor, nbytes_of, tree_leaves
+from lightning_zero.engine.tensor import sharded_tree
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 
@@ -105,32 +110,104 @@ def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
     Raises:
         NoCheckpointError: if a part of the checkpoint that this package reads is such a container.
     """
-    for name, value in _structure_of(checkpoint):
-        if type(value).__module__.partition(".")[0] == "omegaconf":
+    parts = [(name, checkpoint.get(name)) for name in ("state_dict", "optimizer_states")]
+    for name, value in checkpoint.items():
+        if name == CHECKPOINT_KEY or (str(name).startswith("optimizer_") and isinstance(value, (dict, list))):
+            parts += [(name, part) for part in _all_in(value)]
+    for name, part in parts:
+        if type(part).__module__.partition(".")[0] == "omegaconf":
             raise NoCheckpointError(
-                f"{path} is not a checkpoint: {name} has a {type(value).__name__}, where a dictionary, list or plain "
+                f"{path} is not a checkpoint: {name} has a {type(part).__name__}, where a dictionary, list or plain "
                 "value belongs."
             )
 
 
-def _structure_of(checkpoint: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the values that this package reads as dicts and lists, each after the name of the entry with the value."""
-    for name in ("state_dict", "optimizer_states"):
-        yield name, checkpoint.get(name)
-    yield from ((CHECKPOINT_KEY, value) for value in _all_in(checkpoint.get(CHECKPOINT_KEY)))
-    for name, value in checkpoint.items():
-        if not str(name).startswith("optimizer_") or not isinstance(value, (dict, list)):
-            continue
-        for state in value if isinstance(value, list) else [value]:
-            groups = state.get("param_groups") if isinstance(state, dict) else None
-            parts = [state, groups, state.get("state") if isinstance(state, dict) else None]
-            for group in groups if isinstance(groups, list) else ():
-                parts += [group, group.get("params") if isinstance(group, dict) else None]
-            yield from ((name, part) for part in parts)
-
-
 def _all_in(value: Any) -> Iterator[Any]:
+    """Yield a value and all values within it, but no hyperparameters of an optimizer's groups, which are the user's."""
     yield value
+    if isinstance(value, dict) and "params" in value:
+        value = [value["params"]]
     if isinstance(value, (dict, list, tuple)):
         for item in value.values() if isinstance(value, dict) else value:
             yield from _all_in(item)
+
+
+# -- tensors -----------------------------------------------------------------------------------------------------------
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Whether a tensor is one block of memory, unlike sparse and nested tensors."""
+    return tensor.layout is torch.strided and not tensor.is_nested
+
+
+def is_strided(tensor: Tensor) -> bool:
+    """Whether a tensor can be written element by element, unlike sparse, nested and quantized tensors."""
+    return is_dense(tensor) and not tensor.is_quantized
+
+
+def is_view_of_parameter(value: Any) -> bool:
+    """Whether a value is a view of a sharded parameter. User code may save such views, which have no shards."""
+    return isinstance(value, WrapperTensor) and not isinstance(value, (ShardedTensor, LazyTensor))
+
+
+def identity(tensor: Tensor) -> Any:
+    """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
+    if isinstance(tensor, ShardedTensor):
+        return sharded_tree.identity(tensor)
+    if isinstance(tensor, LazyTensor) or not is_dense(tensor) or not tensor.numel():
+        return id(tensor)
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def bytes_of(checkpoint: Any) -> int:
+    """Return the total size of all tensors in bytes, counting tied tensors once, and fake tensors not at all."""
+    leaves = tree_leaves(checkpoint)
+    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, FakeTensor))
+    return sum({identity(tensor): nbytes_of(tensor) for tensor in tensors}.values())
+
+
+# -- versions of modules, an attribute of state dicts ------------------------------------------------------------------
+
+
+Path = tuple[Any, ...]
+
+_ATTRIBUTE = "_metadata"
+"""Its value maps each module's name to a dict with its version, which ``load_state_dict`` passes to the module."""
+
+
+def own_versions(state: Any) -> dict[Path, Any]:
+    """Return a state dict's own versions in the form of ``versions_in``; nothing for other dicts."""
+    return {(): getattr(state, _ATTRIBUTE)} if type(state) is OrderedDict and hasattr(state, _ATTRIBUTE) else {}
+
+
+def versions_in(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """Return the versions of each state dict within nested dicts and lists, keyed by the state dict's path."""
+    found: dict[Path, Any] = {}
+    if own := own_versions(tree):
+        found[path] = own[()]
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            found |= versions_in(value, (*path, key))
+    return found
+
+
+def with_versions(tree: Any, versions: Mapping[Path, Any]) -> Any:
+    """Return the tree with versions from ``versions_in``. Dicts and lists that contain state dicts change in place."""
+    top = [tree]
+    for path, of_one in versions.items():
+        above: Any = top
+        *before, key = (0, *path)
+        for each in before:
+            above = above[each]
+        above[key] = OrderedDict(above[key])
+        setattr(above[key], _ATTRIBUTE, of_one)
+    return top[0]
+
+
+def renamed(state: Mapping[str, Any], name_of: Callable[[str], str]) -> dict[str, Any]:
+    """Return a state dict with other names. ``name_of`` maps names, and also prefixes of names, which end in a dot."""
+    versions = {
+        path: {name_of(f"{name}." if name else "").rstrip("."): each for name, each in of_all.items()}
+        for path, of_all in own_versions(state).items()
+    }
+    return with_versions({name_of(name): value for name, value in state.items()}, versions)

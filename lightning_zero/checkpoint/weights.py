@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.engine.compat import IncompatibleKeys
 from lightning_zero.engine.init.deferred_param import give_values, may_values_wait, taking_values
 from lightning_zero.engine.init.sources import listed
@@ -124,10 +122,7 @@ def _read(path: Path) -> dict[str, Tensor]:
         with _named_in_errors(path):
             return load_file(path, device="cpu")
     with _named_in_errors(path):
-        loaded = load_torch(path, mmap=zipfile.is_zipfile(path))
-        if not isinstance(loaded, dict):
-            raise TypeError(f"it contains a {type(loaded).__name__} instead of a state dict")
-        return loaded["state_dict"] if "pytorch-lightning_version" in loaded else loaded  # a Lightning checkpoint
+        return open_checkpoint(path).checkpoint.get("state_dict", {})
 
 
 @contextmanager

@@ -4,15 +4,10 @@ import copy
 import importlib.util
 import inspect
 import logging
-import math
-import operator
 import os
 import re
 from collections.abc import Callable
-from functools import partial
-from itertools import chain
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 from hydra.errors import (
     ConfigCompositionException,
@@ -23,6 +18,7 @@ from hydra.errors import (
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from lightning_zero.io.annotations import check_value
 from lightning_zero.io.names import suggestion
 
 
@@ -38,43 +34,30 @@ class ConfigError(JobFailed):
     exit_code = 2
 
 
-Rule = tuple[Callable[[Any], bool], str]
+LEAST: dict[str, tuple[Any, int]] = {
+    **dict.fromkeys(("seed", "model.warmup_steps", "data.workers"), (int, 0)),
+    **dict.fromkeys(("model.width", "model.depth", "model.heads", "model.context"), (int, 1)),
+    **dict.fromkeys(("data.context", "data.batch_size", "data.max_bytes"), (int, 1)),
+    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.momentum"), (float, 0)),
+    **dict.fromkeys(("trainer.num_nodes", "trainer.accumulate_grad_batches"), (int, 1)),
+    "trainer.gradient_clip_val": (float | None, 0),
+    "trainer.check_val_every_n_epoch": (int | None, 1),
+}
+"""Types and smallest values of settings whose objects accept others, which cause errors once processes have started."""
 
+_Rule = tuple[Callable[[Any], bool], str]
 
-def _whole(least: int) -> Rule:
-    return lambda v: type(v) is int and v >= least, f"a whole number, {least} or more"
+_ABOVE_0: _Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
 
-
-ABOVE_0: Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
-NOT_NEGATIVE: Rule = (lambda v: type(v) in (int, float) and 0 <= v < math.inf, "a number, 0 or more")
-
-
-def _or_null(rule: Rule) -> Rule:
-    return lambda v: v is None or rule[0](v), f"{rule[1]}, or null"
-
-
-def _are_betas(value: Any) -> bool:
-    return (
-        isinstance(value, ListConfig) and len(value) == 2 and all(type(v) in (int, float) and 0 <= v < 1 for v in value)
-    )
-
-
-# Rules for values that the configured objects accept, but that cause an error later, once processes have started.
-RULES: dict[str, Rule] = {
-    "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "a whole number, 0 to 4294967295"),
-    **dict.fromkeys(("model.warmup_steps", "data.workers"), _whole(0)),
-    **dict.fromkeys(("model.width", "model.depth", "model.heads", "model.context"), _whole(1)),
-    **dict.fromkeys(("data.context", "data.batch_size", "data.max_bytes"), _whole(1)),
-    **dict.fromkeys(("trainer.num_nodes", "trainer.accumulate_grad_batches"), _whole(1)),
-    **dict.fromkeys(("trainer.val_check_interval", "trainer.limit_val_batches"), ABOVE_0),
-    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.momentum"), NOT_NEGATIVE),
-    "optimizer.betas": (_are_betas, "two numbers, each 0 or more and below 1"),
-    "trainer.gradient_clip_val": _or_null(NOT_NEGATIVE),
-    "trainer.check_val_every_n_epoch": _or_null(_whole(1)),
+RULES: dict[str, _Rule] = {
+    "seed": (lambda v: type(v) is int and v < 2**32, "an integer from 0 to 4294967295"),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
-    "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), 'a whole number, 1 or more, or "auto"'),
+    "trainer.val_check_interval": _ABOVE_0,
+    "trainer.limit_val_batches": _ABOVE_0,
+    "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), '"auto" or an integer of at least 1'),
 }
+"""Rules that neither a type nor ``LEAST`` expresses, for values that would also cause errors late."""
 
 
 def check(config: DictConfig) -> DictConfig:
@@ -89,13 +72,7 @@ def check(config: DictConfig) -> DictConfig:
         raise ConfigError(in_one_line(error)) from error
     assert isinstance(resolved, DictConfig)
 
-    for key, (accepts, expected) in RULES.items():
-        group, _, name = key.rpartition(".")
-        node = resolved[group] if group else resolved
-        if not isinstance(node, DictConfig):
-            raise ConfigError(f"{group}={node}: expected a mapping")
-        if name in node and not accepts(node[name]):
-            raise ConfigError(f"{key}={node[name]}: expected {expected}")
+    _check_values(resolved)
     if resolved.resume is not None:
         _check_exists(str(resolved.resume))
     for group, verb in (("offload", "offload"), ("compression", "compress"), ("resilience", "keep its state")):
@@ -104,7 +81,6 @@ def check(config: DictConfig) -> DictConfig:
     if not resolved.trainer.get("enable_progress_bar", True):
         resolved.callbacks.pop("progress", None)  # Lightning rejects this callback with enable_progress_bar=false
     _choose_devices(resolved.trainer)
-    _check_types(resolved.trainer)
     _check_packages(resolved)
     _check_made(resolved)
     return resolved
@@ -140,49 +116,40 @@ def _choose_devices(trainer: DictConfig) -> None:
         trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
 
 
-_KINDS: dict[Any, Rule] = {
-    bool: (lambda v: v in (True, False), "true or false"),
-    int: (lambda v: type(v) is int or (type(v) is float and v.is_integer()), "a whole number"),
-    float: (lambda v: type(v) in (int, float), "a number"),
-    type(None): (lambda v: v is None, "null"),
-}
+def _check_values(config: DictConfig) -> None:
+    """Check values against ``RULES`` and ``LEAST``, and the Trainer's arguments against its type hints.
 
-
-def _check_types(trainer: DictConfig) -> None:
-    """Check the Trainer's arguments against its type hints, since the Trainer checks some arguments late or never.
-
-    Only arguments that must be a bool, an int, a float, None or one of a list of literals are checked here.
+    The Trainer itself checks some arguments late or never. Values of nodes such as callbacks are checked when they are
+    instantiated.
     """
     from lightning.pytorch import Trainer
 
-    hints = get_type_hints(Trainer.__init__)
-    for name, value in trainer.items():
-        rules = _rules_of(hints.get(str(name)))
-        if rules and not any(accepts(value) for accepts, _ in rules):
-            words = dict.fromkeys(words for _, words in rules)
-            if "a number" in words:
-                words.pop("a whole number", None)
-            *others, last = words
-            expected = f"{', '.join(others)} or {last}" if others else last
-            raise ConfigError(f"trainer.{name!s}={value!s}: expected {expected}")
-
-
-def _rules_of(hint: Any) -> list[Rule]:
-    """Rules for a type hint; a value must meet at least one. Empty if values of this type are not checked."""
-    if get_origin(hint) in (Union, UnionType):
-        rules = [_rules_of(member) for member in get_args(hint)]
-        return list(chain(*rules)) if all(rules) else []
-    if get_origin(hint) is Literal:
-        return [(partial(operator.eq, each), str(each)) for each in get_args(hint)]
-    return [_KINDS[hint]] if hint in _KINDS else []
+    of_trainer = {f"trainer.{name}": (hint, None) for name, hint in get_type_hints(Trainer.__init__).items()}
+    kinds: dict[str, tuple[Any, int | None]] = {**dict.fromkeys(RULES, (Any, None)), **of_trainer, **LEAST}
+    for key, (kind, least) in kinds.items():
+        group, _, name = key.rpartition(".")
+        node = config[group] if group else config
+        if not isinstance(node, DictConfig):
+            raise ConfigError(f"{group}={node}: expected a mapping")
+        if name not in node:
+            continue
+        value = node[name]
+        accepts, expected = RULES.get(key, (None, ""))
+        if accepts is not None and not accepts(value):
+            raise ConfigError(f"{key}={value} must be {expected}.")
+        if isinstance(value, (DictConfig, ListConfig)):
+            continue
+        is_whole = isinstance(value, float) and value.is_integer()  # 1e3 is a float in YAML
+        try:
+            check_value(key, int(value) if is_whole else value, kind, least)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 # For each ``_target_``: the package that it imports, and the extra of lightning_zero that installs this package.
 EXTRAS = {
     "lightning_zero.zoo.digits.DigitsData": ("sklearn", "demo"),
-    "lightning_zero.zoo.muon.muon_and_adamw": ("pytorch_optimizer", "optimizers"),
-    "pytorch_optimizer.Lion": ("pytorch_optimizer", "optimizers"),
-    "pytorch_optimizer.SOAP": ("pytorch_optimizer", "optimizers"),
+    **{f"pytorch_optimizer.{name}": ("pytorch_optimizer", "optimizers") for name in ("Lion", "Muon", "SOAP")},
     "bitsandbytes.optim.AdamW8bit": ("bitsandbytes", "optimizers"),
     "lightning.pytorch.loggers.TensorBoardLogger": ("tensorboard", "tensorboard"),
     "lightning.pytorch.loggers.WandbLogger": ("wandb", "wandb"),
@@ -212,6 +179,8 @@ def _check_made(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
+    parameter = torch.nn.Parameter(torch.empty(1, device="cpu"))
+
     def make_model(model: DictConfig) -> None:
         with torch.device("meta"):
             instantiate(model)
@@ -219,7 +188,7 @@ def _check_made(config: DictConfig) -> None:
     makers: dict[str, Callable[[DictConfig], Any]] = {
         "data": lambda data: instantiate(data).setup(),
         "model": make_model,
-        "optimizer": lambda optimizer: instantiate(optimizer)([torch.nn.Parameter(torch.empty(1, device="cpu"))]),
+        "optimizer": lambda optimizer: instantiate(optimizer)([{"params": [parameter], "use_muon": False}]),
         "stage": instantiate,
         "logger": instantiate,  # also creates MLflow's database, which the ranks would otherwise all create at once
         "callbacks": lambda callbacks: [instantiate(callback) for callback in callbacks.values()],
@@ -241,7 +210,7 @@ def _check_made(config: DictConfig) -> None:
 
 
 # Exceptions that constructors raise for invalid values.
-_REFUSALS = (InstantiationException, ValueError, TypeError, OSError)
+_REFUSALS = (InstantiationException, ValueError, TypeError, LookupError, OSError)
 
 
 def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[DictConfig], Any]) -> str:

@@ -13,8 +13,7 @@ from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json, progress, size_of
+from lightning_zero.commands.showing import Parser, print_json, progress, size_of
 from lightning_zero.io.labels import new_label
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
@@ -171,11 +170,11 @@ def _inspect(options: Any) -> None:
     print(", ".join(f"{name} {value}" for name, value in known.items()) or "epoch and step: not recorded")
 
     shown = rows if options.all else [row for row in rows if row.part == "state_dict"]
-    table: list[tuple[str, ...]] = [("name", "shape", "dtype", "bytes", "pieces", "files")]
+    table: list[tuple[str, ...]] = [("name", "shape", "dtype", "bytes")]
     for row in shown:
         name = row.name if options.all else row.name.removeprefix("state_dict.")
         tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
-        table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes), str(row.pieces), str(row.files)))
+        table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes)))
     show(table, right=(3, 4, 5))
     parts = list(dict.fromkeys(row.part for row in rows))
     table = [("part", "tensors", "bytes")]
@@ -213,7 +212,8 @@ def _import(options: Any) -> None:
 
 
 def _write(opened: Any, options: Any) -> None:
-    from lightning_zero.checkpoint.converting import bytes_of, write_full, write_sharded
+    from lightning_zero.checkpoint.converting import write_full, write_sharded
+    from lightning_zero.checkpoint.trees import bytes_of
 
     total = bytes_of(opened.checkpoint)
     # assembling a checkpoint writes each value twice: first to a temporary file, then to OUT

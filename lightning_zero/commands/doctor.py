@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import sys
 import tempfile
 from dataclasses import asdict, replace
-from importlib import metadata
 from typing import Any
 
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
+from lightning_zero.commands.showing import Parser, print_json
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
 
@@ -66,25 +63,22 @@ def main(arguments: list[str]) -> int:
 
 
 def _versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero"):
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    from lightning_zero.reporting.manifest import installed_packages
+
+    names = ("python", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero")
+    found = installed_packages()
+    return {name: found[name] for name in names if name in found}
 
 
 def _machine() -> dict[str, Any]:
-    import torch
-
     from lightning_zero.planning.measure import host_memory
+    from lightning_zero.reporting.manifest import machine
 
     return {
         "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": host_memory(),
         "free_on_disk_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
-        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "gpus": machine()["gpus"],
     }
 
 

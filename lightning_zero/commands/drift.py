@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
+from lightning_zero.commands.showing import Parser, print_json
 from lightning_zero.io.tables import show
 
 

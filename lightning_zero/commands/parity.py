@@ -6,9 +6,8 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
-from lightning_zero.commands.showing import print_json
+from lightning_zero.commands.showing import Parser, print_json
 
 USAGE = """lightning-zero parity package.module:Module [width=64 ...] --batch package.module:make_batch [options]
        lightning-zero parity train.py [options] [-- arguments of the script]
@@ -24,7 +23,7 @@ def main(arguments: list[str]) -> int:
     try:
         from lightning_zero.planning.parity import probe
 
-        options = strategy_options(parsed.option, _SET_BY_PARITY)
+        options = {name: values[-1] for name, values in strategy_options(parsed.option, _SET_BY_PARITY).items()}
         project = project_of(parsed, of_script)
         settings = {name: value for name, value in project.settings.items() if name not in ("ranks", "machines")}
         settings |= {"precision": parsed.precision} if parsed.precision is not None else {}

@@ -5,13 +5,11 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.commands.parsing import Parser
 from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
-from lightning_zero.commands.showing import print_json, size_of
+from lightning_zero.commands.showing import Parser, print_json, size_of
 from lightning_zero.io.annotations import matches
 from lightning_zero.io.paths import read_json
 from lightning_zero.io.sizes import in_bytes
@@ -32,7 +30,6 @@ def main(arguments: list[str]) -> int:
     sys.path.insert(0, "")
     try:
         from lightning_zero.planning.advice import advise, make_plans
-        from lightning_zero.planning.paper import CONFIGURATIONS
 
         measured = read_json(parsed.resources) if parsed.resources is not None else {}
         parts = [measured.get(name, {}) for name in ("resources", "machine")] if isinstance(measured, dict) else [None]
@@ -40,30 +37,26 @@ def main(arguments: list[str]) -> int:
             raise ValueError(f"{parsed.resources} is not the output of lightning-zero doctor --json")
         resources = _resources(parsed, measured.get("resources", {}))
         memory = parsed.memory or (resources.memory if resources is not None else None)
-        options = strategy_options(parsed.option, _CHOICES)
         project = project_of(parsed, of_script)
         settings = {name: value for name in _SETTINGS if (value := getattr(parsed, name)) is not None}
         if parsed.ranks is not None:
             settings = {"machines": 1, **settings}  # with --ranks, the Trainer's number of machines is ignored
         known = {**project.settings, **settings}
-        plan = partial(
-            make_plans,
+        left_out: list[str] = []
+        plans = make_plans(
             project.make_module,
             project.batch,
+            stages=parsed.stage,
+            offloads=parsed.offload,
+            checkpointing=[{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing],
             micro_batches=parsed.micro_batch or [None],
             resources=resources,
             memory=memory,
-            shard_within=parsed.shard_within,
-            compression=parsed.compression,
-            tensor_parallel=parsed.tensor_parallel,
+            choices=strategy_options(parsed.option, _CHOICES),
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
-            **{"ranks": 1, **known, **options},
+            left_out=left_out,
+            **{"ranks": 1, **known},
         )
-        checkpointing = [{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing]
-        own_choices = {"stages": parsed.stage, "offloads": parsed.offload, "checkpointing": checkpointing}
-        choices = [CONFIGURATIONS[each] for each in parsed.configuration] or [own_choices]
-        left_out: list[str] = []
-        plans = [made for each in choices for made in plan(left_out=left_out, **each)]
         if "ranks" not in known:
             plans = [replace(each, assumptions=(*each.assumptions, _ONE_RANK)) for each in plans]
     except (ValueError, ImportError, OSError) as error:
@@ -82,11 +75,16 @@ def main(arguments: list[str]) -> int:
     return 0
 
 
-_SPEEDS = (
-    *("flops", "memory_bandwidth", "link_bandwidth", "machine_bandwidth", "link_seconds"),
-    *("host_bandwidth", "disk_bandwidth"),
-)
-"""Options that override measured values."""
+_SPEEDS = {
+    "flops": "floating-point operations per second in matrix products",
+    "memory_bandwidth": "bytes per second that operators read and write",
+    "link_bandwidth": "bytes per second that a rank sends in a collective",
+    "machine_bandwidth": "bytes per second from a machine to other machines",
+    "link_seconds": "latency of a collective",
+    "host_bandwidth": "bytes per second of optimizer updates on the host",
+    "disk_bandwidth": "bytes per second of optimizer updates on a disk",
+}
+"""Options that override measured values, with their help."""
 
 _SETTINGS = ("ranks", "machines", "accumulate", "precision", "clip")
 """Options that take precedence over the arguments of the project's own Trainer."""
@@ -98,9 +96,6 @@ _ONE_RANK = "one rank, because the number of devices is not known (give the numb
 _CHOICES = {
     "stage": "write --stage {}",
     "offload": "write --offload with cpu, nvme or activations",
-    "shard_within": "write --shard-within {}",
-    "compression": "write --compression {}",
-    "tensor_parallel_size": "write --tensor-parallel {}",
     "activation_checkpointing": "write --checkpointing on",
     "partition_activations": "write --checkpointing partitioned",
 }
@@ -123,28 +118,11 @@ def parser() -> Parser:
         nargs="+",
         default=[],
         metavar="name=value",
-        help="other options of ZeroStrategy, such as prefetch=0",
+        help="other options of ZeroStrategy, such as prefetch=0; several values of one are several choices: "
+        "shard_within=null shard_within=node",
     )
     made.add_argument(
         "--machines", type=int, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
-    )
-    of_names: dict[str, Any] = {"nargs": "+", "default": [None], "type": _number_or_name}
-    made.add_argument(
-        "--shard-within",
-        **of_names,
-        help="at stage 3, shard parameters over all ranks (none), a machine's ranks (node), or groups of N ranks (N)",
-    )
-    made.add_argument(
-        "--compression",
-        **of_names,
-        help="compression of gradients sent between machines: none, int8 or int4",
-    )
-    made.add_argument(
-        "--tensor-parallel",
-        nargs="+",
-        default=[None],
-        type=_size_or_none,
-        help="number of ranks among which the module's configure_model divides tensors (tensor parallelism), or none",
     )
     made.add_argument("--micro-batch", type=int, nargs="+", help="samples per rank in each micro-batch")
     made.add_argument(
@@ -154,25 +132,13 @@ def parser() -> Parser:
         choices=["off", "on", "partitioned"],
         help="activation checkpointing; partitioned: each tensor-parallel rank keeps a part of the activations",
     )
-    made.add_argument(
-        "--configuration",
-        nargs="+",
-        default=[],
-        choices=["C1", "C2", "C3", "C4", "C5"],
-        help="configuration from the ZeRO paper's Table 3, in place of --stage, --offload and --checkpointing",
-    )
     made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)")
     made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", type=size_of, help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file with the output of lightning-zero doctor --json")
-    made.add_argument("--flops", type=float, help="floating-point operations per second in matrix products")
-    made.add_argument("--memory-bandwidth", type=float, help="bytes per second that operators read and write")
-    made.add_argument("--link-bandwidth", type=float, help="bytes per second that a rank sends in a collective")
-    made.add_argument("--machine-bandwidth", type=float, help="bytes per second from a machine to other machines")
-    made.add_argument("--link-seconds", type=float, help="latency of a collective")
-    made.add_argument("--host-bandwidth", type=float, help="bytes per second of optimizer updates on the host")
-    made.add_argument("--disk-bandwidth", type=float, help="bytes per second of optimizer updates on a disk")
+    for name, does in _SPEEDS.items():
+        made.add_argument(f"--{name.replace('_', '-')}", type=float, help=does)
     made.add_argument(
         "--transport",
         choices=["nccl", "gloo", "shared memory"],
@@ -183,19 +149,6 @@ def parser() -> Parser:
         "--paper", action="store_true", help="print Table 1 of the ZeRO paper, by its formula and by the engine"
     )
     return made
-
-
-def _size_or_none(text: str) -> int | None:
-    size = _number_or_name(text)
-    if isinstance(size, str) or size == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} must be 'none' or a positive number of ranks")
-    return size
-
-
-def _number_or_name(text: str) -> str | int | None:
-    if text == "none":
-        return None
-    return int(text) if text.isdigit() else text
 
 
 def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:

@@ -144,25 +144,28 @@ def setting(text: str) -> tuple[str, Any]:
     return name, value
 
 
-def strategy_options(given: list[str], refused: Mapping[str, str]) -> dict[str, Any]:
-    """Parse and check options of ZeroStrategy, given as ``name=value``.
+def strategy_options(given: list[str], refused: Mapping[str, str]) -> dict[str, list[Any]]:
+    """Parse options of ZeroStrategy, given as ``name=value``; an option that is given several times has several values.
 
     Args:
         given: the options.
         refused: options that the command sets in another way, with what to write instead; ``{}`` is the given value.
 
     Raises:
-        ValueError: if an option is refused, does not exist or has a wrong value.
+        ValueError: if an option is refused or does not exist. Values are not checked.
     """
     from lightning_zero.strategies.trainer import ZeroStrategy
 
+    options: dict[str, list[Any]] = {}
     for text in given:
-        name, _, value = text.partition("=")
+        name, value = setting(text)
         if name in refused:
-            raise ValueError(f"{text} cannot be set with --option: {refused[name].format(value)}.")
-    options = dict(map(setting, given))
-    try:
-        ZeroStrategy(**options)
-    except TypeError as error:
-        raise ValueError(str(error)) from None
+            raise ValueError(f"{text} cannot be set with --option: {refused[name].format(text.partition('=')[2])}.")
+        options.setdefault(name, []).append(value)
+        try:
+            ZeroStrategy(**{name: value})
+        except TypeError as error:
+            raise ValueError(str(error)) from None
+        except ValueError:
+            pass  # the value may be allowed at another stage, or with another option
     return options

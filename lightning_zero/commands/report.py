@@ -9,8 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import print_json
+from lightning_zero.commands.showing import Parser, print_json
 
 if TYPE_CHECKING:
     from lightning_zero.reporting.records import Run

@@ -1,4 +1,4 @@
-"""Input and output of commands: JSON, progress of long operations, sizes such as 5GB, and closed pipes."""
+"""Input and output of commands: errors, JSON, progress of long operations, sizes such as 5GB, and closed pipes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,16 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 from tqdm import tqdm
+
+
+class Parser(argparse.ArgumentParser):
+    """Parser that reports errors in one line, without the usage."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
 @contextmanager

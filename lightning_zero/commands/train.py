@@ -25,8 +25,7 @@ from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.compare import CompareJobs, compare
-from lightning_zero.commands.parsing import Parser
-from lightning_zero.commands.showing import OptionalStdout, print_json
+from lightning_zero.commands.showing import OptionalStdout, Parser, print_json
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 

@@ -28,10 +28,10 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.checkpoint.module_versions import renamed, versions_in, with_versions
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.restricted import load_torch
+from lightning_zero.checkpoint.trees import renamed, versions_in, with_versions
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.init.sources import listed
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
@@ -196,9 +196,6 @@ def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: Any) ->
 
 class _Inert:
     """Stand-in for a DeepSpeed object: accepts constructor arguments and state, and ignores them."""
-
-    def __new__(cls, *_: Any, **__: Any) -> _Inert:
-        return object.__new__(cls)
 
     def __init__(self, *_: Any, **__: Any) -> None:
         pass

@@ -267,10 +267,6 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     return config_of("offload", offload, OffloadConfig, ["cpu", "nvme"])
 
 
-class NothingToCompressError(ValueError):
-    """Raised if ``compression`` would have no effect between the machines of a run."""
-
-
 @dataclass(frozen=True)
 class CompressionConfig:
     """How gradients are encoded when they are sent between machines.

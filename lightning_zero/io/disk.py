@@ -77,60 +77,38 @@ def is_in_memory(path: str) -> bool:
 def make_private_folder(path: str) -> None:
     """Create a folder, and its missing parents, for this user alone; an existing folder is left unchanged.
 
-    A path in a world-writable folder, such as ``/tmp``, is refused if another user may have created it or may change
-    its contents.
+    Raises:
+        PermissionError: as ``make_own_folder``, for a path in a folder in which every user may write, such as ``/tmp``.
     """
     os.makedirs(path, 0o700, exist_ok=True)
-    if not os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
-        return
-    found = os.lstat(path)
-    reason = None
-    if stat.S_ISLNK(found.st_mode):
-        reason = "the path is a link"
-    elif found.st_uid not in (os.geteuid(), 0):
-        reason = f"the folder belongs to user {found.st_uid}"
-    elif found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
-        reason = "every user may change the folder's contents"
-    if reason is not None:
-        raise PermissionError(
-            errno.EACCES,
-            f"{reason}, and every user may write to its parent folder, so others might read or change the files: "
-            "remove this folder or link, or choose another path than this one",
-            path,
-        )
+    if os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
+        make_own_folder(path)
 
 
 def make_own_folder(path: str) -> None:
-    """Create a folder in an existing one, for files that only this user may write and read.
+    """Create a folder in an existing one, for this user alone.
 
     Raises:
-        PermissionError: as ``check_own_folder``, if the folder exists.
+        PermissionError: if the folder exists, and another user may have put files into it, or may replace it.
     """
     with suppress(FileExistsError):
         os.mkdir(path, 0o700)
-    check_own_folder(path)
-
-
-def check_own_folder(path: str) -> None:
-    """Check that no other user can have put files into a folder, or can replace it.
-
-    Raises:
-        PermissionError: if another user could.
-    """
     found, parent = os.lstat(path), os.stat(os.path.dirname(os.path.abspath(path)))
     reason = None
     if not stat.S_ISDIR(found.st_mode):
         reason = "the path is a link or a file"
     elif found.st_uid != os.geteuid():
         reason = f"the folder belongs to user {found.st_uid}"
-    elif found.st_mode & 0o077:
-        reason = f"other users have access to the folder (mode {stat.S_IMODE(found.st_mode):04o} instead of 0700)"
+    elif found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = f"other users may change the folder (mode {stat.S_IMODE(found.st_mode):04o} instead of 0700)"
     elif parent.st_uid not in (os.geteuid(), 0):
         reason = f"the parent folder belongs to user {parent.st_uid}, who might replace the folder"
     elif parent.st_mode & stat.S_IWOTH and not parent.st_mode & stat.S_ISVTX:
         reason = "every user may replace the folder in its parent folder"
     if reason is not None:
-        raise PermissionError(errno.EACCES, f"{reason}, so its files cannot be trusted", path)
+        raise PermissionError(
+            errno.EACCES, f"{reason}, so its files cannot be trusted: remove the folder or choose another", path
+        )
 
 
 class DirectFile:
@@ -187,7 +165,7 @@ class DirectFile:
     def write(self, data: memoryview, position: int) -> None:
         """Write bytes at a position."""
         while data:
-            written = self._move(os.pwrite, data, position)
+            written = self._move("written", os.pwrite, data, position)
             if not self.is_direct and written >= BUFFER and hasattr(os, "posix_fadvise"):
                 # Start to write the cached data to the disk now, instead of in ``sync``.
                 os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
@@ -196,22 +174,26 @@ class DirectFile:
     def read(self, into: memoryview, position: int) -> None:
         """Fill memory with the bytes at a position of a ``readable`` file."""
         while into:
-            count = self._move(_read_into, into, position)
+            count = self._move("read", _read_into, into, position)
             if count == 0:
                 raise OSError(errno.EIO, f"the file ends at byte {position}, {len(into)} bytes too early", self.path)
             into, position = into[count:], position + count
 
-    def _move(self, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
+    def _move(self, done: str, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
         """Make one system call, with direct I/O if possible, and return the number of bytes transferred."""
         whole = len(memory) // ALIGNMENT * ALIGNMENT
-        if self._direct is not None and whole and position % ALIGNMENT == 0:
-            try:
-                return call(self._direct, memory[:whole], position)
-            except OSError as error:
-                if error.errno != errno.EINVAL:
-                    raise
-                self.is_direct = False  # refused for this memory or file system; the next call tries direct I/O again
-        return call(self._cached, memory, position)
+        try:
+            if self._direct is not None and whole and position % ALIGNMENT == 0:
+                try:
+                    return call(self._direct, memory[:whole], position)
+                except OSError as error:
+                    if error.errno != errno.EINVAL:
+                        raise
+                    self.is_direct = False  # refused for this memory or file system; the next call tries it again
+            return call(self._cached, memory, position)
+        except OSError as error:
+            message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
+            raise OSError(error.errno, message, self.path) from error
 
     def sync(self) -> None:
         """Wait until all data is on the disk."""

@@ -20,17 +20,7 @@ _numbers = itertools.count(_FIRST)
 
 def new_label() -> str:
     """Return a new unique label, with this process's id and machine."""
-    return label_of(os.getpid())
-
-
-def label_of(process: int) -> str:
-    """Return a new unique label with the id of a process on this machine."""
-    return f"{this_machine()}-{process}-{next(_numbers):x}"
-
-
-def created(label: str) -> int:
-    """A number by which labels can be sorted by age: nanoseconds, exact for a process's first label."""
-    return int(label.rpartition("-")[2], 16)
+    return f"{this_machine()}-{os.getpid()}-{next(_numbers):x}"
 
 
 def is_of_the_dead(label: str) -> bool | None:

@@ -71,23 +71,6 @@ class SwapFile(DirectFile):
             self.reserve(0)
         super().close()
 
-    def read(self, into: memoryview, position: int) -> None:
-        try:
-            super().read(into, position)
-        except OSError as error:
-            raise self._named(error, "read", into, position) from error
-
-    def write(self, data: memoryview, position: int) -> None:
-        try:
-            super().write(data, position)
-        except OSError as error:
-            raise self._named(error, "written", data, position) from error
-
-    def _named(self, error: OSError, done: str, memory: memoryview, position: int) -> OSError:
-        """The error with what failed. Raised by no context manager: its frame would form a cycle in Python 3.12."""
-        message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
-        return OSError(error.errno, message, self.path)
-
 
 class Extent(NamedTuple):
     """A range of a file that is processed as a unit; ideally ``nbytes`` is a multiple of ``disk.ALIGNMENT``."""

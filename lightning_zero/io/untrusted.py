@@ -8,7 +8,7 @@ from typing import IO, Any
 
 import yaml
 
-_YAML_BYTES, _YAML_VALUES, _YAML_DEPTH = 2**18, 10**5, 100
+_YAML_BYTES = 2**16
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> str:
@@ -54,37 +54,17 @@ def open_regular(path: str | os.PathLike[str]) -> IO[bytes]:
 
 
 def read_yaml(path: str | os.PathLike[str]) -> Any:
-    """Read a small YAML file of plain values. Aliases are followed only if the values that they repeat are few.
+    """Read a small YAML file whose scalars are strings; tags are ignored.
 
     Raises:
-        yaml.YAMLError: if it is not YAML, has tags other than those of plain values, or is too large.
+        yaml.YAMLError: if it is not YAML, or is too large.
         ValueError, OSError: see ``open_regular``.
     """
     with open_regular(path) as file:
         text = file.read(_YAML_BYTES + 1)
-    kind = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    depth = 0
-    for event in yaml.parse(text, kind):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _YAML_DEPTH or len(text) > _YAML_BYTES:  # libyaml recurses, which would crash the process
-            raise yaml.YAMLError(f"{os.fspath(path)} is large")
-    loader = kind(text)
     try:
-        node = loader.get_single_node()
-        if node is None or _values_in(node, {}) <= _YAML_VALUES:
-            return None if node is None else loader.construct_document(node)
+        if len(text) <= _YAML_BYTES:
+            return yaml.load(text, yaml.BaseLoader)  # merges no mappings, which could multiply their entries
     except RecursionError:
         pass
-    finally:
-        loader.dispose()
-    raise yaml.YAMLError(f"{os.fspath(path)} repeats values")
-
-
-def _values_in(node: Any, known: dict[Any, int]) -> int:
-    """Return the number of values in a YAML node, counted each time that they occur. Cycles raise a RecursionError."""
-    if not isinstance(node, yaml.CollectionNode):
-        return 1
-    if node not in known:
-        inside = [part for item in node.value for part in (item if isinstance(item, tuple) else (item,))]
-        known[node] = 1 + sum(_values_in(part, known) for part in inside)
-    return known[node]
+    raise yaml.YAMLError(f"{os.fspath(path)} is too large, or too deeply nested")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, Literal
 
@@ -11,7 +11,6 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_zero.engine.compat import tree_leaves, tree_map
-from lightning_zero.engine.config import NothingToCompressError, stages_allowed
 from lightning_zero.io.sizes import in_gb
 from lightning_zero.planning.fake_run import fake_run
 from lightning_zero.planning.timeline import Resources, replay
@@ -44,18 +43,14 @@ class Plan:
         activation_checkpointing: whether units are recomputed in backward.
         parameters: number of elements in all parameters.
         peak_bytes: bytes on the device at the peak, by category, and their sum under ``"total"``.
-        host_bytes: bytes in the host's memory: offloaded states, buffers for states on a disk, and the copies that
-            ``resilience`` keeps.
-        disk_bytes: bytes offloaded to a disk.
-        traffic_bytes: bytes of communicated buffers per step, by kind of collective.
-        leaving_bytes: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
+        host_bytes, disk_bytes, traffic_bytes, leaving_bytes, assumptions: as in ``FakeRun``.
         seconds_per_step: an estimate; None if the machine's speed is unknown.
         waiting_seconds: the part of ``seconds_per_step`` in which the device waits for communication or the host.
         samples_per_second: the sum over all ranks; None if ``seconds_per_step`` or ``micro_batch`` is None.
         fits: whether the peak is within 90 % of the device's memory; None if the device's memory is unknown.
-        assumptions: what the plan assumes, such as the values of tensors that the user's code reads, and which parts of
-            the user's code did not run.
-        shard_within, compression, tensor_parallel_size, partition_activations: as in ``ZeroStrategy``.
+        partition_activations: as in ``ZeroStrategy``.
+        options: other options of ``ZeroStrategy``.
+        replicas: number of ranks that compute different batches; with tensor parallelism fewer than ``ranks``.
     """
 
     stage: int
@@ -75,137 +70,129 @@ class Plan:
     samples_per_second: float | None
     fits: bool | None
     assumptions: tuple[str, ...]
-    shard_within: str | int | None = None
-    compression: str | None = None
-    tensor_parallel_size: int | None = None
     partition_activations: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
+    replicas: int = 1
 
     @property
     def name(self) -> str:
         """The plan's strategy and options, such as ``zero3 with shard_within='node'``."""
-        text = "DDP" if self.stage == 0 else f"zero{self.stage}{_SUFFIXES[self.offload]}"
-        checkpointing = "units" if self.activation_checkpointing else None
-        chosen = {
-            "tensor_parallel_size": self.tensor_parallel_size,
-            "shard_within": self.shard_within,
-            "compression": self.compression,
-            "activation_checkpointing": checkpointing,
-            "partition_activations": self.partition_activations or None,
-            "offload": _OFFLOADS["activations"] if self.offload == "activations" else None,
-        }
-        options = ", ".join(f"{name}={value!r}" for name, value in chosen.items() if value is not None)
-        return f"{text} with {options}" if options else text
+        if self.stage == 0:
+            return "DDP"
+        checkpointing: Checkpointing = "partitioned" if self.partition_activations else self.activation_checkpointing
+        return _name(self.stage, self.offload, checkpointing, self.options)
+
+
+Checkpointing = bool | Literal["partitioned"]
+
+
+def _options(offload: str, checkpointing: Checkpointing) -> dict[str, Any]:
+    """Options of ``ZeroStrategy`` for choices of ``make_plans``."""
+    return {
+        "activation_checkpointing": "units" if checkpointing else None,
+        "partition_activations": checkpointing == "partitioned",
+        "offload": _OFFLOADS[offload],
+    }
+
+
+def _name(stage: int, offload: str, checkpointing: Checkpointing, options: Mapping[str, Any]) -> str:
+    shown = {**options, **_options(offload, checkpointing)}
+    if offload != "activations":
+        del shown["offload"]  # the strategy's name says it
+    text = ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None and value is not False)
+    return f"zero{stage}{_SUFFIXES[offload]}" + (f" with {text}" if text else "")
 
 
 def make_plans(
     make_module: Callable[[], LightningModule],
     batch: Any,
     *,
-    ranks: int,
     stages: Iterable[int],
     offloads: Iterable[str] = ("none",),
     micro_batches: Iterable[int | None] = (None,),
-    checkpointing: Iterable[bool | Literal["partitioned"]] = (False,),
-    resources: Resources | None = None,
-    memory: float | None = None,
+    checkpointing: Iterable[Checkpointing] = (False,),
     accumulate: int | Iterable[int] = 1,
-    shard_within: Iterable[str | int | None] = (None,),
-    compression: Iterable[str | None] = (None,),
-    tensor_parallel: Iterable[int | None] = (None,),
+    choices: Mapping[str, Sequence[Any]] | None = None,
     left_out: list[str] | None = None,
-    **options: Any,
+    **settings: Any,
 ) -> list[Plan]:
     """Plan every possible combination of the choices. DDP (stage 0) is planned without the strategy's options.
 
     Args:
-        make_module, batch, options: as for ``fake_run``.
+        make_module, batch: as for ``fake_run``.
         offloads: choices for ``Plan.offload``.
         micro_batches: numbers of samples to which the batch is resized; None leaves the batch unchanged.
         checkpointing: whether to checkpoint activations; ``"partitioned"`` divides them over tensor-parallel ranks.
-        resources: the machine's speed; with None, plans have no times.
-        memory: the device's memory in bytes; with None, plans do not say whether they fit.
         accumulate: micro-batches per step; one number, or several choices.
-        shard_within: choices for stage 3.
-        compression: choices.
-        tensor_parallel: choices for ``tensor_parallel_size``; only None is combined with ``shard_within``.
-        left_out: receives a sentence for each combination whose ``compression`` has nothing to compress.
+        choices: choices for other options of ``ZeroStrategy``, by name.
+        left_out: receives a sentence for each combination that the strategy refuses.
+        settings: ``resources``, the machine's speed, without which plans have no times; ``memory``, the device's memory
+            in bytes, without which plans do not say whether they fit; other arguments of ``fake_run``.
 
     Raises:
-        ValueError: if ``ranks`` is below 1, the batch cannot be resized, or no combination is possible.
+        ValueError: if the batch cannot be resized, or no combination is possible.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be at least 1.")
     plans = []
     left_out = [] if left_out is None else left_out
     accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
-    choices = product(
-        *(micro_batches, accumulates, stages, offloads, checkpointing, shard_within, compression, tensor_parallel)
-    )
-    for micro_batch, of_step, stage, offload, recompute, within, compress, together in choices:
-        is_partitioned = recompute == "partitioned"
-        if stage == 0 and (offload != "none" or recompute or within or compress or together):
-            continue
-        if (stage and stage not in stages_allowed(within)) or (within is not None and together):
-            continue
-        if (is_partitioned and together in (None, 1)) or (offload == "activations" and not recompute):
-            continue
+    names, values = list(choices or {}), list((choices or {}).values())
+    for micro_batch, of_step, stage in product(micro_batches, accumulates, stages):
         sized = batch if micro_batch is None else resized(batch, micro_batch)
-        chosen = {
-            "offload": _OFFLOADS[offload],
-            "activation_checkpointing": "units" if recompute else None,
-            "partition_activations": is_partitioned,
-            "tensor_parallel_size": together,
-            "shard_within": within,
-            "compression": compress,
-            **options,
-        }
-        try:
-            run = fake_run(make_module, sized, ranks=ranks, stage=stage or None, accumulate=of_step, **chosen)
-        except NothingToCompressError as error:
-            within_groups = f" with shard_within={within!r}," if within is not None else " with"
-            reason = f"zero{stage}{_SUFFIXES[offload]}{within_groups} {error}"
-            left_out += [reason] if reason not in left_out else []
+        if stage == 0:
+            plans.append(_plan(make_module, sized, 0, "none", False, {}, accumulate=of_step, **settings))
             continue
-        times = replay(run.events, resources) if resources is not None else {}
-        seconds = times.get("total")
-        samples = samples_of(sized)
-        total = run.total_bytes
-        plans.append(
-            Plan(
-                stage=stage,
-                offload=offload,
-                ranks=ranks,
-                micro_batch=samples,
-                accumulate=of_step,
-                activation_checkpointing=bool(recompute),
-                parameters=run.numel,
-                peak_bytes={**run.peak_bytes, "total": total},
-                host_bytes=run.host_bytes,
-                disk_bytes=run.disk_bytes,
-                traffic_bytes=run.traffic,
-                leaving_bytes=run.leaving,
-                seconds_per_step=seconds,
-                waiting_seconds=times.get("waiting"),
-                samples_per_second=samples * (ranks // (together or 1)) * of_step / seconds
-                if samples and seconds
-                else None,
-                fits=None if memory is None else total <= ROOM * memory,
-                assumptions=run.assumptions,
-                shard_within=within,
-                compression=compress,
-                tensor_parallel_size=together,
-                partition_activations=is_partitioned,
-            )
-        )
-    if not plans and left_out:
-        raise ValueError(left_out[0])
+        for offload, recompute, *chosen in product(offloads, checkpointing, *values):
+            combination = stage, offload, recompute, dict(zip(names, chosen))
+            try:
+                plans.append(_plan(make_module, sized, *combination, accumulate=of_step, **settings))
+            except ValueError as error:
+                left_out.append(f"{_name(*combination)}: {error}")
+    left_out[:] = dict.fromkeys(left_out)  # each sentence once, not for every micro-batch
     if not plans:
-        raise ValueError(
-            "No combination is valid: DDP takes no options; shard_within requires stage 3 without tensor parallelism; "
-            "offloaded activations require checkpointing; partitioned checkpointing requires several tensor-parallel "
-            "ranks."
-        )
+        raise ValueError(f"No combination can be planned. {' '.join(left_out)}")
     return plans
+
+
+def _plan(
+    make_module: Callable[[], LightningModule],
+    batch: Any,
+    stage: int,
+    offload: str,
+    checkpointing: Checkpointing,
+    options: Mapping[str, Any],
+    *,
+    ranks: int,
+    accumulate: int,
+    resources: Resources | None = None,
+    memory: float | None = None,
+    **settings: Any,
+) -> Plan:
+    given = {**_options(offload, checkpointing), **options, **settings}
+    run = fake_run(make_module, batch, ranks=ranks, stage=stage or None, accumulate=accumulate, **given)
+    times = replay(run.events, resources) if resources is not None else {}
+    seconds, samples = times.get("total"), samples_of(batch)
+    return Plan(
+        stage=stage,
+        offload=offload,
+        ranks=ranks,
+        micro_batch=samples,
+        accumulate=accumulate,
+        activation_checkpointing=bool(checkpointing),
+        parameters=run.numel,
+        peak_bytes={**run.peak_bytes, "total": run.total_bytes},
+        host_bytes=run.host_bytes,
+        disk_bytes=run.disk_bytes,
+        traffic_bytes=run.traffic,
+        leaving_bytes=run.leaving,
+        seconds_per_step=seconds,
+        waiting_seconds=times.get("waiting"),
+        samples_per_second=samples * run.replicas * accumulate / seconds if samples and seconds else None,
+        fits=None if memory is None else run.total_bytes <= ROOM * memory,
+        assumptions=run.assumptions,
+        partition_activations=checkpointing == "partitioned",
+        options=options,
+        replicas=run.replicas,
+    )
 
 
 def samples_of(batch: Any) -> int | None:
@@ -301,8 +288,7 @@ def _rate(plan: Plan) -> float:
     """Samples per second; micro-batches per second if their number of samples is unknown; 0 if the time is unknown."""
     if plan.samples_per_second is not None:
         return plan.samples_per_second
-    micro_batches = plan.accumulate * (plan.ranks // (plan.tensor_parallel_size or 1))
-    return micro_batches / plan.seconds_per_step if plan.seconds_per_step else 0.0
+    return plan.accumulate * plan.replicas / plan.seconds_per_step if plan.seconds_per_step else 0.0
 
 
 def _samples(plan: Plan) -> str:

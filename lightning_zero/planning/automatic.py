@@ -153,7 +153,7 @@ class AutomaticStrategy(TrainerStrategy):
         options = dict(self._given)
         # as choices, since DDP has no such options and the names of plans show them
         compression = options.pop("compression", None)
-        own: dict[str, Any] = {
+        own = {
             "shard_within": [options.pop("shard_within", None)],
             "compression": [compression if isinstance(compression, str) else self.config.compresses],
         }
@@ -172,7 +172,7 @@ class AutomaticStrategy(TrainerStrategy):
             **options,
         )
         ddp = plan_with(stages=[0])
-        plans = plan_with(stages=self.stages, **own)
+        plans = plan_with(stages=self.stages, choices=own)
         rest = [("none", True)]
         if self.root_device.type != "cpu":  # offload to the host saves nothing if the device is the CPU
             rest = [("cpu", False), *rest, ("cpu", True)]
@@ -180,7 +180,7 @@ class AutomaticStrategy(TrainerStrategy):
             if any(plan.fits is not False for plan in plans):
                 break
             stages = [stage for stage in self.stages if stage > 1]
-            plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], **own)
+            plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], choices=own)
         fitting = [plan for plan in plans if plan.fits is not False]
         # of equally fast plans, take the one that needs the least memory
         best = min(

@@ -18,7 +18,8 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
-from lightning_zero.checkpoint.saving import entry_of, identity
+from lightning_zero.checkpoint.saving import entry_of
+from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.tensor_parallel import TENSOR
 from lightning_zero.engine.compat import FakeTensorMode, nbytes_of, tree_leaves, tree_map
@@ -133,7 +134,7 @@ class _PlannedZero(_Planned):
         largest = max((extent.nbytes for states in files for extent in states.extents()), default=0)
         kept = 0
         if self.options.keeps is not None:  # type: ignore[attr-defined]
-            leaves = tree_leaves(self.state_to_keep())  # type: ignore[attr-defined]
+            leaves = tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
             rank: int = self.global_rank  # type: ignore[attr-defined]
             entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
             # two generations in shared memory, and the copy from which a save writes
@@ -231,10 +232,11 @@ class FakeRun:
             run.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps.
-        disk_bytes: bytes of states on a disk.
+        disk_bytes: bytes offloaded to a disk.
         traffic: bytes of communicated buffers per step, by kind of collective.
         leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
         numel: number of elements in all parameters.
+        replicas: number of ranks that compute different batches; with tensor parallelism fewer than all ranks.
         events: events of the step; see ``replay``.
         assumptions: values assumed where the project reads tensors, since fake tensors have no values; and parts of the
             project that did not run.
@@ -247,6 +249,7 @@ class FakeRun:
     traffic: dict[str, int]
     leaving: int
     numel: int
+    replicas: int
     events: list[Event]
     assumptions: tuple[str, ...]
 
@@ -315,18 +318,15 @@ class _SecondStep:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Context that hides Python warnings and Lightning's log messages below the level ERROR."""
-    loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "pytorch_lightning")]
-    before = [logger.level for logger in loggers]
-    for logger in loggers:
-        logger.setLevel(logging.ERROR)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+    """Context that hides Python warnings, and log messages below the level ERROR."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        before = logging.root.manager.disable
+        logging.disable(logging.WARNING)
+        try:
             yield
-    finally:
-        for logger, level in zip(loggers, before):
-            logger.setLevel(level)
+        finally:
+            logging.disable(before)
 
 
 @quiet()
@@ -364,9 +364,11 @@ def fake_run(
     Raises:
         ValueError: if the module cannot be built on the meta device, or ``machines`` does not divide ``ranks``.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1.")
     if machines < 1 or ranks % machines:
         raise ValueError(f"machines={machines} must be at least 1 and divide the number of ranks, {ranks}.")
-    together = options.get("tensor_parallel_size") or 1
+    together = (stage and options.get("tensor_parallel_size")) or 1
     if together == "auto":
         together = options["tensor_parallel_size"] = ranks // machines
     crosses = together > ranks // machines  # tensor-parallel ranks are consecutive
@@ -376,11 +378,12 @@ def fake_run(
         """Run as a rank along the data-parallel dimension; return the result, and the rank that holds the most."""
         module, recorder = _made_on_meta(make_module), Recorder(together, leaving)
         package = package_of(module)
-        strategy: Any = (
-            type("DDPStrategy", (_PlannedDDP, package.strategies.SingleDeviceStrategy), {})(ranks, machines, recorder)
-            if stage is None
-            else zero_strategy_of(package, _PlannedZero)(ranks, machines, recorder, transport, stage=stage, **options)
-        )
+        if stage is None:
+            ddp = type("DDPStrategy", (_PlannedDDP, package.strategies.SingleDeviceStrategy), {})
+            strategy: Any = ddp(ranks, machines, recorder)
+        else:
+            zero = zero_strategy_of(package, _PlannedZero)
+            strategy = zero(ranks, machines, recorder, transport, stage=stage, **options)
         mode, assumptions = FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
         tracker = MemoryTracker(lambda: strategy.ledger.now.copy(), lambda: recorder.on_host)
         strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
@@ -406,20 +409,17 @@ def fake_run(
             trainer.fit(module, _Batches(own, 2 * accumulate))
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
-        peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
-        peak.pop("host", None)
-        peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
-        peak["parameters"] -= offloaded
         if stage is not None and transport != "nccl":
             assumptions.made[_freed_memory(module)] = None
         run = FakeRun(
-            peak_bytes=peak,
+            peak_bytes=_peak_of(tracker, offloaded),
             report_peak=second.report_peak,
             host_bytes=tracker.host_peak + offloaded + buffers,
             disk_bytes=on_disk,
             traffic=second.traffic,
             leaving=round(sum(event.leaving for event in second.events)),
             numel=sum(parameter.numel() for parameter in module.parameters()),
+            replicas=ranks // together,
             events=second.events,
             assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),
         )
@@ -427,6 +427,15 @@ def fake_run(
 
     run, most_loaded = run_as(0)
     return run if most_loaded == 0 else run_as(most_loaded)[0]
+
+
+def _peak_of(tracker: MemoryTracker, offloaded: int) -> dict[str, int]:
+    """Bytes on the device at the peak, by category; the ledger counts ``offloaded`` bytes among the parameters."""
+    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
+    peak.pop("host", None)
+    peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
+    peak["parameters"] -= offloaded
+    return peak
 
 
 def _freed_memory(module: nn.Module) -> str:

@@ -40,6 +40,12 @@ class Comparison:
     weights: dict[str, float]
 
 
+_STEPS_ALONE = {"limit_val_batches": 0, "logger": False, "use_distributed_sampler": False} | dict.fromkeys(
+    ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+"""Arguments of the Trainers, which run nothing beside the steps."""
+
+
 @quiet()
 def probe(
     project: Project,
@@ -91,19 +97,15 @@ def probe(
                 precision=precision,
                 accumulate_grad_batches=accumulate,
                 gradient_clip_val=clip,
-                limit_val_batches=0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
                 callbacks=[recorder(Path(folder))],
+                **_STEPS_ALONE,
             )
             trainer.fit(copy.deepcopy(module), DataLoader(_Shares(batches), batch_size=None))
             return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
 
+    ours = {stage: zero(stage=stage, start_method="fork", **options) for stage in stages}
     ddp = recorded(package.strategies.DDPStrategy(start_method="fork", find_unused_parameters=True))
-    return [_compared(stage, ddp, recorded(zero(stage=stage, start_method="fork", **options))) for stage in stages]
+    return [_compared(stage, ddp, recorded(strategy)) for stage, strategy in ours.items()]
 
 
 _Step = dict[str, Tensor]

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.fitting import check_module
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of
 from lightning_zero.engine.comm.collectives import Communicator
@@ -182,8 +183,8 @@ class FabricStrategy(ZeroProcesses):
     ) -> None:
         """Write a file on rank 0, or a folder to which each rank writes its shards (sharded checkpoint). Collective."""
         # A filter of a full checkpoint runs on rank 0 and may read values, so values are gathered first.
-        parts = self._saves_in_parts or (self._assembles_in_background and filter is None)
-        leaf = self._leaf(parts=parts, keeps=self.is_global_zero)
+        mode = self._files.mode(reads_values=filter is not None)
+        leaf = self._files.leaf(mode, keeps=self.is_global_zero)
         # The rendezvous raises within seconds if not every rank calls this method. It takes place in an engine of
         # ``state``, which exists on every rank: the engine of a deleted module may be left on some ranks only.
         values = sorted(state.values(), key=lambda value: isinstance(value, Optimizer))  # modules first
@@ -192,39 +193,42 @@ class FabricStrategy(ZeroProcesses):
             masters = {}
             if any(isinstance(value, Optimizer) for value in state.values()):
                 masters = {key: found for key, value in state.items() if (found := self._masters_of(value, leaf))}
-            if not self.is_global_zero and not self._saves_in_parts:
+            if not self.is_global_zero and mode is not SaveMode.SHARDED:
                 filter = None
             for key, keeps in (filter or {}).items():
                 if key in masters:
                     masters[key] = {name: value for name, value in masters[key].items() if keeps(name, value)}
             about = {CHECKPOINT_KEY: {"masters": masters}} if masters else {}
             collected = {key: self._state_of(value, leaf) for key, value in state.items()}
-            if not self._saves_in_parts and (not self._has_default_io or storage_options is not None):
-                whole, save = self._gathered({**collected, **about}), super().save_checkpoint
-                self._on_rank_0(lambda: save(path, whole, storage_options, filter))
+            if mode is not SaveMode.SHARDED and (not self._files.has_default_io or storage_options is not None):
+                whole, save = self._files.gathered({**collected, **about}), super().save_checkpoint
+                self._files.on_rank_0(lambda: save(path, whole, storage_options, filter))
                 return
             converted = self._convert_stateful_objects_in_state(collected, filter=filter or {})
-            if not self._saves_in_parts:
-                self._save_whole({**converted, **about}, path, engine.communicator if parts and engine else None)
-                return
-            tree = {}
-            for key, value in converted.items():
-                if isinstance(state[key], Optimizer):
-                    tree[key] = by_name(value, _names_in(state[key], state))
-                elif isinstance(state[key], nn.Module) and value:  # DCP does not store empty containers
-                    tree[key] = value
-            rest = {**{key: value for key, value in converted.items() if key not in tree}, **about}
-            self._save_in_parts(tree, rest, path, storage_options)
+            contents = {**converted, **about}
+            tree = self._tree_in(contents, state) if mode is SaveMode.SHARDED else {}
+            job = SaveJob(mode, path, contents, tree, self._files.written_by)
+            self._files.save(job, engine, storage_options)
+
+    def _tree_in(self, contents: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+        """Remove and return the entries that are stored in DCP's format: weights, and optimizer states by name."""
+        tree = {}
+        for key, value in state.items():
+            if isinstance(value, Optimizer):
+                tree[key] = by_name(contents.pop(key), _names_in(value, state))
+            elif isinstance(value, nn.Module) and contents[key]:  # DCP does not store empty containers
+                tree[key] = contents.pop(key)
+        return tree
 
     def load_checkpoint(
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
-        self._alike(self._saver.finish)
-        if not self._loads_itself:
+        self._alike(self._files.saver.finish)
+        if not self._files.are_opened_here:
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         else:
-            opened = self._opened(path, weights_only)
+            opened = self._files.opened(path, weights_only)
             checkpoint = dict(opened.as_saved)
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Optimizer) and key in checkpoint and opened.form == "sharded":

@@ -18,10 +18,7 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
-from lightning_zero.checkpoint.on_rank_0 import on_rank_0
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
-from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
@@ -33,10 +30,9 @@ from lightning_zero.engine.comm.tensor_parallel import DATA, device_mesh
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import parameters_await_values
 from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
 from lightning_zero.strategies import lightning_internals as internals
+from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.options import StrategyOptions, split_options
-from lightning_zero.version import __version__
 
 log = logging.getLogger(__name__)
 
@@ -79,9 +75,7 @@ class ZeroProcesses(ParallelStrategy):
         of_base = {name: options.pop(name) for name in self._arguments_of_base if name in options}
         self.config, self.options = split_options(options, self._options_class, type(self).__name__)
         self.stage = self.config.stage
-        self._saves_in_parts = self.options.checkpoint == "sharded"
-        self._saves_in_background = self.options.async_save
-        self._saver = Saver(self.options.async_save)
+        self._files = CheckpointFiles(self)
         super().__init__(**of_base)
         self._num_nodes = 1
         self._process_group_backend = self.options.process_group_backend
@@ -173,9 +167,10 @@ class ZeroProcesses(ParallelStrategy):
         self._config_of_run()  # raises if the Trainer has set an unsupported precision
         self._check_mesh()
         own = " and ".join(
-            ["checkpoint='sharded'"] * self._saves_in_parts + ["async_save=True"] * self._saves_in_background
+            ["checkpoint='sharded'"] * (self.options.checkpoint == "sharded")
+            + ["async_save=True"] * self.options.async_save
         )
-        if own and not self._has_default_io:
+        if own and not self._files.has_default_io:
             raise ValueError(
                 f"{own} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the "
                 "strategy writes such checkpoints itself. Remove the plugin, or leave out "
@@ -301,94 +296,6 @@ class ZeroProcesses(ParallelStrategy):
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    @property
-    def _written_by(self) -> dict[str, Any]:
-        """Versions, stage and world size, to be recorded in checkpoints."""
-        return {
-            "lightning_zero": __version__,
-            "torch": str(torch.__version__),
-            "lightning": self.lightning.__version__,
-            "stage": self.stage,
-            "world_size": self.world_size,
-        }
-
-    @property
-    def _has_default_io(self) -> bool:
-        return type(self.checkpoint_io) is self.lightning.plugins.TorchCheckpointIO
-
-    @property
-    def _loads_itself(self) -> bool:
-        """Whether the strategy reads checkpoints: the ``CheckpointIO`` at most changes how Lightning writes them."""
-        plugins, io = self.lightning.plugins, self.checkpoint_io
-        passes_on = getattr(plugins, "AsyncCheckpointIO", plugins.CheckpointIO).load_checkpoint  # Fabric has no such
-        while type(io).load_checkpoint is passes_on:
-            io = io.checkpoint_io
-        return type(io).load_checkpoint is plugins.TorchCheckpointIO.load_checkpoint
-
-    def _leaf(self, *, parts: bool, keeps: bool) -> Leaf:
-        """A function that leaves tensors sharded (``parts``), or converts them to full (``keeps``) or meta tensors."""
-        if parts:
-            return in_parts
-
-        def own(tensor: Tensor) -> Tensor:
-            value = on_cpu(tensor) if keeps else on_meta(tensor)
-            self._saver.made(value, tensor)
-            return value
-
-        return own
-
-    @property
-    def _assembles_in_background(self) -> bool:
-        """Whether shards of a full checkpoint may be assembled later. With a mesh, shards are gathered immediately."""
-        return self._saves_in_background and self._mesh is None
-
-    def _save_in_parts(self, tree: Any, rest: dict[str, Any], path: Any, storage_options: Any) -> None:
-        """Write a sharded checkpoint: each rank writes its shards of ``tree`` to a folder. Collective."""
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
-                "write checkpoint='full' with a CheckpointIO that accepts them."
-            )
-        self._alike(self._saver.finish)
-        self._saver.save_in_parts(
-            tree, rest, path, self._written_by, self.global_rank, self.all_gather_values, self._on_rank_0
-        )
-
-    def _save_whole(self, checkpoint: dict[str, Any], path: Any, communicator: Communicator | None = None) -> None:
-        """Write one file on rank 0. Collective: every rank raises if this save, or an earlier background save, failed.
-
-        With a communicator, sharded tensors in the checkpoint are assembled in the background.
-        """
-        self._alike(self._saver.finish)
-        if communicator is not None:
-            group = communicator.background_group()
-            self._saver.save_whole_later(checkpoint, path, self.global_rank, group, self._on_rank_0)
-            return
-        whole = self._gathered(checkpoint)
-        self._on_rank_0(lambda: self._saver.save_whole(whole, path))
-
-    def _gathered(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
-        """Gather the sharded tensors that hooks may have added to a checkpoint. Collective."""
-        leaf = self._leaf(parts=False, keeps=self.is_global_zero)
-        return self._alike(lambda: walk(checkpoint, leaf, is_in_parts))
-
-    def _on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:
-        """Call ``act``, which saves objects, on rank 0. The other ranks take part in gathers that the objects need.
-
-        Collective: if ``act`` fails, every rank raises.
-        """
-        gather = None if self._is_alone else self.all_gather_values
-        return self._alike(lambda: on_rank_0(act, self.global_rank, gather, self._saver.made_values))
-
-    def _opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
-        """Open and verify a checkpoint in any format. Collective: an error on one rank is raised on every rank."""
-        opened = self._alike(lambda: open_for_run(path, weights_only))
-        ranks = 1 if self._is_alone else process_group.world_size()
-        self._alike(lambda: opened.verify(share=(self.global_rank if ranks > 1 else 0, ranks)))
-        if self.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
-            opened.trust()
-        return opened
-
     def _alike(self, act: Callable[[], _Result]) -> _Result:
         """Call ``act`` on every rank and return its result. If a call fails, raise on every rank. Collective."""
         error = None
@@ -412,11 +319,11 @@ class ZeroProcesses(ParallelStrategy):
     def _finish_saving(self) -> None:
         """Wait for background saves. An error is raised on every rank, or only logged if the run has failed."""
         if self._ended_by is None:
-            if self._saves_in_background:
-                self._alike(self._saver.close)
+            if self.options.async_save:
+                self._alike(self._files.saver.close)
             return
         try:
-            self._saver.close(abandon=self._is_cut_off)
+            self._files.saver.close(abandon=self._is_cut_off)
         except Exception as error:
             log.warning(_SECOND_ERROR, error)
 

@@ -69,7 +69,7 @@ class Signals:
         if requeues:
             self._is_asked_to_requeue = False
             environment = self._trainer.strategy.cluster_environment
-            with self._trainer.strategy.saving_epoch_state():
+            with self._trainer.strategy.checkpoints.saving_epoch_state():
                 internals.requeue(self._connector, environment.requeue_signal, None)
         if ends:
             self._end()

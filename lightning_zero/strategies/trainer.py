@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from types import ModuleType
@@ -27,8 +27,10 @@ from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import has_dtensors
 from lightning_zero.engine.init.consolidate import consolidate
 from lightning_zero.engine.init.deferred_param import awaits_values, is_deferred, is_on_meta, values_may_wait
+from lightning_zero.engine.init.sources import leave_in_files
 from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta, walk
 from lightning_zero.strategies import lightning_internals as internals
+from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.loops import (
     Around,
     act_between_batches,
@@ -63,7 +65,7 @@ def _in_window(step: str) -> Callable[..., Any]:
 
 
 @takes_options(TrainerOptions, ParallelStrategy)
-class TrainerStrategy(TrainerCheckpoints):
+class TrainerStrategy(ZeroProcesses):
     """ZeRO (Rajbhandari et al., SC20) for an unmodified LightningModule.
 
     Arguments:
@@ -79,10 +81,13 @@ class TrainerStrategy(TrainerCheckpoints):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
+    _options_class = TrainerOptions
     _simulation: Simulation | None = None  # set in plans
+    options: TrainerOptions
+    model: Any
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
-        self.model: Any
+        self.engine: Engine | None = None
         self.last_report: Report | None = None
         self._signals: Signals | None = None
         self._same_batches = SameBatches(
@@ -90,15 +95,16 @@ class TrainerStrategy(TrainerCheckpoints):
             "**trainer.strategy.distributed_sampler_kwargs)"
         )
         self._was_sharded = False  # whether this run reuses the engine of an earlier run
+        self._restarts: Restarts | None = None
         super().__init__(stage=stage, **options)
+        self.checkpoints = TrainerCheckpoints(self, self._files)
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
     is_distributed = True  # Lightning reads this attribute to split data over the ranks and to honour `sync_dist`
 
     def setup_environment(self) -> None:
-        self._has_come_back = self._has_tried_to_come_back = False
-        self._loaded = None
+        self.checkpoints.start()
         super().setup_environment()
         reset_seed()
         if self.lightning_module is not None and self._mesh is not None:
@@ -135,7 +141,7 @@ class TrainerStrategy(TrainerCheckpoints):
 
     @property
     def _is_cut_off(self) -> bool:
-        return super()._is_cut_off and not self._has_come_back
+        return super()._is_cut_off and not self.checkpoints.has_come_back
 
     reduce = ZeroProcesses._reduce
 
@@ -174,7 +180,7 @@ class TrainerStrategy(TrainerCheckpoints):
             )
         if self.engine is not None:
             self.engine.buffers_follow = fitting
-            self.engine.load_masters(self._masters)
+            self.engine.load_masters(self.checkpoints.masters)
             attend(trainer, self.engine)
         elif not self._is_single:
             internals.sync_module_states(self.lightning_module)
@@ -184,13 +190,13 @@ class TrainerStrategy(TrainerCheckpoints):
             meet_between_batches(trainer, meet, self._signals.end_epoch)
         elif self._restarts is not None:
             act_between_batches(trainer, self._restarts.between_batches)
-        self._masters = {}
+        self.checkpoints.masters = {}
         if not self.restore_checkpoint_after_setup:
-            self._loaded = self._loaded or {}
+            self.checkpoints.end_loading()
         self._same_batches.restart()
         self.setup_precision_plugin()
         if fitting:
-            self._data_loading = DataLoadingState(trainer, self.root_device)
+            self.checkpoints.data_loading = DataLoadingState(trainer, self.root_device)
 
     def _kept_engine(self, *, fitting: bool) -> Engine | None:
         """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot reuse it."""
@@ -208,6 +214,18 @@ class TrainerStrategy(TrainerCheckpoints):
         engine.close(device=self.root_device)
         self._revert_layers()
         return None
+
+    def _convert_module(self) -> None:
+        """Convert the module to the Trainer's precision."""
+        if self._converts_module:
+            leave_in_files(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
+
+    @property
+    def _converts_module(self) -> bool:
+        """Whether the Trainer's precision converts all parameters to one dtype."""
+        precisions = self.lightning.plugins.precision
+        return isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision))
 
     @property
     def _has_dtype_of_run(self) -> bool:
@@ -282,6 +300,38 @@ class TrainerStrategy(TrainerCheckpoints):
         with self.engine.no_sync() if self.engine is not None else nullcontext():
             yield
 
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return self._mesh is not None  # with a mesh, some parameters are DTensors before setup: each rank has a share
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self.checkpoints.module_state(super().lightning_module_state_dict)
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return self.checkpoints.optimizer_state(optimizer, super().optimizer_state)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        can_resume = self.checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+        if self._restarts is not None and can_resume:
+            self._restarts.note(filepath)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self.checkpoints.remove(filepath)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
+        ordinary = partial(super().load_checkpoint, checkpoint_path, weights_only, **options)
+        return self.checkpoints.load(checkpoint_path, weights_only, self._restarts, ordinary)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        if self._restarts is not None and self.engine is None:
+            self._convert_module()  # before loading: in 64-true, fp32 parameters would round the loaded values
+        self.checkpoints.load_module_state(checkpoint, strict, super().load_model_state_dict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self.checkpoints.load_optimizer_states(checkpoint)
+
     # -- loops of uneven length, and loops ended by a signal --------------------------------------------------------
 
     def _take_turns(self) -> None:
@@ -303,6 +353,10 @@ class TrainerStrategy(TrainerCheckpoints):
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
+    def on_train_start(self) -> None:
+        super().on_train_start()
+        self.checkpoints.begin_training()
+
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._signals is not None:
@@ -311,20 +365,20 @@ class TrainerStrategy(TrainerCheckpoints):
             self._restarts.between_batches(is_end=True)
 
     def _teardown(self) -> None:
-        self._accept_all()
+        self.checkpoints.accept_all()
         restarts, self._restarts = self._restarts, None
         if restarts is not None:
             if self.lightning_module is not None:
                 Around.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
             restarts.close(has_ended=self._ended_by is None)
             del restarts  # and its copy of the state, before the module is gathered
-            if self._data_loading is not None and self._ended_by is None:
-                self._data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
+            if self.checkpoints.data_loading is not None and self._ended_by is None:
+                self.checkpoints.data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()
-        if self._data_loading is not None:
-            self._data_loading.close()
+        if self.checkpoints.data_loading is not None:
+            self.checkpoints.data_loading.close()
         if self.engine is not None:
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
@@ -380,10 +434,7 @@ class TrainerStrategy(TrainerCheckpoints):
         """
         try:
             if engine.optimizers:
-                self._masters_after_fit = WeakKeyDictionary()
-                if not self._is_cut_off and error is None:
-                    leaf = self._leaf(parts=False, keeps=self.is_global_zero)
-                    self._masters_after_fit[engine.module] = engine.masters_by_name(leaf=leaf)
+                self.checkpoints.keep_masters(engine, are_reachable=not self._is_cut_off and error is None)
         except Exception as raised:
             error = raised
         self._close([engine], error, device="cpu")
@@ -406,8 +457,13 @@ class TrainerStrategy(TrainerCheckpoints):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong only to the original.
-        own = "engine", "_data_loading", "_masters_after_fit", "_signals", "_mesh", "_restarts"
+        own = "engine", "checkpoints", "_files", "_signals", "_mesh", "_restarts"
         return {**super().__getstate__(), **dict.fromkeys(own)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._files = CheckpointFiles(self)
+        self.checkpoints = TrainerCheckpoints(self, self._files)
 
 
 _layer_syncs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()

@@ -1,17 +1,17 @@
 """Base class of the zoo's models: cross entropy, a metric, weight decay by shape, warm-up and cosine decay."""
 
 import math
+import re
 from collections.abc import Callable
+from typing import Any
 
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
-
-from lightning_zero.zoo.muon import groups_of
 
 
 class Supervised(LightningModule):
@@ -54,3 +54,26 @@ class Supervised(LightningModule):
             return 0.05 + 0.95 * 0.5 * (1.0 + math.cos(math.pi * progress))
 
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, scale), "interval": "step"}}
+
+
+def groups_of(module: nn.Module, optimizer: Any) -> list[dict[str, Any]]:
+    """Group a module's trained parameters into matrices, and one-dimensional parameters without weight decay.
+
+    Args:
+        module: a module whose repeated blocks are numbered, as in ``nn.ModuleList`` or ``nn.Sequential``.
+        optimizer: function that creates an optimizer from groups, such as ``partial(torch.optim.AdamW, lr=1e-3)``. For
+            ``pytorch_optimizer.Muon``, Muon trains the matrices in blocks, and AdamW, which suits embeddings and heads
+            (Jordan et al., "Muon", 2024), trains the rest.
+    """
+    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = {name: p for name, p in trained.items() if p.ndim >= 2}
+    rest = {"params": [p for p in trained.values() if p.ndim < 2], "weight_decay": 0.0}
+    if getattr(optimizer, "func", optimizer).__name__ != "Muon":
+        return [{"params": list(matrices.values())}, rest]
+    hidden = {name for name, p in matrices.items() if p.ndim == 2 and re.search(r"\.\d+\.", name)}
+    groups = [
+        {"params": [p for name, p in matrices.items() if name in hidden], "use_muon": True},
+        {"params": [p for name, p in matrices.items() if name not in hidden], "use_muon": False},
+        {**rest, "use_muon": False},
+    ]
+    return [group for group in groups if group["params"]]

@@ -13,8 +13,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig
 from lightning_zero.commands.check import ConfigError, _choose_devices, check
-from lightning_zero.planning.paper import CONFIGURATIONS
+from lightning_zero.zoo.supervised import groups_of
 from tests.app.commands import REPOSITORY
+from tests.planning.papers import CONFIGURATIONS
 
 CONF = REPOSITORY / "conf"
 FILES = sorted(path.relative_to(CONF) for path in CONF.rglob("*.yaml"))
@@ -56,7 +57,7 @@ def test_every_choice_passes_the_check_and_instantiates_its_objects(choice: str,
     instantiate(config.data)
     with torch.device("meta"):
         model = instantiate(config.model)
-    assert isinstance(model.optimizer(model.parameters()), torch.optim.Optimizer)
+    assert isinstance(model.optimizer(groups_of(model, model.optimizer)), torch.optim.Optimizer)
     for callback in config.callbacks.values():
         instantiate(callback)
     instantiate(config.logger)

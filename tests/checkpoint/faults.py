@@ -21,9 +21,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.checkpoint.commit import Destination, Stream
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Saver
-from lightning_zero.checkpoint.saving import Content, content_of, save_in_parts, save_whole
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
+from lightning_zero.checkpoint.saving import Content, content_of, write_file, write_folder
 from lightning_zero.io import disk, paths
 from lightning_zero.io.disk import DirectFile
 from lightning_zero.io.labels import new_label
@@ -54,9 +55,10 @@ def part(rank: int, value: float, **options: Any) -> Content:
 def save(form: str, path: Any, value: float, rank: int = 0, gather: Any = None, **options: Any) -> None:
     """Save once, as one of two ranks or, without ``gather``, as the only rank."""
     if form == "full":
-        return save_whole({**tree(value, **options), "epoch": value}, Destination(path, new_label()))
+        return write_file({**tree(value, **options), "epoch": value}, Destination(path, new_label()))
     gather = gather or (lambda own: [own])
-    return save_in_parts(part(rank, value, **options), Destination(path, gather(new_label())[0]), {}, rank, gather)
+    destination = Destination(path, gather(new_label())[0])
+    return write_folder(part(rank, value, **options), destination, {}, Ranks(rank, gather))
 
 
 def value_at(path: Any) -> float:
@@ -189,9 +191,9 @@ def in_background(path: Path, form: str, ready: Path, port: int) -> Act:
             value += 1
             saver.finish()
             if form == "full":
-                saver.save_whole({**tree(value), "epoch": value}, path)
+                saver.save(SaveJob(SaveMode.GATHERED, path, {**tree(value), "epoch": value}))
             else:
-                saver.save_in_parts(tree(value), {"epoch": value}, path, {}, rank, gather)
+                saver.save(SaveJob(SaveMode.SHARDED, path, {"epoch": value}, tree(value)), Ranks(rank, gather))
             ready.touch()
 
     return act

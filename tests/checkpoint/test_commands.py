@@ -255,9 +255,7 @@ def test_sparse_and_nested_tensors_are_inspected_and_converted_but_not_exported(
     data[data.index(torch.tensor([3.0, 5.0]).numpy().tobytes())] ^= 1
     path.write_bytes(data)
     assert run("verify", path) == 1
-    # torch has no fake tensors of other kinds, and 2.15 loads none of this kind
-    what = "state_dict.w" if kind == "sparse_coo" and torch.__version__ < (2, 15) else "full/data/0"
-    assert f"is damaged: {what}, bytes" in capsys.readouterr().err
+    assert "is damaged: full/data/0, bytes" in capsys.readouterr().err
 
 
 def test_export_splits_weights_above_a_size_into_several_files_with_an_index(tmp_path):
@@ -426,9 +424,9 @@ def test_inspect_shows_the_contents_of_a_checkpoint(tmp_path, form, capsys):
     assert f"{path}: {form}, 1.46 kB in 24 tensors" in said
     assert "written by: lightning_zero 0.1.0" in said
     assert "epoch 3, global_step 120" in said
-    assert ["layer.weight", "[6,", "6]", "float32", "144", "B", "1", "1"] in words
-    assert ["norm.num_batches_tracked", "[]", "int64", "8", "B", "1", "1"] in words
-    assert ["head.weight", "[10,", "6]", "float32", "=", "embedding.weight", "1", "1"] in words
+    assert ["layer.weight", "[6,", "6]", "float32", "144", "B"] in words
+    assert ["norm.num_batches_tracked", "[]", "int64", "8", "B"] in words
+    assert ["head.weight", "[10,", "6]", "float32", "=", "embedding.weight"] in words
     elements = 10 * 6 + 6 * 6 + 3 * 6  # of parameters
     assert ["state_dict", "8", str(4 * (elements + 2 * 6) + 8), "B"] in words
     assert ["optimizer_states.0", "15", str(4 * (2 * elements + 5)), "B"] in words
@@ -437,7 +435,7 @@ def test_inspect_shows_the_contents_of_a_checkpoint(tmp_path, form, capsys):
 
     assert run("inspect", path, "--all") == 0
     words = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["optimizer_states.0.state.1.exp_avg", "[6,", "6]", "float32", "144", "B", "1", "1"] in words
+    assert ["optimizer_states.0.state.1.exp_avg", "[6,", "6]", "float32", "144", "B"] in words
 
 
 def test_inspect_describes_a_checkpoint_of_several_ranks_as_json(tmp_path, run_on, capsys):
@@ -452,8 +450,6 @@ def test_inspect_describes_a_checkpoint_of_several_ranks_as_json(tmp_path, run_o
         row = rows[f"state_dict.{name}"]
         assert (row["shape"], row["bytes"]) == (list(value.shape), value.nbytes)
         assert row["dtype"] == str(value.dtype).removeprefix("torch.")
-        assert row["pieces"] >= row["files"]
-    assert {row["files"] for row in rows.values()} == {1, 2}
 
     # It is exported with the precision of the masters, which are sharded.
     assert run("export", path, tmp_path / "w.safetensors", "--dtype", "fp32") == 0
@@ -481,8 +477,9 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, form, capsy
     said = capsys.readouterr().err
     assert run("verify", path, "--json") == 1
     found = json.loads(capsys.readouterr().out)
-    assert found["whole"] is False and "state_dict.layer.weight" in found["damage"]
-    assert f"{path} is damaged" in said and "state_dict.layer.weight" in said and "bias" not in said
+    name = "last/data/1" if form == "full" else "state_dict.layer.weight"  # in a file, the archive's record
+    assert found["whole"] is False and name in found["damage"]
+    assert f"{path} is damaged" in said and name in said and "bias" not in said
     for out, arguments in (("w.safetensors", ["export"]), ("w.ckpt", ["convert", "--to", "full"])):
         if form == "sharded":  # whose pieces are checked when they are read
             assert run(*arguments, path, tmp_path / out) == 1

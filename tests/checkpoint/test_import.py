@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
-from lightning_zero.checkpoint.module_versions import renamed
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.checkpoint.trees import renamed
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.convert.deepspeed import open_deepspeed
 from lightning_zero.convert.fsdp import open_fsdp

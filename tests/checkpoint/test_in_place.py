@@ -166,7 +166,7 @@ def save_after_fit(form: str, folder: Path, stage: int) -> None:
     assert all(value.dtype == torch.float32 for value in masters.values()) and list(masters) != []
     resumed = trained(form, stage=stage, precision="bf16-true", ckpt_path=folder / "after.ckpt")
     same_values(observed(*resumed), whole, "resumed")
-    assert rank() == 0 or all(m["scale"].is_meta for m in trainer.strategy._masters_after_fit.values()), (
+    assert rank() == 0 or all(m["scale"].is_meta for m in trainer.strategy.checkpoints.masters_after_fit.values()), (
         "one rank needs them"
     )
 

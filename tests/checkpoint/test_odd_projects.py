@@ -71,7 +71,7 @@ def values_of_the_time(form: str, stage: int, folder: Path) -> None:
     with torch.no_grad():
         for tensor in (*module.parameters(), module.steps, module.own):
             tensor.zero_()
-    trainer.strategy._saver.finish()
+    trainer.strategy._files.saver.finish()
     if world_size() > 1:
         dist.barrier()
     paths = list(folder.glob("*.ckpt"))

@@ -32,9 +32,10 @@ from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of, t
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.metadata import load_dcp_metadata
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saving import Entry, content_of, save_in_parts
+from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.init.sources import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -74,7 +75,8 @@ def in_parts(path, tree=None, rest=None, ranks=3):
             content = replace(whole, entries=entries)
             if number:
                 content = replace(content, objects={}, rest=b"", paths={})
-            save_in_parts(content, Destination(str(path), label), {"stage": 3, "world_size": ranks}, number, gather)
+            written_by = {"stage": 3, "world_size": ranks}
+            write_folder(content, Destination(str(path), label), written_by, Ranks(number, gather))
         except BaseException as error:
             failed.append(error)
             barrier.abort()
@@ -457,12 +459,12 @@ def test_damage_in_a_folder_of_another_program_is_found(tmp_path):
         open_checkpoint(path)
 
 
-def test_an_error_about_a_damaged_file_names_the_damaged_tensors(tmp_path):
+def test_an_error_about_a_damaged_file_names_the_damaged_record(tmp_path):
     path = str(tmp_path / "x.ckpt")
     torch.save({**REST, "state_dict": TENSORS}, path)
     open_checkpoint(path).verify()
     damage(path, "", find=TENSORS["a.matrix"].numpy().tobytes()[:16])
-    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt is damaged: state_dict\.a\.matrix, bytes \d+ to \d+"):
+    with pytest.raises(DamagedCheckpointError, match=r"x\.ckpt is damaged: x/data/\d+, bytes \d+ to \d+"):
         open_checkpoint(path).verify()
     damage(path, "", find=b"pytorch-lightning_version")
     with pytest.raises(DamagedCheckpointError, match=r"the checksum of record .*data\.pkl does not match"):

@@ -23,7 +23,8 @@ from torch.distributed.fsdp import fully_shard
 
 from lightning_zero.checkpoint.archives import archived
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.saving import by_name, content_of, save_in_parts
+from lightning_zero.checkpoint.objects import Ranks
+from lightning_zero.checkpoint.saving import by_name, content_of, write_folder
 from lightning_zero.engine import Engine
 from lightning_zero.engine.plan.chunks import boxes
 from lightning_zero.engine.tensor.sharded_tree import in_parts
@@ -107,10 +108,10 @@ def save(path, stage, dtype=torch.float32, model=OddModel):
     rest = {"epoch": 3, "callbacks": {"kept": [1, 2]}}
     if masters := engine.masters_by_name(leaf=in_parts):
         rest["lightning_zero"] = {"masters": masters}
-    content = content_of(tree, rest, rank())
+    content = content_of(tree, rest, Ranks(rank()))
     gather = engine.communicator.control.gather_objects
     label = gather(new_label())[0]
-    save_in_parts(content, Destination(path, label), {"stage": stage}, rank(), gather)
+    write_folder(content, Destination(path, label), {"stage": stage}, Ranks(rank(), gather))
     masters = engine.masters_by_name()
     engine.close()
     return weights, state, masters

@@ -42,7 +42,8 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.convert.deepspeed import open_deepspeed
 from lightning_zero.io.labels import is_of_the_dead, new_label, this_machine
-from lightning_zero.io.untrusted import inside, read_yaml
+from lightning_zero.io.untrusted import inside
+from lightning_zero.reporting.records import OVERRIDES, overrides_of
 from tests.support.trainer import Learner, make_trainer
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -236,7 +237,7 @@ def test_a_compressed_archive_is_refused_before_it_is_inflated(tmp_path: Path) -
             file.write(STOP)
         made.writestr("archive/version", "3\n")
     assert_refused_at_low_cost(lambda: open_checkpoint(path), "compressed")
-    assert_refused_at_low_cost(lambda: load_weights(nn.Linear(1, 1), path), "its records are compressed")
+    assert_refused_at_low_cost(lambda: load_weights(nn.Linear(1, 1), path), "its records overlap or are compressed")
 
 
 def test_overlapping_records_are_refused_before_they_are_read(tmp_path: Path) -> None:
@@ -601,17 +602,18 @@ def test_a_partial_files_name_with_an_impossible_number_stops_no_save(tmp_path: 
     assert is_of_the_dead(label) is None
 
 
-def test_aliases_in_yaml_are_followed_only_if_they_repeat_few_values(tmp_path: Path) -> None:
-    path = tmp_path / "hparams.yaml"
-    path.write_text("a: &a [1, 2]\nb: *a\nlr: ${x}\n")
-    assert read_yaml(path) == {"a": [1, 2], "b": [1, 2], "lr": "${x}"}
+def test_overrides_are_read_as_a_list_of_strings_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / OVERRIDES
+    path.parent.mkdir()
+    path.write_text("- lr=${x}\n- seed=1\n- &a stage=3\n- *a\n")
+    assert overrides_of(tmp_path) == ["lr=${x}", "seed=1", "stage=3", "stage=3"]
     laughs = "a0: &a0 {k: v}\n" + "".join(f"a{n}: &a{n} [{', '.join(9 * [f'*a{n - 1}'])}]\n" for n in range(1, 20))
     merges = "a0: &a0 {k: v}\n" + "".join(
         f"a{n}: &a{n} {{<<: [{', '.join(9 * [f'*a{n - 1}'])}]}}\n" for n in range(1, 20)
     )
-    for text in (laughs, merges, "a: &a [*a]", "[" * 10**5, "a: !!python/object:os.system x", "[]," * 10**6):
+    for text in (laughs, merges, "a: &a [*a]", "[" * 10**4, "- !!python/object:os.system [x]", "[]," * 10**6):
         path.write_text(text)
-        assert_refused_at_low_cost(lambda: read_yaml(path), "Error")
+        assert_refused_at_low_cost(lambda: overrides_of(tmp_path), "is not a YAML file with a list of overrides")
 
 
 # -- addresses ---------------------------------------------------------------------------------------------------------

@@ -13,8 +13,9 @@ from torch import distributed as dist
 from torch import nn
 
 from lightning_zero import full_parameters
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Saver, StoreExchange
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver, StoreExchange
 from lightning_zero.checkpoint.saving import CopyBuffer, by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.states import DiskStates
@@ -116,10 +117,12 @@ def saved_while_written(folder, stage, form, name, offload=None):
         if form == "sharded":
             states = by_name(states, names_in(optimizer, {id(p): key for key, p in model.named_parameters()}))
             tree = {"state_dict": model.state_dict(), "optimizer_0": states, "average": average}
-            saver.save_in_parts(tree, {}, folder, {}, rank(), engine.communicator.control.gather_objects)
+            job = SaveJob(SaveMode.SHARDED, folder, {}, tree)
         else:
             tree = {"state_dict": model.state_dict(), "optimizer_states": [states], "average": average}
-            saver.save_whole_later(tree, folder, rank(), engine.communicator.background_group())
+            job = SaveJob(SaveMode.ASSEMBLED, folder, tree)
+        gather, group = engine.communicator.control.gather_objects, engine.communicator.background_group()
+        saver.save(job, Ranks(rank(), gather, group=group))
         begun.set()
         WRITES[name](model, optimizer, average)
         saver.finish()
@@ -173,7 +176,8 @@ def waits_for_nothing(folder):
     CopyBuffer.copied = late
     try:
         tree = {"state_dict": model.state_dict()}
-        saver.save_in_parts(tree, {}, folder, {}, rank(), engine.communicator.control.gather_objects)
+        ranks = Ranks(rank(), engine.communicator.control.gather_objects)
+        saver.save(SaveJob(SaveMode.SHARDED, folder, {}, tree), ranks)
         model(torch.randn(4, 5)).square().mean().backward()
         computed.set()
         optimizer.step()
@@ -192,7 +196,8 @@ def keys_in_the_store(folder):
     """The number of keys after the first save, and after each of two more."""
     saver, counts = Saver(in_background=True), []
     for number in range(3):
-        saver.save_in_parts({"state_dict": {"a": torch.ones(3)}}, {}, folder / f"{number}", {}, rank(), everyones)
+        tree = {"state_dict": {"a": torch.ones(3)}}
+        saver.save(SaveJob(SaveMode.SHARDED, folder / f"{number}", {}, tree), Ranks(rank(), everyones))
         saver.finish()
         everyones(None)
         counts.append(dist.distributed_c10d._get_default_store().num_keys())

@@ -864,9 +864,7 @@ def no_room(folder):
         reference = made(Deep)
         model = copy.deepcopy(reference)
         engine, optimizer = engine_for(model, folder)
-        with pytest.raises(
-            OSError, match="65536 bytes cannot be written at byte .* or write activations=.cpu."
-        ) as told:
+        with pytest.raises(OSError, match=r"\d+ bytes cannot be written at byte .* or write activations=.cpu.") as told:
             step_of(model, optimizer, 0)
         assert told.value.errno == errno.ENOSPC and told.value.filename == str(folder)
         del told
@@ -893,7 +891,7 @@ def unreadable(folder):
     loss = model(batch(0))
     place = store_of(engine)._place
     place._thread.submit(os.ftruncate, place._file._cached, 0).result()  # after the writes
-    with pytest.raises(OSError, match="cannot be read at byte \\d+ \\(the file ends at byte") as told:
+    with pytest.raises(OSError, match="the file ends at byte") as told:
         loss.backward()
     assert told.value.filename == str(folder)
     del loss, told

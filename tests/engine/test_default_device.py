@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import lightning_zero
+from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import Saver
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.plan.topology import Topology
@@ -43,7 +44,8 @@ def train(module: nn.Module, folder: Path, **options: Any) -> dict[str, Any]:
     states = by_name(engine.full_optimizer_state_dict(optimizer, leaf=in_parts), names)
     tree = {"state_dict": module.state_dict(), "optimizer_0": states}
     for saver, path in ((Saver(in_background=True), "begun"), (Saver(in_background=False), "waited for")):
-        saver.save_in_parts(tree, {}, str(folder / path), {}, rank(), engine.communicator.control.gather_objects)
+        job = SaveJob(SaveMode.SHARDED, folder / path, {}, tree)
+        saver.save(job, Ranks(rank(), engine.communicator.control.gather_objects))
         saver.finish()
     whole, states = engine.full_state_dict(), engine.full_optimizer_state_dict(optimizer)
     optimizer.load_state_dict(states)

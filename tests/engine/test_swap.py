@@ -67,20 +67,21 @@ def before(monkeypatch, method, act):
 
 
 class Failing:
-    """Lets one method of `DirectFile` fail, at positions within a range, while it is set to."""
+    """Lets the system calls that `DirectFile` reads or writes with fail, at positions within a range, while set to."""
 
     def __init__(self, monkeypatch, method, start, stop, code=errno.EIO):
         self.on, self.calls, self.began = True, 0, threading.Event()
-        real = getattr(DirectFile, method)
+        name = {"read": "preadv", "write": "pwrite"}[method]
+        real = getattr(os, name)
 
-        def call(file, memory, position):
+        def call(descriptor, memory, position):
             if self.on and start <= position < stop:
                 self.calls += 1
                 self.began.set()
                 raise OSError(code, os.strerror(code))
-            return real(file, memory, position)
+            return real(descriptor, memory, position)
 
-        monkeypatch.setattr(DirectFile, method, call)
+        monkeypatch.setattr(os, name, call)
 
 
 # ------------------------------------------------------------------------------------------------------------- contents
@@ -419,7 +420,7 @@ def prepared(path, how, monkeypatch):
             monkeypatch.setattr(os, "geteuid", lambda: path.stat().st_uid + 1)
         return "the folder belongs to user"
     path.chmod(0o777)
-    return "every user may change"
+    return "other users may change"
 
 
 def of_states(path):

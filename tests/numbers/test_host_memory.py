@@ -151,7 +151,8 @@ def peak_at(kind: Any, method: str, act: Callable[[], object]) -> int:
 def measure_saving(form: str, rank: int) -> int:
     """The peak of anonymous memory in addition to the shards, sampled at each write; a file has thousands of writes."""
     from lightning_zero.checkpoint.commit import Stream
-    from lightning_zero.checkpoint.saver import Saver
+    from lightning_zero.checkpoint.objects import Ranks
+    from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
     from lightning_zero.engine import Engine
     from lightning_zero.engine.tensor.sharded_tree import on_cpu, on_meta
 
@@ -162,11 +163,12 @@ def measure_saving(form: str, rank: int) -> int:
 
     def save() -> None:
         if form == "sharded":
-            saver.save_in_parts({"state_dict": module.state_dict()}, {}, "saved", {}, rank, gather)
+            job = SaveJob(SaveMode.SHARDED, "saved", {}, {"state_dict": module.state_dict()})
+            saver.save(job, Ranks(rank, gather))
             return
         state = engine.full_state_dict(leaf=on_cpu if rank == 0 else on_meta)
         if rank == 0:
-            saver.save_whole({"state_dict": state}, "saved.ckpt")
+            saver.save(SaveJob(SaveMode.GATHERED, "saved.ckpt", {"state_dict": state}))
 
     deadline = time.monotonic() + 30
     while (before := anonymous()) >= without + SHARDS + OTHER:  # held by garbage, or for another thread or rank
@@ -181,7 +183,8 @@ def measure_saving(form: str, rank: int) -> int:
 def measure_on_disk(rank: int) -> dict[str, int]:
     """Increase of anonymous memory: at rest, in updates and while everything is saved; and the states on the disk."""
     from lightning_zero.checkpoint.commit import Stream
-    from lightning_zero.checkpoint.saver import Saver
+    from lightning_zero.checkpoint.objects import Ranks
+    from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
     from lightning_zero.checkpoint.saving import by_name, names_in
     from lightning_zero.engine import Engine
     from lightning_zero.engine.offload.updates import Update
@@ -207,7 +210,8 @@ def measure_on_disk(rank: int) -> dict[str, int]:
         states = by_name(engine.full_optimizer_state_dict(optimizer, leaf=in_parts), names)
         saver = Saver(in_background=True)
         tree = {"state_dict": module.state_dict(), "optimizer_0": states}
-        saver.save_in_parts(tree, {}, "saved", {}, rank, engine.communicator.control.gather_objects)
+        ranks = Ranks(rank, engine.communicator.control.gather_objects)
+        saver.save(SaveJob(SaveMode.SHARDED, "saved", {}, tree), ranks)
         saver.finish()
 
     peaks = {"updating": peak_at(Update, "act", train), "saving": peak_at(Stream, "write", save)}

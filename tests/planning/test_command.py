@@ -388,10 +388,21 @@ def test_a_rank_that_cannot_be_measured_ends_doctor_with_one_line(capfd):
 
 @pytest.mark.exhaustive
 def test_sharding_within_machines_is_planned_next_to_stage_3(capsys):
-    choices = ["--stage", "3", "--ranks", "8", "--machines", "2", "--shard-within", "none", "node", "2"]
+    choices = [
+        "--stage",
+        "3",
+        "--ranks",
+        "8",
+        "--machines",
+        "2",
+        "--option",
+        "shard_within=null",
+        "shard_within=node",
+        "shard_within=2",
+    ]
     speed = ["--flops", "1e12", "--machine-bandwidth", "1e7", "--accumulate", "4"]
     flat, node, pairs = planned(capsys, *choices, *speed)
-    assert [plan["shard_within"] for plan in (flat, node, pairs)] == [None, "node", 2]
+    assert [plan["options"]["shard_within"] for plan in (flat, node, pairs)] == [None, "node", 2]
     assert node["leaving_bytes"] < 0.17 * flat["leaving_bytes"]
     assert node["samples_per_second"] > 4 * flat["samples_per_second"]
     assert flat["peak_bytes"]["parameters"] < node["peak_bytes"]["parameters"] < pairs["peak_bytes"]["parameters"]
@@ -403,9 +414,18 @@ def test_sharding_within_machines_is_planned_next_to_stage_3(capsys):
 @pytest.mark.exhaustive
 def test_compression_is_planned_and_is_slower_on_a_fast_link(capsys):
     choices = ["--ranks", "8", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--flops", "1e12"]
-    choices += ["--stage", "2", "3", "--shard-within", "none", "node", "--compression", "none", "int8"]
+    choices += [
+        "--stage",
+        "2",
+        "3",
+        "--option",
+        "shard_within=null",
+        "shard_within=node",
+        "compression=null",
+        "compression=int8",
+    ]
     slow, fast = (
-        {(plan["stage"], plan["shard_within"], plan["compression"]): plan for plan in planned(capsys, *choices, *speed)}
+        {(plan["stage"], *plan["options"].values()): plan for plan in planned(capsys, *choices, *speed)}
         for speed in (["--machine-bandwidth", "1e6"], ["--machine-bandwidth", "1e12"])
     )
     for stage, within in ((2, None), (3, None), (3, "node")):
@@ -421,13 +441,13 @@ SMALL = ["--ranks", "4", "--machines", "2", "--transport", "gloo", "--precision"
 
 
 def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
-    choices = [*SMALL, "--precision", "32-true", "--compression", "none", "int8"]
+    choices = [*SMALL, "--precision", "32-true", "--option", "compression=null", "compression=int8"]
     assert main([*PROJECT, *choices, "--json"]) == 0
     printed = capsys.readouterr()
-    assert [plan["compression"] for plan in json.loads(printed.out)] == [None]
-    reason = "zero2 with compression='int8' has no effect: every trained parameter has fewer than two dimensions, or "
+    assert [plan["options"]["compression"] for plan in json.loads(printed.out)] == [None]
+    reason = "zero2 with compression='int8': compression='int8' has no effect: every trained parameter has fewer than "
     assert f"Left out: {reason}" in printed.err
-    assert main([*PROJECT, *choices[:-2], "int8"]) == 2
+    assert main([*PROJECT, *choices[:-2], "compression=int8"]) == 2
     assert reason in capsys.readouterr().err
 
 
@@ -435,15 +455,18 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
     ("given", "said"),
     [
         (["--machines", "3"], "machines=3 must be at least 1 and divide the number of ranks, 8."),
-        (["--machines", "2", "--shard-within", "3"], "shard_within=3 does not divide 8 ranks: write 2, 4 or 'node'"),
-        (["--machines", "2", "--compression", "int8"], "works over NCCL only with shard_within"),
         (
-            ["--compression", "zip"],
+            ["--machines", "2", "--option", "shard_within=3"],
+            "shard_within=3 does not divide 8 ranks: write 2, 4 or 'node'",
+        ),
+        (
+            ["--machines", "2", "--option", "compression=int8"],
+            "works over NCCL only with shard_within",
+        ),
+        (
+            ["--option", "compression=zip"],
             "compression='zip' must be None, 'int8', 'int4', a CompressionConfig or a mapping of its fields",
         ),
-        (["--option", "shard_within=2"], "shard_within=2 cannot be set with --option: write --shard-within 2"),
-        (["--option", "compression=int8"], "compression=int8 cannot be set with --option: write --compression int8"),
-        (["--option", "tensor_parallel_size=2"], "cannot be set with --option: write --tensor-parallel 2"),
         (
             ["--option", "offload=cpu"],
             "offload=cpu cannot be set with --option: write --offload with cpu, nvme or activations",
@@ -456,7 +479,7 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
             ["--option", "partition_activations=true"],
             "partition_activations=true cannot be set with --option: write --checkpointing partitioned",
         ),
-        (["--shard-within", "nodes"], "shard_within='nodes' must be 'node', an integer of at least 2 or None"),
+        (["--option", "shard_within=nodes"], "shard_within='nodes' must be 'node', an integer of at least 2 or None"),
     ],
 )
 def test_impossible_machines_and_groups_are_refused(capsys, given, said):

@@ -24,7 +24,7 @@ from lightning_zero import ZeroStrategy
 from lightning_zero.commands.plan import main
 from lightning_zero.planning.advice import make_plans
 from lightning_zero.planning.fake_run import fake_run
-from lightning_zero.planning.paper import CONFIGURATIONS
+from tests.planning.papers import CONFIGURATIONS
 from tests.planning.test_fake_run import Watch
 from tests.support.selection import exhaustive_but
 from tests.support.trainer import make_trainer
@@ -221,7 +221,12 @@ def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name
 
     From C3 on, gradients are sharded. With tensor parallelism the engine shards them at stage 1, too.
     """
-    sizes: dict[str, Any] = {"ranks": 16, "tensor_parallel": [together], "precision": "bf16-true", "unit_numel": 0}
+    sizes: dict[str, Any] = {
+        "ranks": 16,
+        "choices": {"tensor_parallel_size": [together]},
+        "precision": "bf16-true",
+        "unit_numel": 0,
+    }
     depths = DEPTH, 2 * DEPTH
     fewer, more = (
         make_plans(partial(Divided, depth=depth), batch(4096), **CONFIGURATIONS[name], **sizes)[0] for depth in depths
@@ -240,14 +245,15 @@ def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name
 
 def test_the_command_plans_choices_of_both_dimensions(capsys):
     project = ["tests.planning.test_tensor_parallel:Divided", "--batch", "float32[256,128]", "--ranks", "8"]
-    sizes = ["--tensor-parallel", "none", "2"]
+    sizes = ["--option", "tensor_parallel_size=null", "tensor_parallel_size=2"]
     assert main([*project, *sizes, "--stage", "0", "3", "--flops", "1e12", "--json"]) == 0
     plans = json.loads(capsys.readouterr().out)
-    assert [(plan["stage"], plan["tensor_parallel_size"]) for plan in plans] == [(0, None), (3, None), (3, 2)]
+    assert [(plan["stage"], plan["replicas"]) for plan in plans] == [(0, 8), (3, 8), (3, 4)]
     for plan in plans:  # pairs of ranks share a batch
-        samples = SAMPLES * 8 // (plan["tensor_parallel_size"] or 1)
+        samples = SAMPLES * plan["replicas"]
         assert plan["samples_per_second"] == pytest.approx(samples / plan["seconds_per_step"])
-    assert main([*project, "--tensor-parallel", "2", "--configuration", "C2", "C5"]) == 0
+    in_parts = ["--checkpointing", "partitioned", "--offload", "none", "activations"]
+    assert main([*project, "--option", "tensor_parallel_size=2", "--stage", "1", *in_parts]) == 0
     printed = capsys.readouterr().out
     assert "zero1 with tensor_parallel_size=2, activation_checkpointing='units', partition_activations=True" in printed
     assert "partition_activations=True, offload={'optimizer': None, 'activations': 'cpu'}" in printed
@@ -256,9 +262,11 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--tensor-parallel", "3"], "tensor_parallel_size=3 cannot be used with 8 ranks"),
-        (["--configuration", "C2"], "partitioned checkpointing requires several tensor-parallel ranks"),
-        (["--tensor-parallel", "2", "--stage", "0"], "No combination is valid"),
+        (["--option", "tensor_parallel_size=3"], "tensor_parallel_size=3 cannot be used with 8 ranks"),
+        (
+            ["--checkpointing", "partitioned"],
+            "tensor-parallel ranks share, but there is only one such rank",
+        ),
     ],
     ids=str,
 )

@@ -24,7 +24,7 @@ import lightning_zero.lightning_fabric
 import lightning_zero.pytorch_lightning
 from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.engine import config
-from lightning_zero.io.disk import DirectFile, is_in_memory
+from lightning_zero.io.disk import is_in_memory
 from tests.examples.running import REPOSITORY
 from tests.fabric.training import make_fabric, set_up, state_of, train, weights
 from tests.support.models import Square
@@ -168,10 +168,10 @@ class Breaks(Callback):
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.at and rank() == self.failing:
-            self.patch.setattr(DirectFile, self.when, self.fail)
+            self.patch.setattr(os, {"read": "preadv", "write": "pwrite"}[self.when], self.fail)
 
     @staticmethod
-    def fail(file: DirectFile, memory: memoryview, position: int) -> None:
+    def fail(*_: Any) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 

@@ -18,7 +18,6 @@ from lightning_zero.engine.config import (
     LOW_PRECISION,
     CompressionConfig,
     EngineConfig,
-    NothingToCompressError,
     name_of_compression,
 )
 from lightning_zero.engine.init.sources import Source
@@ -248,7 +247,7 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
     """Warn on rank 0 if nothing is compressed because all ranks are on one machine.
 
     Raises:
-        NothingToCompressError: if nothing can be compressed although there are several machines.
+        ValueError: if nothing can be compressed although there are several machines.
     """
     compression = config.compresses
     if compression is None:
@@ -259,12 +258,12 @@ def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket
             said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
             warnings.warn(said, stacklevel=3)
     elif not communicator.may_compress:
-        raise NothingToCompressError(
+        raise ValueError(
             f"{given} works over NCCL only with shard_within: leave it out, or write reduce_dtype='bf16' to send "
             "gradients in 16 bits."
         )
     elif not any(bucket.gradient_codec for bucket in chain.from_iterable(units) if bucket.parameters[0].requires_grad):
-        raise NothingToCompressError(
+        raise ValueError(
             f"{given} has no effect: every trained parameter has fewer than two dimensions, or fewer than "
             f"exempt_numel={compression.exempt_numel} elements."
         )

@@ -1,4 +1,4 @@
-"""Serialise objects that refer to sharded tensors on rank 0 alone, while the other ranks join rank 0's gathers.
+"""Serialise or copy objects that refer to sharded tensors on rank 0 alone, while the others join rank 0's gathers.
 
 Only rank 0 decides what is gathered, since objects such as hyperparameters may differ between ranks. Tensors are
 gathered one by one, to CPU memory.
@@ -6,28 +6,66 @@ gathered one by one, to CPU memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import copy
+import io
+import pickle
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from lightning_zero.checkpoint.trees import is_dense
+from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.optim.state import MasterStates
 from lightning_zero.engine.state.gradient_shard import ShownGradient
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import identity, on_cpu, on_meta
+from lightning_zero.engine.tensor.sharded_tree import identity, is_in_parts, on_cpu, on_meta
 from lightning_zero.engine.tensor.wrapper import Reader, reader
 
 Gather = Callable[[Any], list[Any]]
 """All-gather of a picklable value: returns the values in the order of ranks. Collective."""
 
+OnRank0 = Callable[[Callable[[], Any]], Any]
+"""Calls a function on rank 0, while the other ranks join its gathers of sharded tensors (``on_rank_0``). Collective."""
+
 _Result = TypeVar("_Result")
 _Place = tuple[Any, ...]
 """Identifies a tensor or an optimizer's state on every rank: the engine's name, a kind, and keys for that kind."""
+
+
+def alone(value: Any) -> list[Any]:
+    """The ``Gather`` of a single rank."""
+    return [value]
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks that save a checkpoint together.
+
+    Attributes:
+        rank: this rank's number.
+        gather: all-gathers a value.
+        on_rank_0: calls a function on rank 0; by default, without the other ranks.
+        group: a process group that is used only by the ranks' background threads; None if there is one rank.
+    """
+
+    rank: int = 0
+    gather: Gather = alone
+    on_rank_0: OnRank0 | None = None
+    group: ProcessGroup | None = None
+
+    def on_first(self, act: Callable[[], _Result]) -> _Result | None:
+        """Call a function that serialises or copies objects on rank 0; None on the other ranks."""
+        return on_rank_0(act, self.rank) if self.on_rank_0 is None else self.on_rank_0(act)
+
+
+ONE_RANK = Ranks()
 
 
 def on_rank_0(
@@ -167,3 +205,58 @@ def _of_slot(slot: BucketSlot, kind: str, key: Any = None, remembered: int | Non
     if kind == "gradient":
         return slot.parameter.grad
     return slot.derived.get(key) if slot.remembered == remembered else None
+
+
+def snapshot(value: Any, constant: Container[Tensor] = ()) -> Any:
+    """Return a copy of a picklable value, with the contents that a pickle written now would have.
+
+    ``copy.deepcopy`` would refuse tensors computed by autograd, and drop attributes of parameters.
+
+    Args:
+        constant: tensors that will not change, and need not be copied.
+    """
+    stream = io.BytesIO()
+    pickler = _Pickler(stream, constant)
+    pickler.dump(value)
+    stream.seek(0)
+    return _Unpickler(stream, pickler.tensors).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Copies tensors, and pickles each tensor's position in the list of copies."""
+
+    def __init__(self, stream: io.BytesIO, constant: Container[Tensor]) -> None:
+        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._constant = constant
+        self._memo: dict[int, Any] = {}  # of deep copies: storages that tensors share are copied once
+        self._numbers: dict[int, int] = {}
+        self._alive: list[Tensor] = []  # so that no id in ``_numbers`` is used again
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, Tensor):
+            return None
+        if id(value) not in self._numbers:
+            self._numbers[id(value)] = len(self.tensors)
+            self._alive.append(value)
+            self.tensors.append(value if value in self._constant else self._copy_of(value))
+        return self._numbers[id(value)]
+
+    def _copy_of(self, tensor: Any) -> Tensor:
+        if is_in_parts(tensor):
+            return tensor.ordinary()
+        leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+        if not is_dense(leaf):
+            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        copied = copy.deepcopy(leaf, self._memo)
+        copied.__dict__.update(tensor.__dict__)
+        return copied
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, tensors: list[Tensor]) -> None:
+        super().__init__(stream)
+        self._tensors = tensors
+
+    def persistent_load(self, number: Any) -> Tensor:
+        return self._tensors[number]

@@ -1,0 +1,135 @@
+"""Checkpoint files of the Trainer's and Fabric's strategies: how ranks save and open them together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_zero.checkpoint.objects import Ranks, on_rank_0
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
+from lightning_zero.engine import Engine
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.process_group import ProcessGroup
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, is_in_parts, on_cpu, on_meta, walk
+from lightning_zero.version import __version__
+
+_Result = TypeVar("_Result")
+
+
+class CheckpointFiles:
+    """Saves and opens the checkpoint files of one strategy. All methods are collective.
+
+    Args:
+        strategy: the strategy that holds this object.
+
+    Attributes:
+        saver: writes the files.
+    """
+
+    def __init__(self, strategy: Any) -> None:
+        self._strategy = strategy
+        self.saver = Saver(strategy.options.async_save)
+
+    def mode(self, *, reads_values: bool) -> SaveMode:
+        """Return how a checkpoint is saved.
+
+        Args:
+            reads_values: whether the project's code reads the tensors' values before they are written.
+        """
+        options = self._strategy.options
+        if options.checkpoint == "sharded":
+            return SaveMode.SHARDED
+        # With a mesh, shards are gathered immediately.
+        assembles = options.async_save and options.tensor_parallel_size is None and not reads_values
+        return SaveMode.ASSEMBLED if assembles else SaveMode.GATHERED
+
+    def leaf(self, mode: SaveMode, *, keeps: bool) -> Leaf:
+        """Return what converts sharded tensors for a checkpoint: to themselves, full (``keeps``) or meta tensors."""
+        if mode.keeps_shards:
+            return in_parts
+
+        def own(tensor: Tensor) -> Tensor:
+            value = on_cpu(tensor) if keeps else on_meta(tensor)
+            self.saver.made(value, tensor)
+            return value
+
+        return own
+
+    @property
+    def written_by(self) -> dict[str, Any]:
+        """Versions, stage and world size, to be recorded in checkpoints."""
+        strategy = self._strategy
+        return {
+            "lightning_zero": __version__,
+            "torch": str(torch.__version__),
+            "lightning": strategy.lightning.__version__,
+            "stage": strategy.stage,
+            "world_size": strategy.world_size,
+        }
+
+    @property
+    def has_default_io(self) -> bool:
+        strategy = self._strategy
+        return type(strategy.checkpoint_io) is strategy.lightning.plugins.TorchCheckpointIO
+
+    @property
+    def are_opened_here(self) -> bool:
+        """Whether the strategy reads checkpoints: the ``CheckpointIO`` at most changes how Lightning writes them."""
+        plugins, io = self._strategy.lightning.plugins, self._strategy.checkpoint_io
+        passes_on = getattr(plugins, "AsyncCheckpointIO", plugins.CheckpointIO).load_checkpoint  # Fabric has no such
+        while type(io).load_checkpoint is passes_on:
+            io = io.checkpoint_io
+        return type(io).load_checkpoint is plugins.TorchCheckpointIO.load_checkpoint
+
+    def save(self, job: SaveJob, engine: Engine | None, storage_options: Any = None) -> None:
+        """Save a checkpoint. Every rank raises if this save, or an earlier background save, failed.
+
+        Args:
+            engine: the engine of the checkpoint's sharded tensors.
+            storage_options: those that the user has given.
+        """
+        if storage_options is not None:
+            raise TypeError(
+                f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
+                "write checkpoint='full' with a CheckpointIO that accepts them."
+            )
+        self._strategy._alike(self.saver.finish)
+        group = None
+        if job.mode is SaveMode.ASSEMBLED and engine is not None:
+            group = engine.communicator.background_group()
+        elif job.mode is not SaveMode.SHARDED:
+            job = replace(job, contents=self.gathered(job.contents))
+        self.saver.save(job, self.ranks(group))
+
+    def ranks(self, group: ProcessGroup | None = None) -> Ranks:
+        """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""
+        return Ranks(self._strategy.global_rank, self._strategy.all_gather_values, self.on_rank_0, group)
+
+    def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+        """Gather the sharded tensors that hooks may have added to a checkpoint."""
+        leaf = self.leaf(SaveMode.GATHERED, keeps=self._strategy.is_global_zero)
+        return self._strategy._alike(lambda: walk(dict(checkpoint), leaf, is_in_parts))
+
+    def on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:
+        """Call ``act``, which saves objects, on rank 0. The other ranks take part in gathers that the objects need.
+
+        If ``act`` fails, every rank raises.
+        """
+        strategy = self._strategy
+        gather = None if strategy._is_alone else strategy.all_gather_values
+        return strategy._alike(lambda: on_rank_0(act, strategy.global_rank, gather, self.saver.made_values))
+
+    def opened(self, path: Any, weights_only: bool | None) -> OpenedCheckpoint:
+        """Open and verify a checkpoint in any format. An error on one rank is raised on every rank."""
+        strategy = self._strategy
+        opened = strategy._alike(lambda: open_for_run(path, weights_only))
+        ranks = 1 if strategy._is_alone else process_group.world_size()
+        strategy._alike(lambda: opened.verify(share=(strategy.global_rank if ranks > 1 else 0, ranks)))
+        if strategy.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
+            opened.trust()
+        return opened
