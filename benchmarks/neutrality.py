@@ -26,9 +26,8 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "int8": {"compression": {"gradients": "int8"}},
     "int4": {"compression": {"gradients": "int4"}},
     "bf16": {"bf16": True},
-    "bf16 exact": {"bf16": True, "compression": {"parameters": "exact"}},
-    "bf16 int8": {"bf16": True, "compression": {"parameters": "exact", "gradients": "int8"}},
-    "bf16 int4": {"bf16": True, "compression": {"parameters": "exact", "gradients": "int4"}},
+    "bf16 int8": {"bf16": True, "compression": {"gradients": "int8"}},
+    "bf16 int4": {"bf16": True, "compression": {"gradients": "int4"}},
 }
 BASE = "fp32"
 """The system with which the others are compared."""

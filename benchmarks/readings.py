@@ -110,8 +110,8 @@ class Read:
     def __enter__(self) -> "Read":
         self.bytes = 0
         self._undo = ExitStack()
-        memory = sys.modules.get("lightning_zero.engine.comm.process_memory")
-        messages = sys.modules.get("lightning_zero.engine.comm.small_messages")
+        memory = sys.modules.get("lightning_zero.engine.comm.cross_memory.process_memory")
+        messages = sys.modules.get("lightning_zero.engine.comm.cross_memory.small_messages")
         if memory is None or messages is None:
             return self
         read, send = memory.read_memory, messages.SmallMessages.send

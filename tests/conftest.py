@@ -15,6 +15,8 @@ from tests.support import WorkerPools
 # Without bytecode files, each of the many processes that import the package would compile it.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Tests run on the collectives of torch.distributed, as GPUs do; with 1 in the environment, on cross-memory attach.
+os.environ.setdefault("LIGHTNING_ZERO_CROSS_MEMORY", "0")
 
 pytest_plugins = ["pytester", "tests.support.alone", "tests.support.compatibility", "tests.support.selection"]
 

@@ -114,7 +114,7 @@ make_wrapper = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
 # One kernel for many small tensors.
-foreach_copy, foreach_mul, foreach_zero = torch._foreach_copy_, torch._foreach_mul_, torch._foreach_zero_
+foreach_copy, foreach_zero = torch._foreach_copy_, torch._foreach_zero_
 
 
 # Identifies a storage object, even one whose memory is released. Must be fast: it is called for each saved tensor.

@@ -47,9 +47,8 @@ class EngineConfig:
             the ranks of each machine, or a number of adjacent ranks. Parameters are then sent between machines only
             once per step. Master weights and optimizer state are always sharded over all ranks; with ``None``,
             parameters and gradients are as well.
-        compression: how traffic between machines is compressed (only on CPUs, over Gloo): ``"exact"`` sends lossless
-            changes of parameters that are gathered in 16 bits; ``"int8"`` and ``"int4"`` also send gradients in 8 or 4
-            bits. A ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
+        compression: how gradients are sent between machines: ``"int8"`` and ``"int4"`` send them in 8 or 4 bits. A
+            ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: neighbouring blocks are merged into units of at most this many elements. ``None``, with automatic
@@ -61,8 +60,7 @@ class EngineConfig:
         reduce_dtype: dtype of gradients in collectives, ``"fp32"``, ``"bf16"``, ``"fp16"`` or a ``torch.dtype``;
             ``None`` for the dtype in which gradients are accumulated: fp32 for low-precision parameters.
         bucket_numel: largest number of elements in a bucket. Larger units are split into several buckets, each with its
-            own collectives, and larger gradients of one parameter are reduced in chunks. The limit is lowered to a
-            quarter of the model, unless the model is tiny.
+            own collectives. The limit is lowered to a quarter of the model, unless the model is tiny.
         activation_checkpointing: ``"units"`` recomputes the forward of each unit in backward; module classes or a
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
         partition_activations: ``True``: if a checkpointed module's inputs are the same on all tensor-parallel ranks,
@@ -247,18 +245,11 @@ def offload_config(offload: Any) -> OffloadConfig | None:
     return config_of("offload", offload, OffloadConfig, ["cpu", "nvme"])
 
 
-class NothingToCompressError(ValueError):
-    """Raised if ``compression`` would have no effect between the machines of a run."""
-
-
 @dataclass(frozen=True)
 class CompressionConfig:
-    """How parameters and gradients are encoded when they are sent between machines over Gloo.
+    """How gradients are encoded when they are sent between machines.
 
     Args:
-        parameters: how updated parameters are sent if they are gathered in 16 bits: ``"exact"`` sends lossless changes
-            of their bits; None sends their values. At stage 3, ``"exact"`` requires ``shard_within``: otherwise other
-            machines do not keep the former values.
         gradients: how gradients are sent to their owning rank, which adds them up in fp32: ``"int8"``, ``"int4"``, or
             None to send them unchanged. If all machines have the same number of ranks, each machine sends only the sum
             over its ranks.
@@ -274,7 +265,6 @@ class CompressionConfig:
         >>> strategy = lightning_zero.ZeroStrategy(stage=2, compression=compression)
     """
 
-    parameters: Literal["exact"] | None = None
     gradients: Literal["int8", "int4"] | None = None
     block: int = field(default=128, metadata={"least": 2})
     exempt_numel: int = field(default=65536, metadata={"least": 0})
@@ -286,12 +276,6 @@ class CompressionConfig:
 
     def check(self, config: EngineConfig) -> None:
         """Raise a ValueError if the engine's other options contradict this configuration."""
-        if self.parameters is not None and config.stage == 3 and config.shard_within is None:
-            raise ValueError(
-                f"compression: parameters={self.parameters!r} requires that other machines keep the parameters' former "
-                "values, but at stage 3 without shard_within they do not. Write shard_within='node', "
-                "stage=1 or stage=2; or compress only gradients, by compression=CompressionConfig(gradients='int8')."
-            )
         if self.gradients is not None and config.reduce_dtype is not None:
             raise ValueError(
                 f"compression: gradients={self.gradients!r} and reduce_dtype={config.reduce_dtype} both determine how "
@@ -303,11 +287,7 @@ class CompressionConfig:
         return parameter.dim() < 2 or parameter.numel() < self.exempt_numel
 
 
-_COMPRESSIONS = {
-    "exact": CompressionConfig(parameters="exact"),
-    "int8": CompressionConfig(parameters="exact", gradients="int8"),
-    "int4": CompressionConfig(parameters="exact", gradients="int4"),
-}
+_COMPRESSIONS = {"int8": CompressionConfig(gradients="int8"), "int4": CompressionConfig(gradients="int4")}
 
 
 def compression_config(compression: Any) -> CompressionConfig | None:
@@ -322,19 +302,12 @@ def compression_config(compression: Any) -> CompressionConfig | None:
     if isinstance(compression, str):
         compression = _COMPRESSIONS.get(compression, compression)
     config = config_of("compression", compression, CompressionConfig, _COMPRESSIONS)
-    return config if config is not None and (config.parameters or config.gradients) else None
+    return config if config is not None and config.gradients else None
 
 
-def stages_allowed(shard_within: str | int | None, compression: Any) -> tuple[int, ...]:
-    """The stages at which the options ``shard_within`` and ``compression`` are allowed.
-
-    Raises:
-        ValueError: if ``compression`` is not a value of the option.
-    """
-    compression = compression_config(compression)
-    if shard_within is not None:
-        return (3,)
-    return (1, 2) if compression is not None and compression.parameters is not None else (1, 2, 3)
+def stages_allowed(shard_within: str | int | None) -> tuple[int, ...]:
+    """The stages at which ``shard_within`` is allowed."""
+    return (1, 2, 3) if shard_within is None else (3,)
 
 
 def name_of_compression(compression: CompressionConfig) -> str:

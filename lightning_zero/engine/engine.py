@@ -252,7 +252,6 @@ class Engine:
             self._shared.streams,
             self.phases,
             reduce_dtype=config.reduce_dtype,
-            chunk_numel=config.bucket_numel,
             in_flight=config.reduction_buffers,
             overlap=config.overlap,
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only

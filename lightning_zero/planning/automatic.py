@@ -86,7 +86,7 @@ class AutomaticStrategy(TrainerStrategy):
                 "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
                 f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
             )
-        self.stages = config.stages_allowed(options.get("shard_within"), options.get("compression"))
+        self.stages = config.stages_allowed(options.get("shard_within"))
         super().__init__(stage=self.stages[-1], **options)  # provisional: stage 3 allows parameters on the meta device
         self.choice: Choice | None = None
         self._given = {name: value for name, value in options.items() if name not in self._arguments_of_base}

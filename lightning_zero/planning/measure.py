@@ -106,7 +106,7 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
         full = torch.zeros(part * ranks, device=place)
         positions = communicator.mesh.order(placement.ALL) or range(ranks)
         ranges = [(part * position, part * (position + 1)) for position in positions]
-        gather = partial(communicator.along(placement.ALL).all_gather, full, ranges, 0, "a measurement")
+        gather = partial(communicator.along(placement.ALL).all_gather, full, ranges, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait(), place))  # type: ignore[misc]
     transport = "shared memory" if communicator.counters.link == "within" else "gloo" if place.type == "cpu" else "nccl"
     communicator.close()

@@ -42,7 +42,7 @@ def test_every_choice_passes_the_check_and_instantiates_its_objects(choice: str,
         needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
     if "digits" not in f"{choice}{needed}":
         needed = [*needed, "data.max_bytes=500_000"]
-    if choice in ('compression="exact"', 'compression="int8"', 'compression="int4"'):
+    if choice in ('compression="int8"', 'compression="int4"'):
         needed = [*needed, 'stage="2"']
     if "nvme" in choice:
         needed = [*needed, f"stage.offload.path={tmp_path}"]
@@ -105,20 +105,17 @@ def test_the_papers_configurations_are_choices_of_stage(name: str, tmp_path: Pat
 
 
 def test_compression_reaches_the_strategy(tmp_path: Path) -> None:
-    exact, int8 = CompressionConfig("exact"), CompressionConfig("exact", "int8")
+    int8 = CompressionConfig("int8")
     for arguments, meant in (
         (['stage="2"'], None),
-        (['stage="2"', "compression=exact"], exact),
-        (['stage="2"', "stage.compression=exact"], exact),
+        (['stage="2"', "compression=int8"], int8),
+        (['stage="2"', "stage.compression=int8"], int8),
         (['stage="3"', "stage.shard_within=node", "compression=int8"], int8),
-        (['stage="1"', "compression=int8", "stage.compression.block=64"], CompressionConfig("exact", "int8", block=64)),
-        (['stage="3"', "compression=int8", "stage.compression.parameters=null"], CompressionConfig(gradients="int8")),
-        (['stage="2"', "compression=exact", "stage.compression.gradients=int4"], CompressionConfig("exact", "int4")),
+        (['stage="1"', "compression=int8", "stage.compression.block=64"], CompressionConfig("int8", block=64)),
+        (['stage="2"', "compression=int8", "stage.compression.gradients=int4"], CompressionConfig("int4")),
     ):
         config = composed(*arguments, folder=tmp_path)
         assert instantiate(config.trainer.strategy).config.compression == meant
-    with pytest.raises(ConfigError, match="at stage 3 without shard_within they do not. Write shard_within='node'"):
-        check(composed('stage="3"', "compression=exact", "data.max_bytes=500_000", folder=tmp_path))
 
 
 def test_resilience_reaches_the_strategy(tmp_path: Path) -> None:

@@ -802,6 +802,14 @@ struct Communicator final : c10d::Backend {
     auto host_out = on_host(out), host_in = on_host(in).clone();
     return run("reduce-scatter", {in}, {out}, [&] { return gloo->_reduce_scatter_base(host_out, host_in, options); });
   }
+  using Sizes = std::vector<int64_t>;
+  Handle alltoall_base(
+      Tensor& out, Tensor& in, Sizes& out_sizes, Sizes& in_sizes, const c10d::AllToAllOptions& options) override {
+    auto host_out = on_host(out), host_in = on_host(in).clone();
+    return run("all-to-all", {in}, {out}, [&] {
+      return gloo->alltoall_base(host_out, host_in, out_sizes, in_sizes, options);
+    });
+  }
   Handle send(Tensors& tensors, int to, int tag) override {
     auto host = hosts(tensors);
     return run("send", tensors, {}, [&] { return gloo->send(host, to, tag); });

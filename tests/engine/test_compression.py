@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import itertools
-import time
 import warnings
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from lightning_zero import CompressionConfig, full_grad
 from lightning_zero.engine import Engine, EngineConfig
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.plan.mesh import ALL
 from tests.engine.test_several_machines import on_machines, train_on
-from tests.engine.test_shard_within import WRITERS, parts_are_those_of
-from tests.support import whole
 from tests.support.lost import die, run_ranks
 from tests.support.models import OddModel, Square, adam
 from tests.support.training import Recipe, batch, prepare, same_runs, same_tensors
@@ -34,50 +26,7 @@ EIGHT_BITS = {"gradients": "int8", "exempt_numel": 0}
 FOUR_BITS = {"gradients": "int4", "exempt_numel": 0}
 
 
-# -- lossless ---------------------------------------------------------------------------------------------------------
-
-
-def train_exactly(machines: str, recipe: Recipe, **options: Any) -> None:
-    same_runs(
-        train_on(machines, recipe=recipe, compression="exact", **options),
-        train_on(machines, recipe=recipe, **options),
-    )
-
-
-@pytest.mark.behaviour("The numbers", '`compression="exact"` between machines', notes={3: "requires `shard_within`"})
-@PLACEMENTS
-@pytest.mark.parametrize(
-    ("options", "dtype"),
-    [
-        ({}, torch.bfloat16),
-        ({}, torch.float16),
-        ({"compute_dtype": torch.bfloat16}, torch.float32),
-        ({"offload": "cpu"}, torch.bfloat16),
-        ({"offload": {"optimizer": "cpu", "gradients": "cpu"}, "compute_dtype": torch.bfloat16}, torch.float32),
-        ({"overlap": False, "unit_numel": 2**20}, torch.bfloat16),
-    ],
-    ids=str,
-)
-def test_exact_compression_changes_no_bit(run_on, placement, options, dtype):
-    run_on(4, train_exactly, machines="aabb", recipe=Recipe(OddModel, adam, dtype=dtype), **placement, **options)
-
-
-@pytest.mark.exhaustive
-@PLACEMENTS
-def test_exact_compression_with_states_on_a_disk_changes_no_bit(run_on, tmp_path, placement):
-    offload = {"optimizer": "nvme", "path": str(tmp_path)}
-    run_on(4, train_exactly, machines="aabb", recipe=BF16, offload=offload, **placement)
-
-
-@pytest.mark.parametrize(("ranks", "machines"), [(2, "ab"), (3, "aab"), (4, "abab")])
-def test_machines_with_exact_compression_may_have_one_rank_or_unequal_numbers_of_ranks(run_on, ranks, machines):
-    run_on(ranks, train_exactly, machines=machines, recipe=BF16, stage=2)
-
-
-@pytest.mark.parametrize("optimizer", [whole.adafactor, whole.muon_and_adamw], ids=["adafactor", "muon"])
-def test_owners_of_whole_parameters_send_changes(run_on, optimizer):
-    recipe = Recipe(whole.Layered, optimizer, dtype=torch.bfloat16)
-    run_on(4, train_exactly, machines="aabb", recipe=recipe, stage=2)
+# -- quantised gradients ----------------------------------------------------------------------------------------------
 
 
 def wide() -> torch.nn.Module:
@@ -105,9 +54,6 @@ def count(**options: Any) -> None:
         return {kind: nbytes[kind, "across"] for kind in ("all_gather", "reduce_scatter")}
 
     assert crossed(None) == {"all_gather": 2 * numel // 4, "reduce_scatter": 4 * numel // 4}
-    found = crossed("exact")
-    assert found["reduce_scatter"] == 4 * numel // 4
-    assert found["all_gather"] < 0.6 * 2 * numel // 4, "most changes take four bits or fewer"
     for name, width in (("int8", 1), ("int4", 0.5)):
         found = crossed({"gradients": name, "exempt_numel": 64})
         assert found == {"all_gather": 2 * numel // 4, "reduce_scatter": (width + 4 / 128) * numel // 4}
@@ -116,9 +62,6 @@ def count(**options: Any) -> None:
 @PLACEMENTS
 def test_compression_sends_fewer_bytes_between_machines(run_on, placement):
     run_on(4, count, **placement)
-
-
-# -- quantised gradients ----------------------------------------------------------------------------------------------
 
 
 def sgd(module: torch.nn.Module) -> torch.optim.Optimizer:
@@ -188,95 +131,6 @@ def test_small_and_one_dimensional_parameters_are_exempt_from_quantisation(run_o
     run_on(4, exempt)
 
 
-# -- equal copies on all machines -------------------------------------------------------------------------------------
-
-
-def copies_are_alike(engine: Engine) -> None:
-    """Check that all machines' copies of a shard are equal."""
-    for bucket in engine.buckets:
-        kept = bucket.part.values() if bucket.part is not None else bucket.full
-        start = bucket.layout.own_part[0] if bucket.part is not None else 0
-        bucket.wait()
-        copies: list[Any] = [None] * 4
-        dist.all_gather_object(copies, (start, kept.clone()))
-        for begin, copy in copies:
-            if begin == start:
-                assert torch.equal(copy, kept), bucket.unit_name
-
-
-def write_and_train(write: Any, is_mixed: bool, **options: Any) -> None:
-    with on_machines("aabb"):
-        module, optimizer = prepare(Recipe() if is_mixed else BF16)
-        options |= {"compute_dtype": torch.bfloat16} if is_mixed else {}
-        engine = Engine(module, [optimizer], unit_numel=0, compression="exact", **options)
-    for turn in range(3):
-        with torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-            loss = module(*batch(turn))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        copies_are_alike(engine)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=is_mixed):
-            write(module)
-        copies_are_alike(engine)
-        if "shard_within" in options:
-            parts_are_those_of(module, engine)
-    engine.close()
-
-
-@pytest.mark.parametrize(
-    ("placement", "is_mixed"),
-    list(itertools.product(PLACED, (False, True))),
-    ids=str,
-)
-@pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
-def test_all_machines_have_the_same_parameters_after_every_write(run_on, write, is_mixed, placement):
-    run_on(4, write_and_train, write=write, is_mixed=is_mixed, **placement)
-
-
-class Renormed(OddModel):
-    """Each forward pass writes to the rows that this rank's tokens look up: different ones on each rank."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed.max_norm = 0.5
-
-
-class Inspected(OddModel):
-    """Each forward pass takes ``weight.data``, which no version counter tracks, and only reads from it."""
-
-    def forward(self, *inputs: Any) -> Any:
-        assert self.head.weight.data.norm() >= 0
-        return super().forward(*inputs)
-
-
-@PLACEMENTS
-@pytest.mark.parametrize("model", [Renormed, Inspected])
-@pytest.mark.parametrize("optimizer", [adam, sgd], ids=["adam", "sgd"])
-def test_modules_that_write_to_different_weights_on_each_rank_train_the_same(run_on, model, optimizer, placement):
-    recipe = Recipe(model, optimizer, dtype=torch.bfloat16)
-    run_on(4, train_exactly, machines="aabb", recipe=recipe, **placement)
-
-
-class Freed(OddModel):
-    def __init__(self) -> None:
-        super().__init__()
-        for parameter in self.head.parameters():
-            parameter.requires_grad_(False)
-        self.steps = 0
-
-    def forward(self, *inputs: Any) -> Any:
-        self.steps += self.training
-        if self.steps == 3:
-            self.head.requires_grad_(True)
-        return super().forward(*inputs)
-
-
-@PLACEMENTS
-def test_frozen_parameters_may_be_unfrozen_with_exact_compression(run_on, placement):
-    run_on(4, train_exactly, machines="aabb", recipe=Recipe(Freed, adam, dtype=torch.bfloat16), **placement)
-
-
 def skip_a_step(compression: Any, **options: Any) -> None:
     """A step that finds an overflow changes nothing, and the next step trains."""
     with on_machines("aabb"):
@@ -307,19 +161,14 @@ def test_an_overflow_in_quantised_gradients_skips_the_step_on_all_ranks(run_on):
     [
         (
             {"compression": "zip"},
-            "compression='zip' must be None, 'exact', 'int8', 'int4', a CompressionConfig or a mapping of its fields",
+            "compression='zip' must be None, 'int8', 'int4', a CompressionConfig or a mapping of its fields",
         ),
-        ({"compression": {"weights": "exact"}}, "'weights' is not an option. The options are parameters, gradients"),
+        ({"compression": {"weights": "int8"}}, "'weights' is not an option. The options are gradients, block"),
         ({"compression": {"gradients": "exact"}}, "gradients='exact' must be 'int8', 'int4' or None"),
-        ({"compression": {"parameters": "int8"}}, "parameters='int8' must be 'exact' or None"),
         ({"compression": {"gradients": "int8", "block": 3}}, "block=3 must be an even number"),
         (
             {"compression": {"gradients": "int8", "exempt_numel": -1}},
             "exempt_numel=-1 must be an integer of at least 0",
-        ),
-        (
-            {"compression": "exact", "stage": 3},
-            "at stage 3 without shard_within they do not. Write shard_within='node', stage=1 or stage=2",
         ),
         ({"compression": "int8", "stage": 2, "reduce_dtype": "bf16"}, "both determine how gradients are sent"),
     ],
@@ -341,33 +190,33 @@ def refuse(machines: str, recipe: Recipe, said: str, **options: Any) -> None:
 @pytest.mark.parametrize(
     ("compression", "said"),
     [
-        (
-            "exact",
-            "compression='exact' has no effect between these machines. It compresses no parameters: trained parameters",
-        ),
-        (
-            {"gradients": "int8"},
-            r"compression=CompressionConfig\(.*\) has no effect .* no gradients: every trained",
-        ),
-        ("int4", "no parameters: .*; and no gradients: every trained .* fewer than exempt_numel=65536 elements"),
+        ({"gradients": "int8"}, r"compression=.*int8.* has no effect: every trained parameter has fewer than two"),
+        ("int4", "compression='int4' has no effect: .* fewer than exempt_numel=65536 elements"),
     ],
     ids=str,
 )
 def test_compression_without_any_effect_is_refused(run_on, compression, said):
-    """No parameter is in 16 bits, and all are small."""
+    """All parameters are small."""
     run_on(4, refuse, machines="aabb", recipe=Recipe(), said=said, stage=2, compression=compression)
 
 
-def refuse_over_another_backend() -> None:
+def over_another_backend(**options: Any) -> None:
+    from lightning_zero.engine.comm import backend_transport
+
     with pytest.MonkeyPatch.context() as patch:
         new_group = process_group.new_group
-        patch.setattr(process_group, "backend_name", lambda *_: "another")
+        for module in (process_group, backend_transport):
+            patch.setattr(module, "backend_name", lambda *_: "another")
         patch.setattr(process_group, "new_group", lambda ranks, _, timeout: new_group(ranks, "gloo", timeout))
-        refuse("aabb", BF16, "works only for ranks on CPUs that communicate over Gloo", stage=2, compression="exact")
+        if "shard_within" in options:
+            train_nearly(EIGHT_BITS, 1e-2, 1, **options)
+        else:
+            refuse("aabb", BF16, "works over NCCL only with shard_within", compression="int8", **options)
 
 
-def test_compression_over_another_backend_than_gloo_is_refused(run_on):
-    run_on(4, refuse_over_another_backend)
+@pytest.mark.parametrize("placement", [WITHIN, {"stage": 2}], ids=str)
+def test_over_another_backend_than_gloo_gradients_are_compressed_with_shard_within(run_on, placement):
+    run_on(4, over_another_backend, **placement)
 
 
 def warn(machines: str, recipe: Recipe, compression: Any, warning: str) -> None:
@@ -383,30 +232,14 @@ def warn(machines: str, recipe: Recipe, compression: Any, warning: str) -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compression_on_one_machine_warns_that_it_has_no_effect(run_on, ranks):
-    said = f"compression='exact' has no effect: all {ranks} ranks are on one machine"
-    run_on(ranks, warn, machines="aa", recipe=BF16, compression="exact", warning=said)
-
-
-@pytest.mark.parametrize(
-    ("recipe", "compression", "said"),
-    [
-        (
-            Recipe(),
-            {"parameters": "exact", **EIGHT_BITS},
-            "compresses no parameters: trained parameters must be in 16 bits",
-        ),
-        (BF16, "int8", "compression='int8' compresses no gradients: every trained parameter has fewer than two"),
-    ],
-    ids=["fp32", "small"],
-)
-def test_a_warning_names_the_half_of_compression_that_has_no_effect(run_on, recipe, compression, said):
-    run_on(4, warn, machines="aabb", recipe=recipe, compression=compression, warning=said)
+    said = f"compression='int8' has no effect: all {ranks} ranks are on one machine"
+    run_on(ranks, warn, machines="aa", recipe=BF16, compression="int8", warning=said)
 
 
 def be_killed(machines: str, **placement: Any) -> str:
     with on_machines(machines):
         module, optimizer = prepare(BF16)
-        engine = Engine(module, [optimizer], unit_numel=0, compression="exact", **placement)
+        engine = Engine(module, [optimizer], unit_numel=0, compression=EIGHT_BITS, **placement)
     for step in range(40):
         if rank() == 3 and step == 20:
             die()
@@ -428,35 +261,3 @@ def kill_one(machines: str, **placement: Any) -> None:
 )
 def test_a_killed_rank_ends_the_others(run_on, machines, placement):
     run_on(1, kill_one, machines=machines, **placement)
-
-
-def leave_early() -> None:
-    """A rank that abandons its exchange still sends what the others need, however late they receive it."""
-    receive = dist.irecv
-
-    def receive_late(tensor: torch.Tensor, *arguments: Any, **options: Any) -> Any:
-        time.sleep(0.5 if tensor.dtype == torch.uint8 else 0.0)
-        return receive(tensor, *arguments, **options)
-
-    with on_machines("ab"):
-        communicator = Communicator(None, torch.device("cpu"))
-    values = torch.zeros(2**16, dtype=torch.bfloat16)
-    ranges, own = [(0, 2**15), (2**15, 2**16)], slice(rank() * 2**15, (rank() + 1) * 2**15)
-    with pytest.MonkeyPatch.context() as patch:
-        if rank() == 1:
-            patch.setattr(dist, "irecv", receive_late)
-        exchanges = communicator.along(ALL)
-        pending = exchanges.exchange_changes(values, ranges, 0, values[own], torch.ones(2**15), "an exchange")
-        if rank() == 0:
-            pending.let_go()
-            del pending
-            gc.collect()
-        else:
-            pending.wait()
-            assert (values == 1).all()
-        dist.barrier()
-    communicator.close()
-
-
-def test_an_exchange_that_is_not_awaited_is_still_sent(run_on):
-    run_on(2, leave_early)

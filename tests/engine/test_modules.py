@@ -22,6 +22,7 @@ import lightning_zero
 from lightning_zero.engine import Engine
 from lightning_zero.engine.state.bucket import BucketState
 from tests.support import rank, world_size
+from tests.support.transports import cross_memory
 
 WIDTH = 6
 
@@ -662,7 +663,7 @@ def test_deleting_the_module_frees_its_memory_without_a_garbage_collection(run_o
 
 
 def delete_while_another_rank_still_reads(stage):
-    from lightning_zero.engine.comm import process_memory
+    from lightning_zero.engine.comm.cross_memory import process_memory
 
     read, ignored = process_memory.read_memory, []
     hook, sys.unraisablehook = sys.unraisablehook, lambda what: ignored.append(what.exc_value)
@@ -674,8 +675,9 @@ def delete_while_another_rank_still_reads(stage):
     if rank() == 1:
         process_memory.read_memory = read_slowly
     try:
-        for _ in range(3):
-            delete_everything(stage)
+        with cross_memory():
+            for _ in range(3):
+                delete_everything(stage)
     finally:
         process_memory.read_memory, sys.unraisablehook = read, hook
     assert ignored == []

@@ -14,11 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.engine.test_several_machines import on_machines
 from tests.gpu.one_device import Layers, twins
-from tests.support import whole
-from tests.support.models import OddModel, Square, adam
-from tests.support.training import Recipe, batch, prepare, same_runs, train_ddp, train_zero
+from tests.support.models import Square
+from tests.support.training import Recipe, batch, prepare
 from tests.support.workers import rank
 
 
@@ -110,7 +108,7 @@ def gather_over_gloo(ranges: list[tuple[int, int]]) -> None:
     full, (start, stop) = torch.full((8,), -1.0), ranges[rank()]
     full[start:stop] = torch.arange(8.0)[start:stop]
     version = full._version
-    for wait in transport.all_gather(full, ranges, 0).waits:
+    for wait in transport.all_gather(full, ranges).waits:
         wait()
     assert torch.equal(full, torch.arange(8.0))
     assert full._version == version, "autograd would refuse what it has saved"
@@ -119,28 +117,6 @@ def gather_over_gloo(ranges: list[tuple[int, int]]) -> None:
 @pytest.mark.parametrize("ranges", [[(0, 4), (4, 8)], [(0, 3), (3, 8)], [(0, 0), (0, 8)]], ids=str)
 def test_collectives_of_gloo_gather_slices_of_any_lengths(run_on, ranges):
     run_on(2, gather_over_gloo, ranges=ranges)
-
-
-def train_over_gloos_collectives(recipe: Recipe, stage: int) -> None:
-    from lightning_zero.engine.comm import collectives
-    from lightning_zero.engine.comm.backend_transport import BackendTransport
-
-    used: list[BackendTransport] = []
-
-    def transport(*_: object) -> BackendTransport:
-        used.append(BackendTransport(dist.new_group(), dist.new_group()))
-        return used[-1]
-
-    with on_machines("ab"), patch.object(collectives, "GlooTransport", transport):
-        found = train_zero(recipe, stage)
-    assert used
-    same_runs(found, train_ddp(recipe))
-
-
-@pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("model", "optimizer"), [(OddModel, adam), (whole.Layered, whole.muon_and_adamw)])
-def test_training_over_collectives_of_gloo_equals_ddps(run_on, model, optimizer, stage):
-    run_on(2, train_over_gloos_collectives, recipe=Recipe(model, optimizer, steps=4), stage=stage)
 
 
 def group_in_another_order() -> str:

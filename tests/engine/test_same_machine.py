@@ -1,4 +1,4 @@
-"""Shared-memory transport (cross-memory attach): Gloo's numbers, and what happens when a process fails."""
+"""Cross-memory attach: the numbers of the default transport, and what happens when a process fails."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.training import Recipe, same_runs, train_zero
+from tests.support.transports import cross_memory
 from tests.support.workers import rank, world_size
 
 SIZES = pytest.mark.parametrize("size", [2, 3, 4])
@@ -27,9 +28,9 @@ def objects_of_all(value: object) -> list[object]:
 
 
 def neighbours():
-    from lightning_zero.engine.comm.cma_exchange import connect
+    from lightning_zero.engine.comm.cross_memory.exchange import connect
 
-    _, found = connect(rank(), MINUTE, objects_of_all)
+    found = connect(range(world_size()), rank(), MINUTE, objects_of_all)
     assert found is not None, "this machine does not let processes read each other's memory"
     return found
 
@@ -54,62 +55,37 @@ def test_a_gather_gives_each_rank_the_slices_of_all_ranks(run_on, size, numel):
     run_on(size, exchange_slices, numel=numel)
 
 
-def add_up(numel: int, wire: torch.dtype, factor: float) -> None:
-    from lightning_zero.engine.comm.transport import Span
-
+def add_up(numel: int, wire: torch.dtype) -> None:
     transport, size = neighbours(), world_size()
-    generator = torch.Generator().manual_seed(3)
-    values = torch.randn(size, size, numel, generator=generator)  # from each rank, for each rank
-    mine = values[rank()]
-
-    def spans_of(part: torch.Tensor) -> list[Span]:
-        cut = [part[: numel // 3].clone(), part[numel // 3 :]]
-        return [*(Span(len(each), each) for each in cut), Span(5, None)]  # the last span has no tensor
-
-    sent = {other: spans_of(mine[other].to(wire)) for other in range(size) if other != rank()}
-    own = spans_of(mine[rank()])
-    exchanges = [transport.reduce(7, own, sent, wire, factor) for _ in range(3)]
-    # in the order of the ring, as over Gloo
-    order = [(rank() - k) % size for k in range(1, size)]
-    factor_of_theirs = torch.tensor(factor, dtype=wire)
-    expected = (values[order[0]][rank()].to(wire) * factor_of_theirs).float() + mine[rank()] * factor
-    for other in order[1:]:
-        expected += (values[other][rank()].to(wire) * factor_of_theirs).float()
+    values = torch.randn(size, size, numel, generator=torch.Generator().manual_seed(3))  # from each rank, for each rank
+    own, sent = values[rank()][rank()], values[rank()].to(wire)
+    exchanges = [transport.reduce(7, own, list(sent)) for _ in range(3)]
+    terms = [own if other == rank() else values[other][rank()].to(wire).float() for other in range(size)]
+    expected = sum(terms[1:], terms[0].clone())
     for exchange, total in exchanges:
         exchange.wait()
-        assert torch.equal(total, torch.cat([expected, torch.zeros(5)]))
+        assert torch.equal(total, expected)
     dist.barrier()
     transport.close()
 
 
 @SIZES
 @pytest.mark.parametrize("numel", [3, 2**15, 100_003])
-@pytest.mark.parametrize(
-    ("wire", "factor"),
-    [(torch.float32, 1.0), (torch.float32, 0.5), (torch.float32, 1 / 3), (torch.bfloat16, 1.0)],
-    ids=["fp32", "half", "third", "bf16"],
-)
-def test_a_reduction_gives_each_rank_the_sum_of_all_ranks_contributions(run_on, size, numel, wire, factor):
-    run_on(size, add_up, numel=numel, wire=wire, factor=factor)
+@pytest.mark.parametrize("wire", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_a_reduction_gives_each_rank_the_sum_of_all_ranks_contributions(run_on, size, numel, wire):
+    run_on(size, add_up, numel=numel, wire=wire)
 
 
 def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
-    from lightning_zero.engine.comm import collectives
-    from lightning_zero.engine.plan.topology import Topology
-
-    run = train_zero(recipe, stage, **options)
-    connect, collectives.connect = collectives.connect, lambda *_: (Topology(tuple(range(world_size()))), None)
-    try:
-        over_gloo = train_zero(recipe, stage, **options)
-    finally:
-        collectives.connect = connect
-    same_runs(run, over_gloo)
+    with cross_memory():
+        run = train_zero(recipe, stage, **options)
+    same_runs(run, train_zero(recipe, stage, **options))
 
 
 @SIZES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"unit_numel": 2**20}], ids=str)
-def test_training_is_bit_equal_to_training_over_gloo(run_on, size, stage, options):
+def test_training_is_bit_equal_to_training_over_the_default_transport(run_on, size, stage, options):
     run_on(size, train_both_ways, recipe=Recipe(steps=4), stage=stage, **options)
 
 
@@ -269,8 +245,8 @@ def test_an_exchange_under_way_when_a_rank_closes_its_transport_still_completes(
 
 
 def fail_before_the_last_has_read() -> None:
-    """Rank 1 fails, and frees memory that others would read, while rank 0 is busy with data from rank 2."""
-    from lightning_zero.engine.comm import process_memory
+    """Rank 2 fails, and frees memory that others would read, while rank 0 is busy with data from rank 1."""
+    from lightning_zero.engine.comm.cross_memory import process_memory
 
     read, is_reading, may_read = process_memory.read_memory, threading.Event(), threading.Event()
 
@@ -285,25 +261,23 @@ def fail_before_the_last_has_read() -> None:
     if rank() == 0:
         process_memory.read_memory = read_late
     try:
-        if rank() != 2:
+        if rank() != 1:
             exchange = transport.gather(1, list(full))
-        while rank() == 0 and set(transport._signals.received.get((~1, 0), ())) != {
-            1
-        }:  # positions: rank 2 comes first, rank 1 last
+        while rank() == 0 and set(transport._signals.received.get((~1, 0), ())) != {1}:  # rank 2's position
             time.sleep(0.001)
         dist.barrier()
-        if rank() == 2:
+        if rank() == 1:
             exchange = transport.gather(1, list(full))
         if rank() == 0:
             assert is_reading.wait(20)
         dist.barrier()
-        if rank() == 1:
+        if rank() == 2:
             transport.sever("it failed")
             full.fill_(7)
         dist.barrier()
         may_read.set()
         if rank() == 0:
-            with pytest.raises(RuntimeError, match="rank 1 closed the connection"):
+            with pytest.raises(RuntimeError, match="rank 2 closed the connection"):
                 exchange.wait()
     finally:
         process_memory.read_memory = read
@@ -353,8 +327,8 @@ def test_garbage_collection_in_a_transports_thread_may_close_that_transport(run_
 
 def refuse_until_asked() -> None:
     """Refuse reads as a kernel with `kernel.yama.ptrace_scope` 1 does; this machine's may have another value."""
-    from lightning_zero.engine.comm import process_memory
-    from lightning_zero.engine.comm.cma_exchange import connect
+    from lightning_zero.engine.comm.cross_memory import process_memory
+    from lightning_zero.engine.comm.cross_memory.exchange import connect
 
     read, let = process_memory.read_memory, process_memory.let_read
     asked: list[bool] = []
@@ -371,7 +345,7 @@ def refuse_until_asked() -> None:
 
     try:
         process_memory.read_memory, process_memory.let_read = read_if_allowed, let_read
-        _, transport = connect(rank(), MINUTE, objects_of_all)
+        transport = connect(range(world_size()), rank(), MINUTE, objects_of_all)
         assert transport is not None
         full = torch.full((2 * world_size(),), float(rank()))
         transport.gather(0, full.chunk(world_size())).wait()
@@ -387,8 +361,8 @@ def test_ranks_permit_each_other_to_read_where_the_kernel_requires_it(run_on):
 
 
 def refuse_on(refusing: int) -> None:
-    from lightning_zero.engine.comm import process_memory
-    from lightning_zero.engine.comm.cma_exchange import connect
+    from lightning_zero.engine.comm.cross_memory import process_memory
+    from lightning_zero.engine.comm.cross_memory.exchange import connect
 
     def refuse(*_: object) -> None:
         raise PermissionError("Operation not permitted")
@@ -397,8 +371,7 @@ def refuse_on(refusing: int) -> None:
     try:
         if rank() == refusing:
             process_memory.read_memory = refuse
-        topology, exchanges = connect(rank(), MINUTE, objects_of_all)
-        assert exchanges is None and topology.nodes == [list(range(world_size()))]
+        assert connect(range(world_size()), rank(), MINUTE, objects_of_all) is None
     finally:
         process_memory.read_memory = read
     assert "lightning_zero-shared-memory" not in [thread.name for thread in threading.enumerate()]

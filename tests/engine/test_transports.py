@@ -1,31 +1,30 @@
-"""Contract of every transport: gathers from separate inputs, sums of a codec's encodings, and counts by link."""
+"""Contract of every transport: gathers, sums of encoded values in the order of ranks, and counts by link."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
 
 from lightning_zero.engine.plan.mesh import ALL
+from tests.support.transports import cross_memory
 from tests.support.workers import rank, world_size
 
-TRANSPORTS = pytest.mark.parametrize("transport", ["shared memory", "gloo", "the backend's own"])
+TRANSPORTS = pytest.mark.parametrize("transport", ["cross-memory", "gloo", "another"])
 
 
 @contextmanager
 def communicator(transport: str) -> Iterator:
-    """A communicator over a transport; "the backend's own" is Gloo under another backend's name."""
-    from lightning_zero.engine.comm import collectives, process_group
-    from lightning_zero.engine.plan.topology import Topology
+    """A communicator over a transport; "another" is Gloo under another backend's name, whose own sums are used."""
+    from lightning_zero.engine.comm import backend_transport, collectives, process_group
 
-    with pytest.MonkeyPatch.context() as patch:
-        if transport != "shared memory":
-            patch.setattr(collectives, "connect", lambda *_: (Topology((0,) * world_size()), None))
-        if transport == "the backend's own":
+    with cross_memory() if transport == "cross-memory" else nullcontext(), pytest.MonkeyPatch.context() as patch:
+        if transport == "another":
             new_group = process_group.new_group
-            patch.setattr(process_group, "backend_name", lambda *_: "another")
+            for module in (process_group, backend_transport):
+                patch.setattr(module, "backend_name", lambda *_: "another")
             patch.setattr(process_group, "new_group", lambda ranks, _, timeout: new_group(ranks, "gloo", timeout))
         made = collectives.Communicator(None, torch.device("cpu"))
         try:
@@ -41,7 +40,7 @@ def gather_slices(transport: str, numel: int) -> None:
     with communicator(transport) as group:
         full = torch.zeros(world_size(), numel)
         full[rank()] = values[rank()]
-        group.along(ALL).all_gather(full.view(-1), ranges, 3, "this gather").wait()
+        group.along(ALL).all_gather(full.view(-1), ranges, "this gather").wait()
         assert torch.equal(full, values)
 
 
@@ -65,30 +64,47 @@ def test_values_of_any_length_are_gathered_in_the_order_of_ranks(run_on, transpo
     run_on(3, gather_values, transport=transport, lengths=lengths)
 
 
-def add_up_what_is_encoded(transport: str, numel: int) -> None:
+KINDS = {
+    "fp32": (torch.float32, None),
+    "fp64": (torch.float64, None),
+    "complex64": (torch.complex64, None),
+    "bf16 on the wire": (torch.float32, torch.bfloat16),
+}
+RANGES = {
+    "equal": lambda numel: [(0, numel), (numel, 2 * numel), (2 * numel, 3 * numel)],
+    "unequal": lambda numel: [(0, 2 * numel), (2 * numel, 2 * numel), (2 * numel, 3 * numel)],
+}
+
+
+def add_up(transport: str, numel: int, kind: str, lengths: str) -> None:
     from lightning_zero.engine.comm.codec import Cast
 
-    values = torch.randn(world_size(), world_size() * numel, generator=torch.Generator().manual_seed(1))
-    ranges = [(each * numel, (each + 1) * numel) for each in range(world_size())]
+    dtype, wire = KINDS[kind]
+    ranges = RANGES[lengths](numel)
+    values = torch.randn(3, 3 * numel, dtype=dtype, generator=torch.Generator().manual_seed(1))
+    start, stop = ranges[rank()]
+    terms = [part if wire is None or other == rank() else part.to(wire) for other, part in enumerate(values)]
+    first, second, third = (term[start:stop] for term in terms)
     with communicator(transport) as group:
-        for dtype, accuracy in ((torch.float32, 1e-5), (torch.bfloat16, 0.1)):
-            mine = values[rank()].clone()
-            total = group.along(ALL).reduce_scatter(mine, ranges, Cast(dtype), "this reduction").wait()
-            expected = values.sum(0)[rank() * numel : (rank() + 1) * numel]
-            assert total.dtype == torch.float32
-            assert torch.allclose(total, expected, atol=accuracy)
-            assert not torch.equal(total, expected) or dtype == torch.float32, "nothing was rounded"
+        codec = Cast(wire or dtype)
+        total = group.along(ALL).reduce_scatter(values[rank()].clone(), ranges, codec, "this reduction").wait()
+        assert total.dtype == dtype
+        if transport == "another" and lengths == "equal" and wire is None:
+            torch.testing.assert_close(total, first + second + third)
+        else:
+            assert torch.equal(total, first.to(dtype) + second + third), "not in the order of ranks"
         ((key, elements),) = group.counters.elements.items()
-        assert key == ("reduce_scatter", "within" if transport == "shared memory" else "across")
-        assert elements == 2 * values.shape[1]
-        assert group.counters.bytes[key] == (4 + 2) * values.shape[1]
-        assert group.counters.calls[key] == 2
+        assert key == ("reduce_scatter", "within") and elements == values.shape[1]
+        assert group.counters.bytes[key] == (wire or dtype).itemsize * values.shape[1]
+        assert group.counters.calls[key] == 1
 
 
 @TRANSPORTS
 @pytest.mark.parametrize("numel", [5, 50_000])
-def test_a_reduction_is_encoded_and_counted_by_kind_and_link(run_on, transport, numel):
-    run_on(3, add_up_what_is_encoded, transport=transport, numel=numel)
+@pytest.mark.parametrize("kind", list(KINDS))
+@pytest.mark.parametrize("lengths", list(RANGES))
+def test_a_reduction_adds_up_encoded_values_in_the_order_of_ranks(run_on, transport, numel, kind, lengths):
+    run_on(3, add_up, transport=transport, numel=numel, kind=kind, lengths=lengths)
 
 
 def exchange_values() -> None:

@@ -124,8 +124,8 @@ def test_training_under_zero_auto_gives_ddps_numbers(run_on):
     [
         ({"shard_within": None, "compression": {}}, "zero[123]"),
         ({"shard_within": "node"}, "zero3 with shard_within='node'"),
-        ({"compression": "int8"}, "zero[12] with compression='int8'"),
-        ({"compression": CompressionConfig(gradients="int8")}, "zero[123] with compression=CompressionConfig.*"),
+        ({"compression": "int8"}, "zero[123] with compression='int8'"),
+        ({"compression": CompressionConfig("int8", block=64)}, "zero[123] with compression=CompressionConfig.*"),
     ],
 )
 def test_zero_auto_chooses_a_stage_that_its_options_allow(run_on, options, name):
@@ -136,7 +136,7 @@ def test_zero_auto_chooses_a_stage_that_its_options_allow(run_on, options, name)
 
 @pytest.mark.parametrize(
     ("options", "roomy", "tight"),
-    [({}, 1, 3), ({"shard_within": 2}, 3, 3), ({"compression": "int8"}, 1, 2), ({"compression": None}, 1, 3)],
+    [({}, 1, 3), ({"shard_within": 2}, 3, 3), ({"compression": "int8"}, 1, 3), ({"compression": None}, 1, 3)],
 )
 def test_the_formula_chooses_among_the_stages_that_the_options_allow(options, roomy, tight):
     stages = ZeroAutoStrategy(**options).stages

@@ -24,6 +24,7 @@ from tests.support import rank
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import same_tensors
+from tests.support.transports import cross_memory
 from tests.support.warm import warm_python
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -357,7 +358,8 @@ def test_a_failure_in_a_spawned_process_reaches_the_user(tmp_path):
 
 def end_engines():
     for closed in (True, False):
-        engine = Engine(nn.Linear(2, 2), stage=3)
+        with cross_memory():
+            engine = Engine(nn.Linear(2, 2), stage=3)
         thread = engine.communicator.along(ALL)._transport._exchanges._thread
         assert thread.is_alive()
         if closed:

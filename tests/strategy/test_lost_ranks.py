@@ -15,11 +15,13 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import cma_exchange, failures
+from lightning_zero.engine.comm import failures
+from lightning_zero.engine.comm.cross_memory import exchange
 from tests.support import rank
 from tests.support.lost import die, run_ranks
 from tests.support.patience import PATIENCE, little_patience
 from tests.support.trainer import Learner, make_trainer
+from tests.support.transports import cross_memory
 
 KILLED = -9
 SECONDS = 8
@@ -127,8 +129,9 @@ def test_a_gloo_error_says_which_rank_was_lost(monkeypatch, text):
 def while_ranks_connect():
     def act():
         if rank() == 1:
-            cma_exchange._connect_to = lambda *_: time.sleep(0.3) or die()
-        Engine(nn.Linear(4, 4), stage=3)
+            exchange._connect_to = lambda *_: time.sleep(0.3) or die()
+        with cross_memory():
+            Engine(nn.Linear(4, 4), stage=3)
 
     survivors_name(act, 1)
 

@@ -1,12 +1,14 @@
-"""Transport over the backend's own collectives: for all backends, except Gloo on CPUs."""
+"""The default transport, on any backend: collectives of ``torch.distributed``, and sums in the order of ranks."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.comm.codec import Cast, Codec
 from lightning_zero.engine.comm.process_group import (
     ProcessGroup,
     all_gather_single,
@@ -14,60 +16,110 @@ from lightning_zero.engine.comm.process_group import (
     rank,
     reduce_scatter_single,
 )
-from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
-from lightning_zero.engine.plan.layout import ShardRanges
+from lightning_zero.engine.comm.transport import Ranges, Started, Transport, are_equal, slices_of
 
 
 class BackendTransport(Transport):
-    """Uses the backend's all-gathers and reduce-scatters; the backend sums encoded values in the codec's dtype.
+    """Sums the slices that it receives in an all-to-all exchange, in the order of ranks.
 
-    Slices of unequal lengths are passed as lists of tensors, or broadcast one by one.
+    Backends other than Gloo sum unencoded slices of equal lengths themselves.
 
     Args:
         gathers, reductions: the process groups for gathers and for reductions. In a single group, all ranks would
             have to begin gathers and reductions in the same order; but whether a gradient is complete before the next
             gather begins may depend on a rank's data.
+        is_gloo: whether the backend is Gloo; by default, the groups' backend decides.
     """
 
-    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup) -> None:
+    def __init__(self, gathers: ProcessGroup, reductions: ProcessGroup, is_gloo: bool | None = None) -> None:
         self._gathers, self._reductions, self._rank = gathers, reductions, rank(gathers)
-        self._is_gloo = backend_name(gathers) == "gloo"
+        self._is_gloo = backend_name(gathers) == "gloo" if is_gloo is None else is_gloo
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int) -> Started:
-        start, stop = ranges[self._rank]
-        filled = full.data  # so that writes do not increment the version that autograd checks, as some of Gloo's do
-        own = filled[start:stop]
-        if _are_equal(ranges):
+    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
+        # ``data``, so that writes do not increment the version that autograd checks; bytes, since backends lack dtypes
+        filled = full.data.view(torch.uint8)
+        if not self._is_gloo and are_equal(ranges):
+            own = slices_of(full.data, [ranges[self._rank]])[0].view(torch.uint8)
             works = [all_gather_single(filled, own, group=self._gathers, async_op=True)]
-        elif self._is_gloo:  # which gathers only slices of one length
+            return Started([work.wait for work in works], [full])
+        size = full.itemsize
+        slices = slices_of(filled, [(start * size, stop * size) for start, stop in ranges])
+        if self._is_gloo:  # whose all-gather would receive into another buffer of the full size, and then copy it
             works = [
                 dist.broadcast(part, group=self._gathers, async_op=True, group_src=source)
-                for source, part in enumerate(slices_of(filled, ranges))
+                for source, part in enumerate(slices)
                 if part.numel()
             ]
         else:
-            works = [dist.all_gather(slices_of(filled, ranges), own, group=self._gathers, async_op=True)]
+            works = [dist.all_gather(slices, slices[self._rank], group=self._gathers, async_op=True)]
         return Started([work.wait for work in works], [full])
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        (start, stop), dtype, sent = ranges[self._rank], flat.dtype, codec.encode(flat)
-        shard = sent.new_empty(codec.size(stop - start))
-        mine, all_of_it = _as_real(shard), _as_real(sent)
-        if _are_equal(ranges):
-            work = reduce_scatter_single(mine, all_of_it, group=self._reductions, async_op=True)
-        else:
-            encoded = [(codec.size(begin), codec.size(end)) for begin, end in ranges]
-            work = dist.reduce_scatter(mine, slices_of(all_of_it, encoded), group=self._reductions, async_op=True)
-        # the collective reads ``sent``, which is kept until the current stream has waited for the collective
-        return Started([work.wait], [sent], lambda: codec.decode(shard, stop - start, dtype))
+        if self._is_summed_by_backend(flat, ranges, codec):
+            start, stop = ranges[self._rank]
+            shard = flat.new_empty(stop - start)
+            work = reduce_scatter_single(_as_real(shard), _as_real(flat), group=self._reductions, async_op=True)
+            return Started([work.wait], [flat], lambda: shard)
+        return self._sum_in_order(flat, ranges, codec)
+
+    def _sum_in_order(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        """Exchange slices, and add them up in the order of ranks. This rank's own values are not encoded.
+
+        Slices for lower ranks and for higher ranks are exchanged separately, since a single exchange would also copy
+        this rank's own slice, which is between them.
+        """
+        slices, is_encoded = slices_of(flat, ranges), codec != Cast(flat.dtype)
+        own, place, size = slices[self._rank], self._rank, len(slices)
+        lower, higher = flat[: ranges[place][0]], flat[ranges[place][1] :]
+        if is_encoded:
+            own = own.clone()  # so that the buffer can be freed
+            lower, higher = (_encoded(part, flat, codec) for part in (slices[:place], slices[place + 1 :]))
+        sizes = [codec.size(len(part)) * codec.dtype.itemsize for part in slices]
+        received = torch.empty((size - 1) * sizes[place], dtype=torch.uint8, device=flat.device)
+        from_lower, from_higher = received.tensor_split([place * sizes[place]])
+        works = [
+            self._exchange(lower, sizes[:place] + [0] * (size - place), from_higher, range(place + 1, size)),
+            self._exchange(higher, [0] * (place + 1) + sizes[place + 1 :], from_lower, range(place)),
+        ]
+
+        def add_up() -> Tensor:
+            parts = [part.view(codec.dtype) for part in received.split_with_sizes([sizes[place]] * (size - 1))]
+            total = codec.decode(parts[0], len(own), own.dtype)
+            for number in range(size - 1):
+                if number > 0:
+                    total.add_(codec.decode(parts[number], len(own), own.dtype))
+                if number == max(place - 1, 0):  # after those of lower ranks; the first two terms may be swapped
+                    total.add_(own)
+            return total if is_encoded or size == 2 else total.clone()  # without the rest of ``received``
+
+        return Started([work.wait for work in works], [lower, higher], add_up)
+
+    def _exchange(self, sent: Tensor, sizes: list[int], received: Tensor, sources: range) -> Any:
+        """Start to send parts of these sizes in bytes to all ranks, and to receive parts of equal sizes from some."""
+        received_sizes = [0] * len(sizes)
+        for source in sources:
+            received_sizes[source] = len(received) // len(sources)
+        return dist.all_to_all_single(
+            received, sent.view(torch.uint8), received_sizes, sizes, group=self._reductions, async_op=True
+        )
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         start, stop = ranges[self._rank]
-        return (codec.size(len(flat)) + codec.size(stop - start)) * codec.dtype.itemsize
+        own_nbytes = (stop - start) * flat.itemsize
+        if self._is_summed_by_backend(flat, ranges, codec):
+            return flat.nbytes + own_nbytes
+        lengths = [end - begin for begin, end in ranges]
+        received = codec.size(lengths.pop(self._rank)) * len(lengths)
+        sent = sum(map(codec.size, lengths))
+        return own_nbytes + (sent + received) * codec.dtype.itemsize
+
+    def _is_summed_by_backend(self, flat: Tensor, ranges: Ranges, codec: Codec) -> bool:
+        return not self._is_gloo and are_equal(ranges) and codec == Cast(flat.dtype)
 
 
-def _are_equal(ranges: Ranges) -> bool:
-    return ranges.are_equal if isinstance(ranges, ShardRanges) else len({stop - start for start, stop in ranges}) == 1
+def _encoded(slices: list[Tensor], flat: Tensor, codec: Codec) -> Tensor:
+    encoded = [codec.encode(part) for part in slices]
+    return torch.cat(encoded) if encoded else flat.new_empty(0, dtype=codec.dtype)
 
 
 def _as_real(tensor: Tensor) -> Tensor:

@@ -7,16 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.codec import Cast, Codec
+from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.failures import Watch, explained
-from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport
-
-_LENGTH = 8
-"""Size in bytes of the length that is sent before each message of changes."""
+from lightning_zero.engine.comm.transport import Ranges, Started, Transport
 
 
 class Pending:
@@ -43,9 +39,8 @@ class Pending:
             with self._watch.waiting(self._what, self._ordinal) if self._watch is not None else nullcontext():
                 for wait in self._waits:
                     wait()
-        result = self._finish() if self._finish is not None else None
-        self._buffers = []
-        return result
+        self._waits, self._buffers = [], []  # before ``finish``, which may need memory
+        return self._finish() if self._finish is not None else None
 
     def let_go(self) -> None:
         """Discard the result, but let peers complete the collective. Garbage collection may call this in any thread."""
@@ -89,70 +84,36 @@ class BucketCollectives:
         self._transport, self._counters, self._across, self._watch = transport, counters, across, watch
         self._link, self._note = "within" if across else link, note
 
-    def all_gather(self, full: Tensor, ranges: Ranges, number: int, what: str) -> Pending:
+    def all_gather(self, full: Tensor, ranges: Ranges, what: str) -> Pending:
         """See ``Transport.all_gather``; ``what`` names the collective in error messages."""
         if self._transport is None:
             return Pending(what)
         crossing = sum(self._crossing(ranges))
         rest = full.numel() - crossing
         self._count("all_gather", crossing, crossing * full.itemsize, rest, rest * full.itemsize)
-        return self._begin(what, [full.nbytes], self._transport.all_gather, full, ranges, number)
-
-    def exchange_changes(
-        self, full: Tensor, ranges: Ranges, number: int, own: Tensor, new: Tensor, what: str
-    ) -> Pending:
-        """Update a buffer by exchanging changes; see ``Transport.exchange_changes``.
-
-        The counters assume that messages from other machines are as long as this rank's message, and that exchanges
-        within this machine consist of plain values.
-
-        Args:
-            own: this rank's slice of the buffer; its old values are overwritten with the new ones.
-            new: the slice's new values, in any dtype.
-        """
-        assert self._transport is not None
-        message = self._transport.encode_changes(own, new)
-        crossing = self._crossing(ranges)
-        rest = full.numel() - sum(crossing)
-        self._count("all_gather", sum(crossing), len(crossing) * len(message), rest, rest * full.itemsize)
-        sizes = [_LENGTH * len(ranges), len(message) * len(ranges)]
-        return self._begin(what, sizes, self._transport.exchange_changes, full, ranges, number, message)
+        return self._begin(what, full.nbytes, self._transport.all_gather, full, ranges)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
         """Sum a flat buffer over ranks; ``wait()`` returns this rank's slice of the sum (1-D), in the buffer's dtype.
 
         Args:
             flat: 1-D and contiguous. Its contents may be overwritten.
-            codec: encodes the values to be sent. On CPUs (Gloo, shared memory), received values are added to this
-                rank's unencoded slice in the buffer's own dtype; otherwise the backend sums in the codec's dtype.
+            codec: encodes the values to be sent. Received values are decoded, and added up in the buffer's dtype.
             what: a description of what is summed, for error messages.
         """
         assert self._transport is not None, "with one rank, gradients are not reduced"
         self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
         nbytes = codec.size(flat.numel()) * codec.dtype.itemsize
-        return self._begin(what, [nbytes], self._transport.reduce_scatter, flat, ranges, codec)
+        return self._begin(what, nbytes, self._transport.reduce_scatter, flat, ranges, codec)
 
-    @property
-    def takes_spans(self) -> bool:
-        """Whether ``reduce_spans``, which reduces values from several buffers, is supported."""
-        return self._transport is not None and self._transport.takes_spans
-
-    def reduce_spans(self, spans: list[list[Span]], dtype: torch.dtype, factor: float, what: str) -> Pending:
-        """Reduce spans, whose values are kept alive until the reduction is complete. See ``Transport.reduce_spans``."""
-        assert self._transport is not None
-        lengths = [(0, sum(span.numel for span in part)) for part in spans]
-        numel = sum(numel for _, numel in lengths)
-        self._count_reduction(numel, lengths, Cast(dtype), dtype.itemsize)
-        return self._begin(what, [numel * dtype.itemsize], self._transport.reduce_spans, spans, dtype, factor)
-
-    def _begin(self, what: str, sizes: Sequence[int], begin: Callable[..., Started], *args: Any) -> Pending:
-        """Begin to send buffers of these sizes in bytes."""
+    def _begin(self, what: str, nbytes: int, begin: Callable[..., Started], *args: Any) -> Pending:
+        """Begin a collective that sends a buffer of this size."""
         if self._watch is not None:
             self._watch.check_process(what)
         with explained(what):
             started = begin(*args)
             if self._note is not None:
-                started.waits.extend(map(self._note, sizes))
+                started.waits.append(self._note(nbytes))
             return Pending(what, started, self._watch)
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -14,26 +16,24 @@ from torch import Tensor
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.bucket_collectives import BucketCollectives, Pending
-from lightning_zero.engine.comm.cma_exchange import connect, machines_of
 from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
+from lightning_zero.engine.comm.cross_memory.exchange import connect
+from lightning_zero.engine.comm.cross_memory.transport import CrossMemoryTransport
 from lightning_zero.engine.comm.failures import Watch, explained
-from lightning_zero.engine.comm.gloo_transport import GlooTransport
+from lightning_zero.engine.comm.levels import Levels
+from lightning_zero.engine.comm.machines import machines_of
 from lightning_zero.engine.comm.process_group import ProcessGroup
-from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
-from lightning_zero.engine.comm.simulation import Simulation, simulated_transport
+from lightning_zero.engine.comm.simulation import SimulatedExchanges, Simulation
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Started, Transport
-from lightning_zero.engine.comm.two_level_transport import TwoLevelTransport
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
 from lightning_zero.engine.plan.topology import Topology
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
-# Message tags of the control plane (the next tag is for its small messages), of reductions, and of bucket 0's gathers
-# (the next tags are for other buckets' gathers).
-_CONTROL_TAG, _REDUCE_TAG, _GATHER_TAG = 7697, 7701, 7702
+_CONTROL_TAG = 7697  # of the control plane's messages; the next tag is for its small messages
 
 _communicators = itertools.count()
 
@@ -78,6 +78,8 @@ class Communicator:
         shard_within: see ``EngineConfig``.
         mesh: a device mesh with a data-parallel and a tensor-parallel dimension, in place of ``group``.
         simulation: describes the ranks of a fake process group; None for real ranks.
+        cross_memory: whether CPU ranks of one machine may read each other's memory, instead of using the collectives of
+            ``torch.distributed``; by default, unless the environment variable ``LIGHTNING_ZERO_CROSS_MEMORY`` is 0.
 
     Attributes:
         rank, size: this rank's number in the group, and the group's size.
@@ -88,10 +90,13 @@ class Communicator:
         control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
-        may_compress: whether values cross between machines and can be compressed (on CPUs, over Gloo).
+        may_compress: whether gradients cross between machines in an exchange of their own, which can be compressed.
         gathering: the ranks between which parameters are gathered; fewer than all if ``shards_within`` is set.
         watch: the watch over waits for other ranks; None if the group has no other process.
+        timeout: the process group's timeout; exists only if the group has another process.
     """
+
+    timeout: timedelta | None
 
     def __init__(
         self,
@@ -100,7 +105,10 @@ class Communicator:
         shard_within: Literal["node"] | int | None = None,
         mesh: DeviceMesh | None = None,
         simulation: Simulation | None = None,
+        cross_memory: bool | None = None,
     ) -> None:
+        if cross_memory is None:
+            cross_memory = os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY", "1") != "0"
         self.device, self.counters = device, Counters()
         group = mesh[DATA].get_group() if mesh is not None else group
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
@@ -117,24 +125,20 @@ class Communicator:
             self.group = group or process_group.default_group()
             everywhere = process_group.default_group() if self.tensor.size > 1 else self.group
             self._ranks = process_group.ranks_of(self.group)
-            self._timeout = process_group.timeout_of(self.group, device)
+            self.timeout = process_group.timeout_of(self.group, device)
             if simulation is None:
-                first_tag = self._meet(everywhere)
+                self._meet(everywhere)
             else:
                 self._simulate(simulation, everywhere, shard_within)
         self.gathering = Gathering(range(self.size), self.rank, self.control)
         if self.size > 1 and simulation is None:
-            backend = process_group.backend_name(self.group, device)
-            self._choose_transports(backend, first_tag + _GATHER_TAG, first_tag + _REDUCE_TAG, shard_within)
+            self._choose_transports(shard_within, cross_memory)
 
-    def _meet(self, everywhere: ProcessGroup) -> int:
+    def _meet(self, everywhere: ProcessGroup) -> None:
         """Agree with all ranks on the engine's name; make its watch and control planes. Collective.
 
         Args:
             everywhere: the process group of all ranks of the mesh.
-
-        Returns:
-            The first tag of this engine's messages.
         """
         all_ranks = process_group.ranks_of(everywhere)
         has_cpu = process_group.serves_cpu(everywhere)
@@ -145,15 +149,14 @@ class Communicator:
             dist.broadcast(number, all_ranks[0], control_group)
         name = f"{all_ranks[0]}/{number.item()}"
         # each engine has its own tags, since the order in which several engines communicate may depend on data
-        first_tag = int(number) % 2**11 << 20
-        control_tag = first_tag + _CONTROL_TAG
+        control_tag = (int(number) % 2**11 << 20) + _CONTROL_TAG
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
         self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
         self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks as numbered in the watch
         if self.tensor.size == 1:
             self.control = control
-            return first_tag
+            return
         among = self.tensor.group if has_cpu else self._new_group("gloo", self.tensor.groups)
         self.tensor.begin(self.watch.among(self.tensor.ranks), among, control_tag)
         self._numbers, self.watch = self._ranks, self.watch.among(self._ranks) if self.size > 1 else None
@@ -162,69 +165,66 @@ class Communicator:
             self.control = ControlPlane(
                 self._control_group, self._ranks, self.rank, self.watch, self.counters, control_tag
             )
-        return first_tag
 
-    def _choose_transports(
-        self, backend: str, gather_tag: int, reduce_tag: int, shard_within: Literal["node"] | int | None
-    ) -> None:
-        """Choose the fastest transports between the ranks. Collective.
+    def _choose_transports(self, shard_within: Literal["node"] | int | None, cross_memory: bool) -> None:
+        """Choose the transports between the ranks. Collective.
 
         Raises:
             ValueError: if parameters cannot be sharded within groups as ``shard_within`` describes.
         """
-
-        def groups_of(topology: Topology) -> Topology:
-            groups = topology.groups(shard_within) if shard_within is not None else topology
-            self.shards_within = shard_within is not None and groups.has_two_levels
-            return groups if self.shards_within else topology
-
-        topology, exchanges = None, None
-        if self._may_send(backend) and self._timeout is not None:
-            topology, exchanges = connect(self.rank, self._timeout, self.control.gather_objects, groups_of)
-        elif shard_within is not None:
-            topology = machines_of(self.control.gather_objects)
-        if topology is None:
-            self._along[ALL] = self._collectives(self._transport(backend, None, gather_tag, reduce_tag))
-            return
-
-        groups, machine = groups_of(topology), set(topology.within(self.rank))
+        backend = process_group.backend_name(self.group, self.device)
+        is_gloo_on_cpu = backend == "gloo" and self.device.type == "cpu"
+        topology = machines_of(self.control.gather_objects)
+        groups = topology.groups(shard_within) if shard_within is not None else topology
+        self.shards_within = shard_within is not None and groups.has_two_levels
+        groups = groups if self.shards_within else topology
+        machine, here = set(topology.within(self.rank)), groups.within(self.rank)
         self.is_on_one_machine = len(machine) == self.size
-        self.may_compress = self._may_send(backend) and not self.is_on_one_machine
-        here = groups.within(self.rank)
-        within: SharedMemoryTransport | None = None
-        if exchanges is not None:
-            within = SharedMemoryTransport(exchanges, here.index(self.rank), gather_tag, reduce_tag)
-            if len(machine) == self.size:
-                self.counters.link = "within"
-            if len(here) == self.size:
-                self.control.small = exchanges.small
-                self._along[ALL] = self._collectives(within)
-                return
-        if within is None and not self.shards_within:
-            transport = self._transport(backend, None, gather_tag, reduce_tag)
+        self.may_compress = not self.is_on_one_machine and (is_gloo_on_cpu or self.shards_within)
+        if self.is_on_one_machine:
+            self.counters.link = "within"
+        exchanges = None
+        may_connect = len(groups.nodes) == 1 or groups.has_two_levels
+        if cross_memory and is_gloo_on_cpu and may_connect and self.timeout is not None:
+            exchanges = connect(here, self.rank, self.timeout, self.control.gather_objects)
+        place = here.index(self.rank)
+
+        def between(groups: Sequence[Sequence[int]]) -> Transport:
+            # New groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
+            groups = self._of_everyone(groups)
+            return BackendTransport(self._new_group(backend, groups), self._new_group(backend, groups))
+
+        def within() -> Transport:
+            if exchanges is not None:
+                return CrossMemoryTransport(exchanges, exchanges.small, place)
+            return between(groups.nodes)
+
+        if exchanges is not None and len(here) == self.size:
+            self.control.small = exchanges.small
+            self._along[ALL] = self._collectives(within())
+            return
+        has_levels = self.shards_within or (is_gloo_on_cpu and groups.has_two_levels)
+        if not all(self.everyone.control.gather_objects(has_levels)):
             elsewhere = [rank for rank in range(self.size) if rank not in machine]
-            self._along[ALL] = self._collectives(transport, elsewhere)
+            self._along[ALL] = self._collectives(between([range(self.size)]), elsewhere)
             return
 
         self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
         columns = [[ranks[place] for ranks in groups.nodes] for place in range(len(here))]
-        across = self._transport(backend, columns, gather_tag, reduce_tag)
+        across = between(columns)
         elsewhere = [place for place, rank in enumerate(column) if rank not in machine]
-        if self.shards_within:
-            over = [place for place, rank in enumerate(here) if rank not in machine]
-            inner = within or self._transport(backend, groups.nodes, gather_tag, reduce_tag)
-            watch = self._among(here)
-            self._along[LOCAL,] = BucketCollectives(inner, self.counters, over, watch, "within")
-            self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
-            group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
-            place = here.index(self.rank)
-            control = ControlPlane(group, ranks, place, watch, self.counters, self.control.tag)
-            control.small = exchanges.small if exchanges is not None else None
-            self.gathering = Gathering(here, place, control)
-        else:
-            assert within is not None and isinstance(across, GlooTransport)
-            both = TwoLevelTransport(within, across, topology, self.rank)
-            self._along[ALL] = self._collectives(both, [column[place] for place in elsewhere])
+        if not self.shards_within:
+            levels = Levels(within(), across, topology, self.rank)
+            self._along[ALL] = self._collectives(levels, [column[place] for place in elsewhere])
+            return
+        over = [place for place, rank in enumerate(here) if rank not in machine]
+        watch = self._among(here)
+        self._along[LOCAL,] = BucketCollectives(within(), self.counters, over, watch, "within")
+        self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
+        group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
+        control = ControlPlane(group, ranks, place, watch, self.counters, self.control.tag)
+        control.small = exchanges.small if exchanges is not None else None
+        self.gathering = Gathering(here, place, control)
 
     def _simulate(
         self, simulation: Simulation, everywhere: ProcessGroup, shard_within: Literal["node"] | int | None
@@ -249,11 +249,11 @@ class Communicator:
             if len(members) == 1:
                 return BucketCollectives(None, self.counters)
             transport: Transport
-            if is_nccl:
-                gathers, reductions = (self._new_group("fake", self._renumbered([members])) for _ in range(2))
-                transport = BackendTransport(gathers, reductions)
+            if simulation.transport == "shared memory":
+                transport = CrossMemoryTransport(SimulatedExchanges(), None, members.index(self.rank))
             else:
-                transport = simulated_transport(simulation.transport, self.group, members, members.index(self.rank))
+                gathers, reductions = (self._new_group("fake", self._renumbered([members])) for _ in range(2))
+                transport = BackendTransport(gathers, reductions, is_gloo=not is_nccl)
 
             def note(nbytes: int) -> Callable[[], None]:
                 return simulation.sends(nbytes * (len(members) - 1) / len(members), nbytes * leaving)
@@ -282,27 +282,20 @@ class Communicator:
         """The data-parallel groups of all tensor-parallel ranks."""
         return list(zip(*self.tensor.groups)) if self.tensor.size > 1 else [self._ranks]
 
+    def _of_everyone(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The groups, with ranks as numbered in the default group, and those of the other data-parallel groups."""
+        renumbered = self._renumbered(groups)
+        if self.tensor.size == 1:
+            return renumbered
+        every = self.everyone.control.gather_objects(renumbered)
+        return sorted({tuple(ranks): ranks for groups in every for ranks in groups}.values())
+
     def _renumbered(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Convert ranks' numbers in this group to their numbers in the default group."""
         return [[self._ranks[rank] for rank in ranks] for ranks in groups]
 
     def _collectives(self, transport: Transport, across: Sequence[int] = ()) -> BucketCollectives:
         return BucketCollectives(transport, self.counters, across, self.watch)
-
-    def _may_send(self, backend: str) -> bool:
-        """Whether ranks may send each other tensors by Gloo, which sends and receives only tensors in CPU memory."""
-        return backend == "gloo" and self.device.type == "cpu"
-
-    def _transport(
-        self, backend: str, groups: Sequence[Sequence[int]] | None, gather_tag: int, reduce_tag: int
-    ) -> GlooTransport | BackendTransport:
-        """Make a transport within this rank's group among ``groups``; None means one group of all ranks. Collective."""
-        if self._may_send(backend):
-            members = None if groups is None else next(ranks for ranks in groups if self.rank in ranks)
-            return GlooTransport(self.group, gather_tag, reduce_tag, members)
-        # Make new groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
-        between = self._alike if groups is None else self._renumbered(groups)
-        return BackendTransport(*(self._new_group(backend, between) for _ in ("gathers", "reductions")))
 
     def along(self, over: Sequence[str]) -> BucketCollectives:
         """The collectives between the ranks along the given dimensions of the mesh."""
@@ -394,7 +387,7 @@ class Communicator:
         own = process_group.rank()
         with explained("creating a process group"):
             for ranks in groups:
-                made = process_group.new_group(list(ranks), backend, self._timeout)
+                made = process_group.new_group(list(ranks), backend, self.timeout)
                 if own in ranks:
                     self._own_groups.append(made)
         return self._own_groups[-1]

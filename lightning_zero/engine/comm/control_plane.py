@@ -15,9 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.counters import Counters
+from lightning_zero.engine.comm.cross_memory.small_messages import SMALL, SmallMessages, bytes_of, tensor_of
 from lightning_zero.engine.comm.failures import Watch
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
-from lightning_zero.engine.comm.small_messages import SMALL, SmallMessages, bytes_of, tensor_of
 
 MESSAGE_BYTES = 2**25
 

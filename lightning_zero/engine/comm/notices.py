@@ -24,7 +24,7 @@ import torch
 
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.attempts import uses_agent_store
-from lightning_zero.engine.comm.cma_exchange import sever_all
+from lightning_zero.engine.comm.cross_memory.exchange import sever_all
 
 PATIENCE = 3.0
 """Seconds that a rank waits before it writes what it waits for. Timers read the log several times in this period."""

@@ -234,7 +234,11 @@ def all_gather_objects(value: Any, group: ProcessGroup | None = None) -> list[An
 
 def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[Tensor], message_bytes: int) -> None:
     """Broadcast the first rank's values of several tensors, in place, in messages of about ``message_bytes``."""
-    dist._broadcast_coalesced(group, list(tensors), message_bytes, 0)
+    values = [tensor.resolve_conj().resolve_neg() for tensor in tensors]  # backends send the bytes of lazy conjugates
+    dist._broadcast_coalesced(group, values, message_bytes, 0)
+    for tensor, value in zip(tensors, values):
+        if value is not tensor:
+            tensor.copy_(value)
 
 
 def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:

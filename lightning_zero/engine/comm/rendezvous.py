@@ -16,6 +16,20 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import Watch, failure
 from lightning_zero.engine.comm.process_group import named_store
 
+_REMEMBERED = 3
+"""The next gather is expected by this many last ones."""
+
+_SAME_LINES = (
+    "Run this line on every rank (not inside 'if rank == 0:', and not after a loop that has fewer batches on this "
+    "rank); or enter 'with lightning_zero.full_parameters(module):' on every rank, and run the line inside."
+)
+_SAME_UNITS = (
+    "Every rank must run the same units in the same order, forward and backward, and the same number of training "
+    "batches: do not run units inside an 'if' that depends on the rank or its data. Ranks may run different numbers of "
+    "forward passes (without backward) inside 'with lightning_zero.uneven_forwards(module):', which every rank must "
+    "enter."
+)
+
 
 @dataclass
 class Absence:
@@ -53,14 +67,19 @@ class Rendezvous:
         self.is_closed, self.absence = False, Absence()
         self.meetings = 0
         self._is_met = False
+        self._last: tuple[int, ...] = ()  # the buckets gathered last
+        self._next: dict[tuple[int, ...], int] = {}  # by the buckets gathered last: the next one on every rank
         if self._watch is not None:
+            self._timeout_of_gathers = communicator.timeout.total_seconds() if communicator.timeout else timeout
             self._store = named_store(f"lightning_zero/rendezvous/{everyone.name}")
 
-    def meet(self, what: str) -> None:
+    def meet(self, what: str, advice: str = _SAME_LINES, timeout: float | None = None) -> None:
         """Wait until every rank has called this method with the same argument.
 
         Args:
             what: this rank's operation, including the parameter's name.
+            advice: the end of the error message if another rank passes a different operation.
+            timeout: seconds to wait; by default, those of the constructor.
 
         Raises:
             RuntimeError: if another rank passes a different operation, has ended, does not call this method in time,
@@ -79,17 +98,30 @@ class Rendezvous:
             )
         watch.check_process(what)
         with watch.waiting(f"the rendezvous for {what}"):
-            asked = self._exchange(what, watch)
+            asked = self._exchange(what, watch, self._timeout if timeout is None else timeout)
         if different := [rank for rank, other in enumerate(asked) if other != what]:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but rank(s) "
-                f"{different} asked for {asked[different[0]]}. "
-                "Run this line on every rank (not inside 'if rank == 0:', and not after a loop that has fewer batches "
-                "on this rank); or enter 'with lightning_zero.full_parameters(module):' on every rank, and run the "
-                "line inside."
+                f"{different} asked for {asked[different[0]]}. {advice}"
             )
 
-    def _exchange(self, what: str, watch: Watch) -> list[str]:
+    def agree_on_gather(self, bucket: int, what: str) -> None:
+        """Call ``meet`` before the gather of a bucket, unless all ranks have already gathered it after the same others.
+
+        Ranks that start different gathers would receive each other's values. In most programs, gathers repeat in the
+        same order in each step, so that ranks meet only in the first step.
+
+        Raises:
+            RuntimeError: as for ``meet``.
+        """
+        if self._watch is None or self._is_met or self.absence.is_turn:  # in a turn, one rank announces the gathers
+            return
+        if self._next.get(self._last) != bucket:
+            self.meet(what, _SAME_UNITS, self._timeout_of_gathers)
+            self._next[self._last] = bucket
+        self._last = (*self._last[1 - _REMEMBERED :], bucket)
+
+    def _exchange(self, what: str, watch: Watch, timeout: float) -> list[str]:
         """Wait for the other ranks, and return what each has passed.
 
         The store is polled, since a wait in the store would not end when a rank ends.
@@ -97,13 +129,13 @@ class Rendezvous:
         number, self.meetings = self.meetings, self.meetings + 1
         keys = [f"meeting/{number}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
-        deadline, pause = time.monotonic() + self._timeout, 1e-4
+        deadline, pause = time.monotonic() + timeout, 1e-4
         while not self._store.check(keys):  # one request for all keys
             gone = watch.gone  # read before the store, since a rank may arrive and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in gone):
                 raise RuntimeError("cancelled")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not finished after {self._timeout:.0f} s")
+                raise RuntimeError(f"not finished after {timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         asked = [each.decode() for each in self._store.multi_get(keys)]

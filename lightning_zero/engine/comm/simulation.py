@@ -6,7 +6,7 @@ are correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -14,11 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.codec import Quantised
-from lightning_zero.engine.comm.gloo_transport import GlooTransport
-from lightning_zero.engine.comm.process_group import ProcessGroup
-from lightning_zero.engine.comm.shared_memory_transport import SharedMemoryTransport
-from lightning_zero.engine.comm.transport import Ranges, Span, Started, Transport, slices_of
+from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges, Exchange
 
 
 @dataclass(frozen=True)
@@ -61,69 +57,22 @@ class SimulatedFile:
         pass
 
 
-class _Exchanges:
-    """``CrossMemoryExchanges`` without peers. Sent values stay in memory until the exchange is awaited."""
+class SimulatedExchanges(CrossMemoryExchanges):
+    """Exchanges without peers. Sent values stay in memory until the exchange is awaited."""
 
-    small = None
+    def __init__(self) -> None:
+        pass
 
-    def gather(self, tag: int, slices: Sequence[Tensor]) -> _Exchange:
-        return _Exchange(slices)
+    def gather(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
+        return _SimulatedExchange(slices)
 
-    def reduce(
-        self, tag: int, own: Sequence[Span], sent: Mapping[int, Sequence[Span]], wire: torch.dtype, factor: float = 1.0
-    ) -> tuple[_Exchange, Tensor]:
-        dtype = next((span.values.dtype for span in own if span.values is not None), wire)
-        total = torch.empty(sum(span.numel for span in own), dtype=dtype, device="cpu")
-        return _Exchange((own, sent)), total
+    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
+        return _SimulatedExchange((own, sent)), torch.empty_like(own)
 
 
-class _Exchange:
+class _SimulatedExchange(Exchange):
     def __init__(self, kept: Any) -> None:
         self._kept = kept
 
     def wait(self) -> None:
         pass
-
-
-_CHANGES = Quantised(4, 128)
-"""Simulates encoded parameter changes. Their real length depends on values, which fake tensors lack: with AdamW, it is
-2.5 to 9 bits per element for learning rates from 1e-5 to 1e-3. Real encoding takes about as long."""
-
-
-class _Changes(Transport):
-    """Mixin that exchanges changes of parameters in messages whose length does not depend on values."""
-
-    _rank: int
-
-    def encode_changes(self, own: Tensor, new: Tensor) -> Tensor:
-        message = _CHANGES.encode(new.float() - own)
-        own.copy_(new)
-        return message
-
-    def exchange_changes(self, full: Tensor, ranges: Ranges, number: int, message: Tensor) -> Started:
-        slices = slices_of(full, ranges)
-        for part in (*slices[: self._rank], *slices[self._rank + 1 :]):
-            _CHANGES.decode(message.new_zeros(_CHANGES.size(len(part))), len(part), torch.float32).add_(part)
-        return Started([], [full])
-
-
-class _Gloo(_Changes, GlooTransport):
-    pass
-
-
-class _SharedMemory(_Changes, SharedMemoryTransport):
-    pass
-
-
-def simulated_transport(kind: str, group: ProcessGroup, members: Sequence[int], place: int) -> Transport:
-    """Make a transport on CPUs.
-
-    Args:
-        kind: ``"gloo"`` or ``"shared memory"``.
-        group: a fake process group.
-        members: the ranks of the group that take part.
-        place: this rank's index in ``members``.
-    """
-    if kind == "gloo":
-        return _Gloo(group, 0, 0, members)
-    return _SharedMemory(_Exchanges(), place, 0, 0)  # type: ignore[arg-type]

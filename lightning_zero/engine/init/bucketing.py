@@ -19,7 +19,6 @@ from lightning_zero.engine.config import (
     LOW_PRECISION,
     CompressionConfig,
     EngineConfig,
-    NothingToCompressError,
     name_of_compression,
 )
 from lightning_zero.engine.init.sources import Source
@@ -199,7 +198,6 @@ def assign_to_buckets(
             dtype=kind.dtype,
             compute_dtype=kind.compute_dtype,
             trains=kind.trains,
-            compresses=compression is not None and compression.parameters is not None,
         )
         parameters = [p for _, p in part]
         fields = {}
@@ -268,44 +266,29 @@ def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig |
 
 
 def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
-    """Warn on rank 0 if less is compressed than was requested.
+    """Warn on rank 0 if nothing is compressed because all ranks are on one machine.
 
     Raises:
-        NothingToCompressError: if nothing can be compressed although there are several machines.
+        ValueError: if nothing can be compressed although there are several machines.
     """
     compression = config.compression
     if compression is None:
         return
     given = f"compression={name_of_compression(compression)}"
-    buckets = [bucket for bucket in chain.from_iterable(units) if bucket.parameters[0].requires_grad]
-    idle = []
-    if compression.parameters is not None and not any(bucket.plan.sends_changes for bucket in buckets):
-        idle.append(
-            "no parameters: trained parameters must be in 16 bits (precision='bf16-mixed' or 'bf16-true') "
-            "and have a copy on every machine (stage=1, stage=2, or shard_within with several ranks per machine)"
-        )
-    if compression.gradients is not None and not any(bucket.gradient_codec for bucket in buckets):
-        idle.append(
-            "no gradients: every trained parameter has fewer than two dimensions, or fewer than exempt_numel="
-            f"{compression.exempt_numel} elements"
-        )
     if communicator.is_on_one_machine:
-        said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
+        if communicator.everyone.rank == 0:
+            said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
+            warnings.warn(said, stacklevel=3)
     elif not communicator.may_compress:
-        raise NothingToCompressError(
-            f"{given} works only for ranks on CPUs that communicate over Gloo: leave it out, or write "
-            "reduce_dtype='bf16' to send gradients in 16 bits."
+        raise ValueError(
+            f"{given} works over NCCL only with shard_within: leave it out, or write reduce_dtype='bf16' to send "
+            "gradients in 16 bits."
         )
-    elif len(idle) == sum(each is not None for each in (compression.parameters, compression.gradients)):
-        raise NothingToCompressError(
-            f"{given} has no effect between these machines. It compresses {'; and '.join(idle)}."
+    elif not any(bucket.gradient_codec for bucket in chain.from_iterable(units) if bucket.parameters[0].requires_grad):
+        raise ValueError(
+            f"{given} has no effect: every trained parameter has fewer than two dimensions, or fewer than "
+            f"exempt_numel={compression.exempt_numel} elements."
         )
-    elif idle:
-        said = f"{given} compresses {idle[0]}."
-    else:
-        return
-    if communicator.everyone.rank == 0:
-        warnings.warn(said, stacklevel=3)
 
 
 def _compute_dtype_of(

@@ -130,22 +130,13 @@ class Optimizers:
     def show(self, buckets: list[Bucket]) -> None:
         """After the masters of these buckets have changed, gather again those of them that are currently gathered."""
         changed, kept = set(buckets), []
-        by_changes = self._agree_on_changes()
         for bucket in (bucket for bucket in self.buckets if bucket in changed):
-            if bucket.refresh(bucket in by_changes):
+            if bucket.refresh():
                 kept.append(bucket)
             if not self._config.overlap:
                 bucket.wait()
         for bucket in kept:
             bucket.wait()
-
-    def _agree_on_changes(self) -> set[Bucket]:
-        """The buckets that can be gathered by sending only changes: only updates have written to them. Collective."""
-        sending = [bucket for bucket in self.buckets if bucket.residency.plan.sends_changes]
-        if not sending:
-            return set()
-        written = self.communicator.control.any_rank([bucket.was_written for bucket in sending], "sending an update")
-        return {bucket for bucket, is_written in zip(sending, written) if not is_written}
 
     @property
     def updates(self) -> int | None:

@@ -198,16 +198,12 @@ class BucketLayout:
 
     def spans_of(self, rank: int) -> Spans:
         """The spans of a rank's shard."""
-        return self.spans_in(*self.shard_range(rank))
-
-    def spans_in(self, low: int, high: int) -> Spans:
-        """The spans of a range."""
-        if (low, high) not in self._spans:
-            self._spans[low, high] = self._cut(low, high)
-        return self._spans[low, high]
+        if rank not in self._spans:
+            self._spans[rank] = self._cut(*self.shard_range(rank))
+        return self._spans[rank]
 
     @cached_property
-    def _spans(self) -> dict[tuple[int, int], Spans]:
+    def _spans(self) -> dict[int, Spans]:
         return {}
 
     def _cut(self, low: int, high: int) -> Spans:

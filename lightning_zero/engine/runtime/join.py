@@ -128,7 +128,8 @@ class Join:
                 return
             bucket = self._buckets[number]
             stays = bucket.is_ready
-            bucket.gather(refresh=True)
+            with self._rendezvous.have_met():  # the leader's announcement says what all ranks gather
+                bucket.gather(refresh=True)
             bucket.wait()
             if not stays:
                 bucket.release()

@@ -91,7 +91,7 @@ class GradientReducer:
     parameters they used.
 
     Args:
-        reduce_dtype, chunk_numel: see ``BucketGradients``.
+        reduce_dtype: see ``BucketGradients``.
         in_flight: maximum number of reductions, each with its own buffer, that run at one time.
         overlap: False to wait for each reduction right after starting it.
         reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1
@@ -110,7 +110,6 @@ class GradientReducer:
         phases: Phases,
         *,
         reduce_dtype: torch.dtype | None,
-        chunk_numel: int,
         in_flight: int,
         overlap: bool,
         reduces_every_backward: bool,
@@ -123,7 +122,7 @@ class GradientReducer:
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
         numbers = count()
         self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
-        self._gradients = [BucketGradients(bucket, reduce_dtype, chunk_numel) for bucket in self._buckets]
+        self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
         self.synchronise = True  # whether the next backward is synchronised; False under ``no_sync``
         self._synchronises = True  # whether the running backward is synchronised
         self._expectations: dict[tuple[int, ...], _Expectation] = {}

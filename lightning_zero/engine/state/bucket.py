@@ -102,8 +102,6 @@ class Bucket:
             ordinary.
         is_data_read: whether a module has read ``data`` of a parameter, through which it may have written values.
         awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
-        was_written: whether anything except updates has written values since the last ``refresh``; may differ between
-            ranks.
     """
 
     def __init__(
@@ -126,7 +124,7 @@ class Bucket:
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
-        self.awaits_refresh = self.was_written = False
+        self.awaits_refresh = False
         self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
@@ -221,19 +219,18 @@ class Bucket:
         if self.state in (BucketState.SHARDED, BucketState.STALE) and not (update and update.writes_to_buffer):
             self.residency.fetch(update.work if update is not None else None)
 
-    def gather(self, *, refresh: bool = False, by_changes: bool = False) -> None:
+    def gather(self, *, refresh: bool = False) -> None:
         """Start to fill ``full``; call ``wait`` before reading it. No effect if a gather has begun, unless ``refresh``.
 
         Args:
             refresh: gather again, after a change of the values that gathers start from.
-            by_changes: send only changes, which requires that ``full`` had the same values on all ranks before.
         """
         if self.state in (BucketState.GATHERING, BucketState.GATHERED) and not refresh:
             return
         with temporarily_clear_interpreter_stack():  # a gather is not part of a function that ``torch.func`` transforms
-            self._gather(by_changes)
+            self._gather()
 
-    def _gather(self, by_changes: bool) -> None:
+    def _gather(self) -> None:
         self._finish_gather()
         update = self.update
         if update is not None:
@@ -243,7 +240,7 @@ class Bucket:
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
-            self._pending.append(self._start_gather(None if is_in_place else self._own_values(), by_changes))
+            self._pending.append(self._start_gather(None if is_in_place else self._own_values()))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
@@ -256,24 +253,23 @@ class Bucket:
         if self.part is None:
             return self.residency.own_values()
         if self.update is not None:  # an update of a step that has since failed
-            self._refresh_part(self.part, by_changes=False)
+            self._refresh_part(self.part)
         return self.part.values()
 
-    def _start_gather(self, own: Tensor | None, by_changes: bool) -> Pending:
+    def _start_gather(self, own: Tensor | None) -> Pending:
         """Copy ``own``, this rank's values, to ``full``, unless ``own`` is None; then start the all-gather."""
 
         def gather() -> Pending:
-            if own is not None and by_changes and not self._is_left:
-                mine, collectives = self.full[self._shard], self.communicator.along(self.over)
-                return collectives.exchange_changes(self.full, self._ranges, self._number, mine, own, what)
             if own is not None:
                 self.full[self._gathers_from].copy_(own, non_blocking=True)
+            if not self.is_replicated:
+                self.rendezvous.agree_on_gather(self._number, what)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
             if self._is_left:
                 self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
                 return Pending(what)
-            return self.communicator.along(self.over).all_gather(self.full, self._ranges, self._number, what)
+            return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
 
         what = f"the gather of unit {self.unit_name or 'root'!r}"
         if own is None or own.device == self.full.device:
@@ -329,7 +325,6 @@ class Bucket:
         if self.is_in_buffer or not self.is_ready or not any(map(self.may_be_written, range(len(self.views)))):
             return
         self.wait()
-        self.was_written = True
         with torch.no_grad():
             self.follow(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
             if self.part is not None:
@@ -381,7 +376,7 @@ class Bucket:
         if self.update is not None and self.update.writes_to_buffer:
             self.full.data[self._shard][part].copy_(values)
 
-    def refresh(self, by_changes: bool = False) -> bool:
+    def refresh(self) -> bool:
         """After a change of the master weights, gather ``full`` again if it is filled.
 
         With one rank, a background update may still be running, so the next ``wait`` gathers instead.
@@ -389,9 +384,8 @@ class Bucket:
         Returns True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (for
         example, a module has stored a row of its weight) and may read this tensor at any time.
         """
-        self.was_written = False
         if self.part is not None:
-            self._refresh_part(self.part, by_changes)
+            self._refresh_part(self.part)
         if not self.is_ready:
             return False
         update = self.update
@@ -399,17 +393,17 @@ class Bucket:
         if self.layout.world_size == 1 and update is not None and not is_kept:
             self.state = BucketState.STALE
             return False
-        self.gather(refresh=True, by_changes=by_changes and self.part is None)
+        self.gather(refresh=True)
         return is_kept
 
-    def _refresh_part(self, part: NodePart, by_changes: bool) -> None:
+    def _refresh_part(self, part: NodePart) -> None:
         """Start to fetch the values that other machines have updated."""
         if self.update is not None:
             with self.phases("wait for update", self.unit_name):
                 self.update.work.wait()
             self.update = None
         with torch.no_grad(), self.phases("gather", self.unit_name):
-            part.refresh(self.residency.own_values(), by_changes)
+            part.refresh(self.residency.own_values())
 
     def cut_anew(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
         """Change the layout, so that each parameter has one owner.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 
 import torch
 from torch import Tensor
@@ -11,13 +10,12 @@ from torch import Tensor
 from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
-from lightning_zero.engine.comm.transport import Span, Started
+from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.compat import storage_use_count
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.chunked_reduction import ChunkedReduction
 from lightning_zero.engine.state.flat_buffer import fill
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
@@ -25,17 +23,19 @@ from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _SMALL, _SMALL_BUCKET = 2**13, 2**20
-"""In elements. Gradients of up to ``_SMALL`` are kept separately, then copied into the flat buffer in one call, since
-a call for each would take longer than its copy. In a bucket of up to ``_SMALL_BUCKET`` whose parameters have up to
+"""In elements. Gradients of up to ``_SMALL`` are copied to the flat buffer together, just before the reduction, since a
+call for each would take longer than its copy. In a bucket of up to ``_SMALL_BUCKET`` whose parameters have up to
 ``_SMALL`` on average, this applies to all gradients."""
 
 
 class BucketGradients:
-    """Local gradients of a bucket's parameters, kept separately or in one flat buffer, and their mean over ranks.
+    """Local gradients of a bucket's parameters in one flat buffer, and their mean over ranks.
+
+    A gradient is added to its segment of the buffer when it arrives. With one rank there is no buffer: each parameter
+    keeps the gradient that has arrived.
 
     Args:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
-        chunk_numel: a bucket of one parameter with more elements than this is reduced in chunks of about this size.
 
     Attributes:
         reduces: whether the current backward reduces gradients.
@@ -43,50 +43,26 @@ class BucketGradients:
         flat: the flat buffer, if there is one.
     """
 
-    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None, chunk_numel: int) -> None:
+    def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
         self.bucket, self.reduces, self.crosses = bucket, True, True
-        communicator, layout, dtype = bucket.communicator, bucket.layout, bucket.dtype
-        self._dtype = self._wire_dtype = torch.float32 if dtype in LOW_PRECISION else dtype
+        layout, dtype = bucket.layout, bucket.dtype
+        self._dtype = sent = torch.float32 if dtype in LOW_PRECISION else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
-            self._wire_dtype = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
-        # The copy of a gradient into the flat buffer can divide by the number of ranks at no cost, unless the copy
-        # casts. Dividing before the sum also keeps the sum in range in a narrow ``_wire_dtype``.
-        self._can_take_mean_first = communicator.size > 1 and (
-            bucket.full.dtype == self._dtype or self._wire_dtype != self._dtype
-        )
-        self._codec = bucket.gradient_codec or Cast(self._wire_dtype)
-        # If a sum over machines follows, gradients are not compressed within a machine.
-        self._first_codec = Cast(self._dtype) if bucket.part is not None else self._codec
-        are_small = layout.numel <= _SMALL * len(layout.segments)
-        # A large gradient is reduced in chunks, so that its reduction needs no buffer as large as the gradient.
-        is_alone_and_large = len(layout.segments) == 1 and layout.numel > chunk_numel and communicator.size > 1
-        # Gradients are reduced without a copy into one buffer, except if they are small (the calls would cost more than
-        # the copy), or if a large one would have to be cast all at once.
-        takes_spans = communicator.along(bucket.over).takes_spans and self._first_codec == Cast(self._dtype)
-        is_cast_in_chunks = is_alone_and_large and bucket.full.dtype != self._dtype
-        self._reduces_in_spans = takes_spans and not are_small and not is_cast_in_chunks
-        copied_together = are_small and layout.numel <= _SMALL_BUCKET
-        self._chunk_numel = chunk_numel if is_alone_and_large and not self._reduces_in_spans else None
-        self._crossing_chunk_numel = chunk_numel if is_alone_and_large and bucket.part is not None else None
-        self._may_all_stay_apart = (
-            self._reduces_in_spans or communicator.size == 1 or copied_together or self._chunk_numel is not None
-        )
-        self._category = "gradients" if is_alone_and_large else "reduction"
-        # The ledger counts separately kept gradients, unless they are soon copied to a flat buffer.
-        self._is_counted_apart = self._reduces_in_spans or self._chunk_numel is not None
-        self._shares = {
-            number: segment.share for number, segment in enumerate(layout.segments) if segment.share.is_divided
-        }
-        self._sizes, self._mean = layout.sizes(), layout.mean
+            sent = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
+        self._codec = bucket.gradient_codec or Cast(sent)
+        # gradients of more elements are copied to the flat buffer when they arrive
+        self._most_waiting = _SMALL
+        if bucket.communicator.size == 1 or layout.numel <= min(_SMALL * len(layout.segments), _SMALL_BUCKET):
+            self._most_waiting = layout.numel
         self.flat: Tensor | None = None
-        self._apart: dict[int, Tensor] = {}  # separately kept gradients, by parameter index
+        self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter index
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
         self._uses_of_flat = 0  # ``storage_use_count`` of the flat buffer alone
         self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set here, its version
         self._resumed: list[int] = []  # parameters whose ``p.grad`` is None while a backward adds to their gradients
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
-        self._reducing: Counter[str] = Counter()  # bytes held while gradients are reduced, by category
+        self._reducing = 0  # bytes held while gradients are reduced
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a local gradient in a parameter's full shape, or of this rank's share. The tensor is used up."""
@@ -95,45 +71,38 @@ class BucketGradients:
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
-        gradient = gradient.resolve_conj().resolve_neg()  # other ranks read its bytes
-        if (share := self._shares.get(index)) is not None and gradient.shape == share.shape:  # not yet divided
+        gradient = gradient.detach().resolve_conj().resolve_neg()  # other ranks read its bytes
+        share = self.bucket.layout.segments[index].share
+        if share.is_divided and gradient.shape == share.shape:  # not yet divided
             gradient = share.own(gradient)
-        stays_apart = gradient.numel() <= _SMALL or (self._may_all_stay_apart and self.flat is None)
-        if stays_apart and self.reduces and not self._filled[index]:
-            dtype = self._dtype if self._chunk_numel is None else gradient.dtype  # chunks are cast one by one
-            if gradient.dtype != dtype or not gradient.is_contiguous() or gradient.requires_grad:
-                gradient = gradient.detach().to(dtype).contiguous()
-            self._apart[index] = gradient
-            self._filled[index] = True
-            if self._is_counted_apart:
-                self.bucket.ledger.add(self._category, gradient.nbytes)
-            return
+        is_first, self._filled[index] = not self._filled[index], True
         with torch.no_grad():
-            if index in self._apart:
-                self._in_dtype_of_accumulation(index).add_(gradient)
-                return
-            if self.flat is None:
-                self.flat = self._make_flat()
-            target = self._flat_view(index)
-            mean_first = self._can_take_mean_first and self.reduces
-            factor = self._mean if mean_first else 1.0
-            if self._filled[index]:
-                target.add_(gradient, alpha=factor)
-            elif mean_first and gradient.dtype == target.dtype:
-                torch.mul(gradient, factor, out=target)
+            if index in self._waiting:
+                self._waiting[index].add_(gradient)
+            elif is_first and self.reduces and gradient.numel() <= self._most_waiting:
+                self._waiting[index] = gradient.to(self._dtype).contiguous()
+            elif is_first and self.reduces and self._fits_as_buffer(gradient):
+                self.flat = gradient.view(-1)
+                self.bucket.ledger.add("reduction", gradient.nbytes)
             else:
-                target.copy_(gradient)
-                if mean_first:
-                    target.mul_(factor)
-            self._filled[index] = True
+                if self.flat is None:
+                    self.flat = self._make_flat()
+                if is_first:
+                    self._flat_view(index).copy_(gradient)
+                else:
+                    self._flat_view(index).add_(gradient)
 
-    def _in_dtype_of_accumulation(self, index: int) -> Tensor:
-        """Cast a separately kept gradient to the dtype of accumulation, and return it."""
-        before, gradient = self._apart[index], self._apart[index].to(self._dtype)
-        self._apart[index] = gradient
-        if self._is_counted_apart:
-            self.bucket.ledger.add(self._category, gradient.nbytes - before.nbytes)
-        return gradient
+    def _fits_as_buffer(self, gradient: Tensor) -> bool:
+        """Whether a gradient can be the flat buffer itself, as that of a large parameter alone in its bucket."""
+        device, numel = gradient.device, self.bucket.layout.padded_numel
+        return (
+            self.flat is None
+            and gradient.dtype == self._dtype
+            and gradient.is_contiguous()
+            and gradient.numel() == numel
+            and current_stream(device) == self.bucket.streams.home
+            and gradient.untyped_storage().nbytes() == gradient.nbytes
+        )
 
     def _turn_to_current_stream(self) -> None:
         """Make the current stream wait for the stream that computed the earlier gradients.
@@ -196,9 +165,6 @@ class BucketGradients:
             self._leave_kept()
         for index, gradient in changed:
             self._flat_view(index).copy_(gradient)
-        if self._can_take_mean_first and self.reduces:
-            for index in resumed:
-                self._flat_view(index).mul_(self._mean)
 
     def _leave_kept(self) -> None:
         """Continue in another flat buffer if user code keeps a gradient in this one, such as across ``zero_grad``."""
@@ -252,7 +218,7 @@ class BucketGradients:
         """Drop gradients that were accumulated but not reduced."""
         if self.flat is not None:
             self.bucket.ledger.add("reduction", -self.flat.untyped_storage().nbytes())
-        self._take_apart()
+        self._waiting = {}
         self.flat = None
         self._streams.clear()
         self._filled = [False] * len(self._filled)
@@ -281,33 +247,19 @@ class BucketGradients:
         """
         self._turn_to_current_stream()
         self._take_local()
-        communicator, what = self.bucket.communicator, self._what
-        collectives, ranges = communicator.along(self.bucket.over), self.bucket.layout.part_ranges
-        if self._chunk_numel is not None:
-            return self._start_in_chunks(self._chunk_numel)
-        if communicator.size > 1 and not (self._reduces_in_spans and self.flat is None):
-            with torch.no_grad():
-                flat, self.flat = self._complete_flat(), None
-                self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
-                self._hold("reduction", collectives.reduction_bytes(flat, ranges, self._first_codec))
-                return collectives.reduce_scatter(flat, ranges, self._first_codec, what)
-        apart = {index: gradient.view(-1) for index, gradient in self._take_apart().items()}
-        self._filled = [False] * len(self._filled)
-        self._streams.clear()
-        if communicator.size == 1:
-            return Pending(what, Started([], [], lambda: apart))
-        spans = [
-            [
-                Span(numel, apart[index][offset : offset + numel] if index in apart else None)
-                for numel, index, offset in self.bucket.layout.spans_in(start, stop)
-            ]
-            for start, stop in ranges
-        ]
-        start, stop = self.bucket.layout.own_part
-        own_nbytes = (stop - start) * self._dtype.itemsize
-        self._hold(self._category, sum(gradient.nbytes for gradient in apart.values()) + own_nbytes)
-        factor = self._mean if self._can_take_mean_first else 1.0
-        return collectives.reduce_spans(spans, self._dtype, factor, what)
+        if self.bucket.communicator.size == 1:
+            waiting, self._waiting = self._waiting, {}
+            self._filled = [False] * len(self._filled)
+            self._streams.clear()
+            gradients = {index: gradient.view(-1) for index, gradient in waiting.items()}
+            return Pending(self._what, Started([], [], lambda: gradients))
+        collectives, ranges = self.bucket.communicator.along(self.bucket.over), self.bucket.layout.part_ranges
+        # If a sum over machines follows, gradients are not compressed within a machine.
+        codec = Cast(self._dtype) if self.bucket.part is not None else self._codec
+        with torch.no_grad():
+            flat = self._complete_flat()
+            self._hold(collectives.reduction_bytes(flat, ranges, codec))
+            return collectives.reduce_scatter(flat, ranges, codec, self._what)
 
     @property
     def _what(self) -> str:
@@ -323,51 +275,30 @@ class BucketGradients:
             shard = self._accumulating_shard(slots_of(self.bucket))
             if shard is not None and (accumulated := shard.take()) is not None:
                 total.add_(accumulated)
-            if self._crossing_chunk_numel is not None:
-                self._hold(self._category, total.nbytes)
             return self._reduce_across(total)
 
-    def _hold(self, category: str, nbytes: int) -> None:
+    def _hold(self, nbytes: int) -> None:
         """Count bytes as held until the reduction ends."""
-        self._reducing[category] += nbytes
-        self.bucket.ledger.add(category, nbytes)
+        self._reducing += nbytes
+        self.bucket.ledger.add("reduction", nbytes)
 
     def _sum_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
         """Wait for a reduction, and return the sum."""
         with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
             total = pending.wait()
-        for category, nbytes in self._reducing.items():
-            self.bucket.ledger.add(category, -nbytes)
-        self._reducing.clear()
+        self.bucket.ledger.add("reduction", -self._reducing)
+        self._reducing = 0
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
         """Like ``_sum_of``, but divided by the total number of ranks: a later sum over machines then gives the mean."""
         total = self._sum_of(pending)
-        if isinstance(total, Tensor) and not self._can_take_mean_first:
-            total.mul_(self._mean)
-        return total
+        return total.mul_(self.bucket.layout.mean) if isinstance(total, Tensor) else total
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
-        what = f"{self._what} over machines"
-        if self._crossing_chunk_numel is None:
-            self._hold("reduction", collectives.reduction_bytes(part, ranges, self._codec))
-            return collectives.reduce_scatter(part, ranges, self._codec, what)
-        start, stop = self.bucket.layout.own_range
-        self._hold(self._category, (stop - start) * part.itemsize)
-        reduction = ChunkedReduction(
-            part,
-            ranges,
-            stop - start,
-            collectives,
-            self._codec,
-            chunk_numel=self._crossing_chunk_numel,
-            like=part[:0],
-            ledger=self.bucket.ledger,
-            what=what,
-        )
-        return Pending(what, Started([], [], reduction.finish))
+        self._hold(collectives.reduction_bytes(part, ranges, self._codec))
+        return collectives.reduce_scatter(part, ranges, self._codec, f"{self._what} over machines")
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Sum ``part``, a sum within this rank's machine, over all machines. Collective."""
@@ -379,60 +310,17 @@ class BucketGradients:
         assert isinstance(total, Tensor)
         return total
 
-    def _take_apart(self) -> dict[int, Tensor]:
-        """Remove and return the separately kept gradients."""
-        apart, self._apart = self._apart, {}
-        if self._is_counted_apart:
-            self.bucket.ledger.add(self._category, -sum(gradient.nbytes for gradient in apart.values()))
-        return apart
-
-    def _start_in_chunks(self, chunk_numel: int) -> Pending:
-        """Start to reduce the gradient of a bucket's only parameter in chunks."""
-        gradient, factor = next((each.view(-1) for each in self._apart.values()), None), self._mean
-        if (flat := self.flat) is not None:  # for gradients accumulated without synchronisation
-            self.flat = None
-            self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
-            if self._filled[0] and gradient is None:
-                gradient, factor = flat[: self.bucket.layout.numel], 1.0
-            del flat
-        start, stop = self.bucket.layout.own_part
-        self._take_apart()
-        own_nbytes = (stop - start) * self._dtype.itemsize
-        self._hold(self._category, own_nbytes + (gradient.nbytes if gradient is not None else 0))
-        self._filled, streams = [False], self._streams
-        self._streams = []
-        with torch.no_grad():
-            reduction = ChunkedReduction(
-                gradient,
-                self.bucket.layout.part_ranges,
-                stop - start,
-                self.bucket.communicator.along(self.bucket.over),
-                self._first_codec,
-                factor=factor if self._can_take_mean_first else 1.0,
-                chunk_numel=chunk_numel,
-                like=torch.empty(0, dtype=self._dtype, device=self.bucket.full.device),
-                ledger=self.bucket.ledger,
-                what=self._what,
-            )
-        del gradient
-
-        def finish() -> Tensor:
-            total = reduction.finish()
-            for stream in streams:  # before the gradient's memory is reused
-                wait_for([current_stream(total.device)], stream)
-            return total
-
-        return Pending(self._what, Started([], [], finish))
-
     def _complete_flat(self) -> Tensor:
-        """Remove and return the flat buffer, with separately kept gradients copied in and zeros for missing ones."""
+        """Remove and return the flat buffer, with waiting gradients copied in and zeros for missing ones."""
         flat = self._make_flat() if self.flat is None else self.flat
+        self.bucket.ledger.add("reduction", -flat.untyped_storage().nbytes())
+        self.flat = None
         filled, self._filled = self._filled, [False] * len(self._filled)
-        apart = self._take_apart()
-        fill(flat, self._sizes, apart, filled, self._mean if self._can_take_mean_first else 1.0)
+        waiting, self._waiting = self._waiting, {}
+        fill(flat, self.bucket.layout.sizes(), waiting, filled)
         for stream in self._streams:
             wait_for(self._streams[-1:], stream)
-        del apart  # only now: its memory may be used again on the streams that allocated it
+        del waiting  # only now: its memory may be used again on the streams that allocated it
         self._streams.clear()
         return flat
 

@@ -7,30 +7,24 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.compat import foreach_copy, foreach_mul, foreach_zero
+from lightning_zero.engine.compat import foreach_copy, foreach_zero
 
 
-def fill(flat: Tensor, sizes: Sequence[int], apart: Mapping[int, Tensor], filled: Sequence[bool], mean: float) -> None:
-    """Copy separately kept gradients into the buffer, and zeros where there is no gradient.
+def fill(flat: Tensor, sizes: Sequence[int], waiting: Mapping[int, Tensor], filled: Sequence[bool]) -> None:
+    """Copy waiting gradients into the buffer, and zeros where there is no gradient.
 
     Args:
         sizes: the lengths of each segment and of the gap after it, in turn.
-        apart: gradients by the number of their segment, in the buffer's dtype.
-        filled: by segment, whether there is a gradient, in ``apart`` or in the buffer.
-        mean: the gradients in ``apart`` are multiplied by this number.
+        waiting: gradients by the number of their segment, in the buffer's dtype.
+        filled: by segment, whether there is a gradient, in ``waiting`` or in the buffer.
     """
-    if len(apart) == len(filled) and flat.numel():  # the fastest way
+    if len(waiting) == len(filled) and flat.numel():  # the fastest way
         gaps = flat.new_zeros(max(sizes[1::2]))
-        torch.cat([gaps[:n] if i % 2 else apart[i // 2].view(-1) for i, n in enumerate(sizes) if n], out=flat)
-        if mean != 1.0:
-            flat.mul_(mean)
+        torch.cat([gaps[:n] if i % 2 else waiting[i // 2].view(-1) for i, n in enumerate(sizes) if n], out=flat)
         return
     parts = flat.split_with_sizes(list(sizes))
-    if apart:
-        small = [parts[2 * index] for index in apart]
-        foreach_copy(small, [gradient.view(-1) for gradient in apart.values()])
-        if mean != 1.0:
-            foreach_mul(small, mean)
+    if waiting:
+        foreach_copy([parts[2 * index] for index in waiting], [gradient.view(-1) for gradient in waiting.values()])
     blank = [part for part, is_filled in zip(parts[::2], filled) if not is_filled]
     blank += [part for part in parts[1::2] if part.numel()]
     if blank:

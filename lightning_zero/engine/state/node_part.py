@@ -43,21 +43,16 @@ class NodePart:
         self._arrived: torch.Event | None = None  # recorded on the stream that waited for the last exchange
         ledger.add("parameters", values.nbytes)
 
-    def refresh(self, new: Tensor | None, by_changes: bool) -> None:
+    def refresh(self, new: Tensor | None) -> None:
         """Start to fetch the other shards of this part, after every rank has updated its own shard. Collective.
 
         Args:
             new: the new values of this rank's shard; None if they are in ``own`` already.
-            by_changes: send only the changes, which requires that all machines had the same values before.
         """
-        values, collectives = self.values(), self._collectives
-        if by_changes and new is not None:
-            pending = collectives.exchange_changes(values, self._ranges, self._number, self.own, new, self._what)
-        else:
-            if new is not None:
-                self.own.copy_(new)
-            pending = collectives.all_gather(values, self._ranges, self._number, self._what)
-        self._pending.append(pending)
+        values = self.values()
+        if new is not None:
+            self.own.copy_(new)
+        self._pending.append(self._collectives.all_gather(values, self._ranges, self._what))
 
     def values(self) -> Tensor:
         """The values of this part. Waits for shards that are being fetched."""
@@ -75,7 +70,7 @@ class NodePart:
         ranges = [
             (min(max(low, start), stop) - start, min(max(high, start), stop) - start) for low, high in self._ranges
         ]
-        self._collectives.all_gather(self.values()[start:stop], ranges, self._number, self._what).wait()
+        self._collectives.all_gather(self.values()[start:stop], ranges, self._what).wait()
 
     def write(self, segment: Segment, value: Tensor) -> None:
         """Expand ``value``, the same on every rank, to a parameter's shape; write the range that is in this part."""

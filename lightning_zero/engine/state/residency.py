@@ -53,7 +53,6 @@ class ResidencyPlan:
     is_replicated: bool  # whether the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
-    sends_changes: bool  # whether updates are sent as changes, for which the former values must be kept
 
     @classmethod
     def of(
@@ -66,12 +65,11 @@ class ResidencyPlan:
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
         trains: bool,
-        compresses: bool = False,
     ) -> ResidencyPlan:
         """Plan where the master weights and their copy are at rest.
 
-        ``offload`` is None if the bucket stays on the device. With ``compresses``, changes of 16-bit parameters are
-        sent to machines that have the former values. Master weights of frozen parameters keep the parameters' dtype.
+        ``offload`` is None if the bucket stays on the device. Master weights of frozen parameters keep the parameters'
+        dtype.
         """
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
         offloaded_to = _MEDIA[offload.optimizer] if offload is not None and trains else parameters_on
@@ -83,16 +81,14 @@ class ResidencyPlan:
             is_replicated = True
         at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
         masters = offloaded_to or (Medium.DEVICE if is_cast else at_rest)
-        are_elsewhere = layout.world_size > 1 and (is_replicated or layout.nodes > 1)
-        sends_changes = compresses and trains and is_cast and are_elsewhere and compute_dtype in LOW_PRECISION
         copy = None
         if offloaded_to is not None and layout.nodes > 1:
-            copy = None if sends_changes else Medium.PART
+            copy = Medium.PART
         elif offloaded_to is not None and not is_replicated:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy, sends_changes)
+        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy)
 
     @property
     def shard_numel(self) -> int:
@@ -108,11 +104,9 @@ class ResidencyPlan:
     def updates_write_to_buffer(self) -> bool:
         """Whether a background update may write its result to the gathered buffer as well as to the master weights.
 
-        True only if the buffer keeps all values at rest. Even then, False if gathers send only changes of the buffer's
-        values, if they start from a copy, or if they start from master weights in memory that have the compute dtype.
+        True only if the buffer keeps all values at rest. Even then, False if gathers start from a copy, or from master
+        weights in memory that have the compute dtype.
         """
-        if self.sends_changes:
-            return False
         is_cast = self.master_dtype != self.compute_dtype
         return self.is_replicated and self.copy is None and (is_cast or self.masters is Medium.DISK)
 

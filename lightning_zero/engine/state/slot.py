@@ -169,7 +169,6 @@ class BucketSlot:
         bucket = self.bucket
         bucket.rendezvous.require_all(f"a write to '{self.name}'")
         bucket.wait()
-        bucket.was_written = True
         with torch.no_grad():
             if bucket.is_ready:
                 bucket.segment_view(self.index).copy_(self.share.own(value))
@@ -180,7 +179,6 @@ class BucketSlot:
 
     def written_locally(self, values: Tensor) -> None:
         bucket = self.bucket
-        bucket.was_written = True
         bucket.residency.written(self.local_range, values)
         if bucket.awaits_refresh:
             bucket.correct_update(self.local_range, values)

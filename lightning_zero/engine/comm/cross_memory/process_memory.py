@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -73,12 +72,3 @@ def let_read(ancestor: int) -> bool:
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
     return prctl(_PR_SET_PTRACER, ancestor, 0, 0, 0) == 0
-
-
-def memory_domain() -> str:
-    """An identifier of the running system and the process's namespaces.
-
-    Only processes with equal identifiers can possibly read each other's memory.
-    """
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-    return " ".join([boot, os.readlink("/proc/self/ns/pid"), os.readlink("/proc/self/ns/net")])

@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import math
 import os
 import select
 import socket
@@ -15,7 +14,7 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
 from typing import Any
@@ -23,10 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm import process_memory
-from lightning_zero.engine.comm.small_messages import Key, SmallMessages
-from lightning_zero.engine.comm.transport import Span
-from lightning_zero.engine.plan.topology import Topology
+from lightning_zero.engine.comm.cross_memory import process_memory
+from lightning_zero.engine.comm.cross_memory.small_messages import Key, SmallMessages
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
@@ -73,7 +70,7 @@ class CrossMemoryExchanges:
 
     Args:
         rank: this process's rank.
-        peers: rank, process ID and two sockets for each other rank, in the order in which gradients are added up. The
+        peers: rank, process ID and two sockets for each other rank, in ascending order of ranks. The
             second socket is for small messages.
         timeout: the timeout of each exchange.
 
@@ -116,62 +113,33 @@ class CrossMemoryExchanges:
 
         return self._begin(tag, [slices[self._rank]] * len(self._ranks), take)
 
-    def reduce(
-        self,
-        tag: int,
-        own: Sequence[Span],
-        sent: Mapping[int, Sequence[Span]],
-        wire: torch.dtype,
-        factor: float = 1.0,
-    ) -> tuple[Exchange, Tensor]:
-        """Add the other ranks' contributions to this rank's own; the sum is complete when the exchange has ended.
+    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
+        """Add up all ranks' contributions, in the order of ranks; the sum is complete when the exchange has ended.
 
         Args:
             tag: see ``gather``.
-            own: this rank's contribution as consecutive spans; the spans of the other ranks' contributions have the
-                same lengths.
-            sent: for each other rank, this rank's spans that the other rank adds to its own.
-            wire: the dtype in which values are sent.
-            factor: multiplies all values before they are added up. A power of two multiplies the sum instead, with the
-                same result.
+            own: this rank's own contribution, 1-D.
+            sent: for each rank, the values that it adds to its own; they may have another dtype than ``own``. This
+                rank's element is ignored.
         """
-        dtype = next((span.values.dtype for span in own if span.values is not None), wire)
-        total = torch.empty(sum(span.numel for span in own), dtype=dtype, device="cpu")
-        tables = [torch.tensor([span.address for span in sent[rank]], device="cpu") for rank in self._ranks]
-        kept = [span.values for spans in (own, *sent.values()) for span in spans]
-        is_exact = math.frexp(factor)[0] == 0.5
+        total, wire = torch.empty_like(own), sent[0].dtype
+        # The first two terms may be swapped: rank 0 adds its own values after those of rank 1.
+        own_follows = max(self._rank - 1, 0)
 
         def take(position: int, process: int, address: int) -> None:
-            addresses = torch.empty(len(own), dtype=torch.int64, device="cpu")
-            process_memory.read_memory(process, address, addresses)
-            rest = total
-            for span, there in zip(own, addresses.tolist()):
-                for start in range(0, span.numel, _CHUNK):
-                    numel = min(_CHUNK, span.numel - start)
-                    add_up(rest[:numel], span, start, process, there, position)
-                    rest = rest[numel:]
+            for start in range(0, len(own), _CHUNK):
+                part, mine = total[start : start + _CHUNK], own[start : start + _CHUNK]
+                is_first = position == 0
+                term = part if is_first and wire == own.dtype else torch.empty_like(part, dtype=wire)
+                process_memory.read_memory(process, address + start * term.itemsize, term)
+                if not is_first:
+                    part.add_(term)
+                elif term is not part:
+                    part.copy_(term)
+                if position == own_follows:
+                    part.add_(mine)
 
-        def add_up(part: Tensor, span: Span, start: int, process: int, there: int, position: int) -> None:
-            is_first, is_last = position == 0, position == len(self._ranks) - 1
-            came = part if is_first and wire == dtype else torch.empty(len(part), dtype=wire, device="cpu")
-            if there:
-                process_memory.read_memory(process, there + start * came.itemsize, came)
-            else:
-                came.zero_()
-            if not is_exact:
-                came.mul_(factor)
-            if not is_first:
-                part.add_(came)
-            else:
-                if came is not part:
-                    part.copy_(came)
-                if span.values is not None:
-                    mine = span.values[start : start + len(part)]
-                    part.add_(mine if is_exact else mine * factor)
-            if is_last and is_exact and factor != 1.0:
-                part.mul_(factor)
-
-        return self._begin(tag, tables, take, kept), total
+        return self._begin(tag, [sent[rank] for rank in self._ranks], take, own), total
 
     def _begin(
         self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], kept: Any = None
@@ -313,23 +281,18 @@ def sever_all(reason: str) -> None:
 
 
 def connect(
-    rank: int,
-    timeout: timedelta,
-    exchange_objects: Callable[[Any], list[Any]],
-    groups_of: Callable[[Topology], Topology] = lambda topology: topology,
-) -> tuple[Topology, CrossMemoryExchanges | None]:
-    """Find which ranks share a machine, and connect the ranks of each group. Collective.
+    here: Sequence[int], rank: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
+) -> CrossMemoryExchanges | None:
+    """Connect the ranks of a machine, or of a part of it. Collective over all ranks of all groups.
 
     Args:
+        here: the ranks to connect, including this one; a rank's number in the exchanges is its position.
+        rank: this process's rank.
         timeout: the timeout of each later exchange.
-        exchange_objects: all-gathers a small object.
-        groups_of: maps the topology of machines to the topology of the groups whose ranks are connected; by default,
-            each machine is a group.
+        exchange_objects: all-gathers a small object over all ranks of all groups.
 
     Returns:
-        The machines of all ranks, and the exchanges within this rank's group, where a rank's number is its position in
-        the group. The exchanges are None on every rank if any rank cannot read the memory of another rank in its group,
-        or if there are several groups, and these have one rank each or different sizes.
+        The exchanges; None on every rank if any rank cannot read the memory of another rank in its group.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -339,29 +302,24 @@ def connect(
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.bind("")  # the system chooses a name, without a file
                 listener.listen(socket.SOMAXCONN)
-                where = listener.getsockname(), probe.data_ptr(), probe.tolist()
-                said = process_memory.memory_domain(), os.getpid(), *where
+                said = os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist()
         every = exchange_objects(said)
-        # A rank that cannot report its machine counts as alone on a machine.
-        topology = Topology(tuple(number if each is None else each[0] for number, each in enumerate(every)))
-        groups = groups_of(topology)
-        if None in every or (not groups.has_two_levels and len(groups.nodes) > 1):
-            return topology, None
-        here = groups.within(rank)
+        if None in every:
+            return None
         told, place, size = [every[each] for each in here], here.index(rank), len(here)
         if any(exchange_objects(_is_unreadable(probe, told))):
             allowed = all(exchange_objects(process_memory.let_read(os.getppid())))
             if not allowed or any(exchange_objects(_is_unreadable(probe, told))):
                 process_memory.let_read(0)
-                return topology, None
+                return None
         lines, error = {}, None
         try:
-            lines = _connect_to([each[2] for each in told[:place]], place, stack)
+            lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)
         except OSError as raised:
             error = raised
         if any(exchange_objects(error is not None)):
-            return topology, None
-        processes = [each[1] for each in told]
+            return None
+        processes = [process for process, _, _, _ in told]
         while len(lines) < 2 * (size - 1):  # all ranks have connected, so accepting does not block
             line, _ = listener.accept()
             process, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
@@ -369,27 +327,15 @@ def connect(
                 lines[tuple(map(int, line.recv(32).split()))] = line
         stack.pop_all()
         listener.close()
-    ring = ((place - k) % size for k in range(1, size))
-    peers = [(other, processes[other], lines[other, 0], lines[other, 1]) for other in ring]
-    return topology, CrossMemoryExchanges(place, peers, timeout)
-
-
-def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
-    """Find which ranks share a machine; a rank that cannot report its machine counts as alone on a machine.
-
-    Args:
-        exchange_objects: all-gathers a small object.
-    """
-    said = None
-    with suppress(OSError):
-        said = process_memory.memory_domain()
-    return Topology(tuple(number if each is None else each for number, each in enumerate(exchange_objects(said))))
+    others = [other for other in range(size) if other != place]
+    peers = [(other, processes[other], lines[other, 0], lines[other, 1]) for other in others]
+    return CrossMemoryExchanges(place, peers, timeout)
 
 
 def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
     """Whether any process's memory cannot be read, or differs from the values that the process has sent."""
     try:
-        for _, process, _, address, expected in told:
+        for process, _, address, expected in told:
             process_memory.read_memory(process, address, found := torch.empty_like(probe))
             if found.tolist() != expected:
                 return True

@@ -1,0 +1,76 @@
+"""The two operations between ranks of one machine: small slices are sent as messages, large ones read from memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges
+from lightning_zero.engine.comm.cross_memory.small_messages import SMALL, SmallMessages, bytes_of, fill, tensor_of
+from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
+
+_GATHER_TAG, _REDUCE_TAG = 1, 2
+
+
+class CrossMemoryTransport(Transport):
+    """Copies each large slice only once. Gives the same sums as ``BackendTransport``.
+
+    Codecs must be casts, since large slices are added up in parts.
+
+    Args:
+        exchanges: the exchanges with the other ranks.
+        small: their exchanges of small messages; None if all slices count as large.
+        rank: this rank's number among the ranks of the exchanges.
+    """
+
+    def __init__(self, exchanges: CrossMemoryExchanges, small: SmallMessages | None, rank: int) -> None:
+        self._exchanges, self._small, self._rank = exchanges, small, rank
+
+    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
+        slices, small = slices_of(full, ranges), self._small
+        if small is None or max(map(len, slices)) * full.itemsize > SMALL:
+            return Started([self._exchanges.gather(_GATHER_TAG, slices).wait], [full], ends_by_itself=True)
+        key = small.send(_GATHER_TAG, [bytes_of(slices[self._rank])] * len(small.ranks))
+
+        def receive() -> None:
+            for rank, message in zip(small.ranks, small.receive(key)):
+                fill(slices[rank], message)
+
+        return Started([receive], [full], ends_by_itself=True)
+
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        sent = slices_of(codec.encode(flat), ranges)
+        own, small = slices_of(flat, ranges[self._rank : self._rank + 1])[0], self._small
+        if small is None or max(map(len, sent)) * codec.dtype.itemsize > SMALL:
+            exchange, total = self._exchanges.reduce(_REDUCE_TAG, own, sent)
+            return Started([exchange.wait], [], lambda: total, ends_by_itself=True)
+        total = torch.empty_like(own)
+        key = small.send(_REDUCE_TAG, [bytes_of(sent[rank]) for rank in small.ranks])
+
+        def receive() -> None:
+            terms = self._terms(own, small.receive(key), codec)
+            torch.add(next(terms), next(terms), out=total)
+            for term in terms:
+                total.add_(term)
+
+        return Started([receive], [], lambda: total, ends_by_itself=True)
+
+    def _terms(self, own: Tensor, messages: list[bytes], codec: Codec) -> Iterator[Tensor]:
+        """All ranks' contributions in the order of ranks."""
+        for position, message in enumerate(messages):
+            if position == self._rank:
+                yield own
+            yield codec.decode(tensor_of(message, (len(own),), codec.dtype), len(own), own.dtype)
+        if self._rank == len(messages):
+            yield own
+
+    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
+        start, stop = ranges[self._rank]
+        encoded = flat.numel() * codec.dtype.itemsize if codec.dtype != flat.dtype else 0
+        return flat.nbytes + encoded + (stop - start) * flat.itemsize
+
+    def close(self) -> None:
+        self._exchanges.close()
