@@ -237,7 +237,7 @@ class OnRank0(Net):
 
 
 def put_in_on_rank_0(form: str, folder: Path) -> None:
-    why = "lacks some ranks' shards of" if form == "sharded" else "Rank 0 needs every rank for 'scale'"
+    why = "lacks some ranks' shards of" if form == "sharded" else "rank 0 waits for the rendezvous for 'scale'"
     with pytest.raises((OSError, RuntimeError, ValueError), match=why):
         saved_by(form, OnRank0, folder)
     assert list(folder.iterdir()) == []

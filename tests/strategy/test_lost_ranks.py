@@ -106,6 +106,23 @@ def test_the_reason_of_a_failure_reaches_ranks_that_wait_for_others_than_the_fai
     run_on(1, while_others_wait_for_each_other, timeout=60, failing=failing)
 
 
+@little_patience()
+def with_default_dtypes_that_differ():
+    """Rank 0 changes torch's default dtype, as Lightning does in each step of precision="bf16-true"."""
+    engine = Engine(nn.Linear(4, 4), stage=3)
+    torch.set_default_dtype(torch.bfloat16 if rank() == 0 else torch.float32)
+    deadline = time.monotonic() + 5 * PATIENCE  # the timers exchange several messages meanwhile
+    while time.monotonic() < deadline:
+        time.sleep(PATIENCE / 10)
+    torch.set_default_dtype(torch.float32)
+    dist.barrier()
+    engine.close()
+
+
+def test_ranks_may_have_different_default_dtypes(run_on):
+    run_on(2, with_default_dtypes_that_differ)
+
+
 def all_reduce_of_the_project():
     try:
         dist.all_reduce(torch.ones(1))

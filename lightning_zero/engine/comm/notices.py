@@ -168,7 +168,7 @@ class Notices:
 
     def _meet_neighbours(self) -> None:
         """Exchange messages with the neighbours in the ring, which fails if a neighbour's process has ended."""
-        message, works = torch.zeros(1, device="cpu"), []
+        message, works = torch.zeros(1, dtype=torch.uint8, device="cpu"), []
         for step, begin in ((1, self._ring.send), (-1, self._ring.recv)):
             neighbour = (self._rank + step) % self._size
             if neighbour not in self.gone:

@@ -184,7 +184,9 @@ def close_connections(backend: Any) -> None:
     """
     for peer in set(range(backend.size())) - {backend.rank()}:
         with suppress(RuntimeError):
-            backend.recv([torch.empty(1, device="cpu")], peer, _UNUSED_TAG).wait(timedelta(milliseconds=1))
+            backend.recv([torch.empty(1, dtype=torch.uint8, device="cpu")], peer, _UNUSED_TAG).wait(
+                timedelta(milliseconds=1)
+            )
 
 
 # -- the store --------------------------------------------------------------------------------------------------------
