@@ -76,7 +76,7 @@ class Plan:
 
     @property
     def name(self) -> str:
-        """The plan's strategy and options, such as ``zero3 with shard_within='node'``."""
+        """The plan's strategy and options, such as ``zero3 (shard_within='node')``."""
         if self.stage == 0:
             return "DDP"
         checkpointing: Checkpointing = "partitioned" if self.partition_activations else self.activation_checkpointing
@@ -100,7 +100,7 @@ def _name(stage: int, offload: str, checkpointing: Checkpointing, options: Mappi
     if offload != "activations":
         del shown["offload"]  # the strategy's name says it
     text = ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None and value is not False)
-    return f"zero{stage}{_SUFFIXES[offload]}" + (f" with {text}" if text else "")
+    return f"zero{stage}{_SUFFIXES[offload]}" + (f" ({text})" if text else "")
 
 
 def make_plans(

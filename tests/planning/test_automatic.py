@@ -123,9 +123,9 @@ def test_training_under_zero_auto_gives_ddps_numbers(run_on):
     ("options", "name"),
     [
         ({"shard_within": None, "compression": {}}, "zero[123]"),
-        ({"shard_within": "node"}, "zero3 with shard_within='node'"),
-        ({"compression": "int8"}, "zero[123] with compression='int8'"),
-        ({"compression": CompressionConfig("int8", block=64)}, "zero[123] with compression=CompressionConfig.*"),
+        ({"shard_within": "node"}, r"zero3 \(shard_within='node'\)"),
+        ({"compression": "int8"}, r"zero[123] \(compression='int8'\)"),
+        ({"compression": CompressionConfig("int8", block=64)}, r"zero[123] \(compression=CompressionConfig.*\)"),
     ],
 )
 def test_zero_auto_chooses_a_stage_that_its_options_allow(run_on, options, name):

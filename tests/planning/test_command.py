@@ -230,10 +230,10 @@ def test_plans_of_a_batch_of_unknown_size_are_compared_by_their_time(capsys):
     assert main(arguments) == 0
     said = capsys.readouterr().out
     assert f"Take DDP: {ddp['seconds_per_step']:.3g} s a step, " in said and "Times are unknown" not in said
-    assert "ZeRO does not help here: its fastest plan, zero3 with unit_numel=0, is " in said
+    assert "ZeRO does not help here: its fastest plan, zero3 (unit_numel=0), is " in said
     assert main([*arguments, "--stage", "0", "1", "--accumulate", "1", "4"]) == 0
     said = capsys.readouterr().out
-    assert "Take zero1 with 4 micro-batches a step: " in said, "stage 1 reduces once for all micro-batches"
+    assert "Take zero1 (unit_numel=0) with 4 micro-batches a step: " in said, "stage 1 reduces once for all micro-batches"
     assert "times DDP's rate.\n" in said
 
 
@@ -408,7 +408,7 @@ def test_sharding_within_machines_is_planned_next_to_stage_3(capsys):
     assert flat["peak_bytes"]["parameters"] < node["peak_bytes"]["parameters"] < pairs["peak_bytes"]["parameters"]
     assert main([*PROJECT, *choices, *speed]) == 0
     said = capsys.readouterr().out
-    assert "zero3 with shard_within='node'" in said and "leaves a machine" in said
+    assert "zero3 (shard_within='node')" in said and "leaves a machine" in said
 
 
 @pytest.mark.exhaustive
@@ -434,7 +434,7 @@ def test_compression_is_planned_and_is_slower_on_a_fast_link(capsys):
         assert encoded["samples_per_second"] > 1.15 * plain["samples_per_second"]
         assert fast[stage, within, "int8"]["samples_per_second"] < fast[stage, within, None]["samples_per_second"]
     assert main([*PROJECT, *choices]) == 0
-    assert "zero3 with shard_within='node', compression='int8'" in capsys.readouterr().out
+    assert "zero3 (shard_within='node', compression='int8')" in capsys.readouterr().out
 
 
 SMALL = ["--ranks", "4", "--machines", "2", "--transport", "gloo", "--precision", "bf16-mixed", "--stage", "2"]
@@ -445,7 +445,7 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
     assert main([*PROJECT, *choices, "--json"]) == 0
     printed = capsys.readouterr()
     assert [plan["options"]["compression"] for plan in json.loads(printed.out)] == [None]
-    reason = "zero2 with compression='int8': compression='int8' has no effect: every trained parameter has fewer than "
+    reason = "zero2 (compression='int8'): compression='int8' has no effect: every trained parameter has fewer than "
     assert f"Left out: {reason}" in printed.err
     assert main([*PROJECT, *choices[:-2], "compression=int8"]) == 2
     assert reason in capsys.readouterr().err

@@ -255,7 +255,7 @@ def test_the_command_plans_choices_of_both_dimensions(capsys):
     in_parts = ["--checkpointing", "partitioned", "--offload", "none", "activations"]
     assert main([*project, "--option", "tensor_parallel_size=2", "--stage", "1", *in_parts]) == 0
     printed = capsys.readouterr().out
-    assert "zero1 with tensor_parallel_size=2, activation_checkpointing='units', partition_activations=True" in printed
+    assert "zero1 (tensor_parallel_size=2, activation_checkpointing='units', partition_activations=True)" in printed
     assert "partition_activations=True, offload={'optimizer': None, 'activations': 'cpu'}" in printed
 
 
