@@ -108,9 +108,9 @@ class Finder:
         optimizer.zero_grad()
         for number, micro_batch in enumerate(window):
             place = f"micro-batch {number} (batch_idx={micro_batch.index})"
-            watch, broken = _computed_again(trainer, module, micro_batch)
-            if watch.first is not None:
-                found = _Found(number, 0, rank, f"rank {rank}, {place}: {watch.first}", broken)
+            recorder, broken = _computed_again(trainer, module, micro_batch)
+            if recorder.first is not None:
+                found = _Found(number, 0, rank, f"rank {rank}, {place}: {recorder.first}", broken)
             elif broken:  # the case on every rank, if gradients are averaged during backward
                 found = _Found(number, 1, rank, f"{place}: all modules' values and the loss are finite", broken)
             if not trainer.strategy.reduce_boolean_decision(found is None):
@@ -157,20 +157,20 @@ def _elements(gradient: Tensor) -> Tensor:
     return gradient if gradient.is_sparse else shard_of(gradient)
 
 
-def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Watch, list[str]]:
+def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Recorder, list[str]]:
     """Compute a micro-batch again; return what the hooks found, and the parameters with non-finite gradients."""
     internals.set_rng_states(micro_batch.rng_states)
     strategy = trainer.strategy
     no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
     arguments = internals.arguments_of_step(trainer, micro_batch.batch, micro_batch.index)
-    with torch.enable_grad(), _watching(module) as watch, no_sync:
+    with torch.enable_grad(), _recording(module) as recorder, no_sync:
         for tensor in _floats(micro_batch.batch):
-            watch.note(tensor, "the batch")
+            recorder.note(tensor, "the batch")
         result = internals.call_strategy_hook(trainer, "training_step", *arguments)
         loss = result["loss"] if isinstance(result, dict) else result
-        watch.note(loss, "the loss")
+        recorder.note(loss, "the loss")
         loss.backward()  # on every rank, since backward gathers parameters at stage 3
-    return watch, _broken_gradients(module)
+    return recorder, _broken_gradients(module)
 
 
 def _broken_gradients(module: nn.Module) -> list[str]:
@@ -179,7 +179,7 @@ def _broken_gradients(module: nn.Module) -> list[str]:
 
 
 @dataclass
-class _Watch:
+class _Recorder:
     """Records the first non-finite value that hooks on all modules find.
 
     Attributes:
@@ -218,15 +218,15 @@ class _Watch:
 
 
 @contextmanager
-def _watching(module: nn.Module) -> Iterator[_Watch]:
-    watch = _Watch()
+def _recording(module: nn.Module) -> Iterator[_Recorder]:
+    recorder = _Recorder()
     with ExitStack() as hooks:
         for name, inner in module.named_modules():
             if name:  # not the root: DDP runs ``training_step`` as the root module's forward
                 title = f"{name} ({type(inner).__name__})"
-                hooks.enter_context(inner.register_forward_pre_hook(partial(watch.enter, title), with_kwargs=True))
-                hooks.enter_context(inner.register_forward_hook(partial(watch.leave, title)))
-        yield watch
+                hooks.enter_context(inner.register_forward_pre_hook(partial(recorder.enter, title), with_kwargs=True))
+                hooks.enter_context(inner.register_forward_hook(partial(recorder.leave, title)))
+        yield recorder
 
 
 def _floats(values: Any) -> list[Tensor]:

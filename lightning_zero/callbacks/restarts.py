@@ -212,7 +212,7 @@ def _remove_forgotten(private: str, own: str) -> None:
                 os.close(lock)
 
 
-class Source(NamedTuple):
+class KeptState(NamedTuple):
     """A state to continue from. The greatest is tried first."""
 
     step: int
@@ -321,11 +321,11 @@ class Restarts:
             rank_zero_warn("No state or checkpoint of this job is intact, so the fit begins as in a new job.")
         resume(path, weights_only=weights_only)
 
-    def _sources(self, weights_only: bool | None) -> list[Source]:
+    def _sources(self, weights_only: bool | None) -> list[KeptState]:
         """Return the states that earlier attempts have left, in the order to try them."""
         self._held = self._strategy.ranks.all_gather_values(self._generations() if self._leads else {})
         steps = {step for found in self._held for step in found}
-        sources = [Source(step, True, self._path_of(step)) for step in steps]
+        sources = [KeptState(step, True, self._path_of(step)) for step in steps]
         on_disk = self._checkpoints(weights_only) if self._rank == 0 else []
         return sorted([*sources, *self._strategy.ranks.all_gather_values(on_disk)[0]], reverse=True)
 
@@ -357,7 +357,7 @@ class Restarts:
             names = os.listdir(self._folder)
         return [int(step[1]) for name in names if (step := re.fullmatch(r"step-(\d+)", name)) is not None]
 
-    def _checkpoints(self, weights_only: bool | None) -> list[Source]:
+    def _checkpoints(self, weights_only: bool | None) -> list[KeptState]:
         sources = []
         for path in self._recorded():
             try:
@@ -368,10 +368,10 @@ class Restarts:
                 rank_zero_warn(f"A checkpoint of this job is not continued from, since it cannot be read: {error}")
                 continue
             if "global_step" in checkpoint and "optimizer_states" in checkpoint:
-                sources.append(Source(checkpoint["global_step"], False, path))
+                sources.append(KeptState(checkpoint["global_step"], False, path))
         return sources
 
-    def _bring(self, source: Source) -> None:
+    def _bring(self, source: KeptState) -> None:
         """Receive the files of a generation that are on other machines only. Errors are raised on every rank."""
         held = {rank: self._held[rank].get(source.step, ([], [])) for rank in self._leaders}
         files = {rank: set(names) for rank, (names, _) in held.items()}

@@ -63,7 +63,7 @@ def records_of(archive: IO[bytes]) -> list[Record]:
     return found if has_checksums else [record._replace(crc32=None) for record in found]
 
 
-class Layout(NamedTuple):
+class ArchiveLayout(NamedTuple):
     """Layout of an archive of one plain tensor. Archives with the same length and ``head`` have the same layout."""
 
     head: bytes
@@ -75,7 +75,7 @@ class Layout(NamedTuple):
     """The tensor's shape, strides and storage offset."""
 
 
-def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor:
+def tensor_in(buffer: memoryview, known: dict[Any, ArchiveLayout], kind: Any) -> Tensor:
     """Load an archive's only tensor, usually as a view of ``buffer``: do not modify the tensor, which may be unaligned.
 
     With a cached layout, this is fifty times as fast as ``torch.load``, which would also copy the values.
@@ -100,7 +100,7 @@ def tensor_in(buffer: memoryview, known: dict[Any, Layout], kind: Any) -> Tensor
     if numel and type(tensor) is Tensor and not tensor.is_conj() and not tensor.is_neg():
         head = bytes(buffer[: records["data/0"].start])
         view = (tensor.shape, tensor.stride(), tensor.storage_offset())
-        known[kind, len(buffer)] = Layout(head, tensor.dtype, numel, view)
+        known[kind, len(buffer)] = ArchiveLayout(head, tensor.dtype, numel, view)
     return tensor
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_zero.checkpoint.archives import BrokenArchiveError, Layout, records_of, tensor_in
+from lightning_zero.checkpoint.archives import ArchiveLayout, BrokenArchiveError, records_of, tensor_in
 from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import (
@@ -146,7 +146,7 @@ class Folder:
         self._identity = zlib.crc32(data), zlib.crc32(repr(checksums).encode())
         self._extents: dict[tuple[str, int], Extent] = {}
         self._chunks: dict[str, list[_Chunk]] = {}
-        self._known: dict[Any, Layout] = {}
+        self._known: dict[Any, ArchiveLayout] = {}
         self._bytes = sum(sizes.values())
         extent_of = self._locate(metadata, manifest, sizes)
         self._unread: tuple[Metadata, dict[Any, Extent]] | None = (metadata, extent_of)

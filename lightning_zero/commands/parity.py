@@ -6,7 +6,7 @@ import sys
 from dataclasses import asdict
 from typing import Any
 
-from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
+from lightning_zero.commands.projects import add_project, project_of, split_arguments, strategy_options
 from lightning_zero.commands.showing import Parser, print_json
 
 USAGE = """lightning-zero parity package.module:Module [width=64 ...] --batch package.module:make_batch [options]
@@ -15,7 +15,7 @@ USAGE = """lightning-zero parity package.module:Module [width=64 ...] --batch pa
 
 
 def main(arguments: list[str]) -> int:
-    own, of_script = cut(arguments)
+    own, of_script = split_arguments(arguments)
     parsed = parser().parse_args(own)
     if not parsed.project:
         parser().error("specify what to train: package.module:Module, train.py or model=gpt_tiny")

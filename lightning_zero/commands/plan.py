@@ -8,7 +8,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.commands.projects import add_project, cut, project_of, strategy_options
+from lightning_zero.commands.projects import add_project, project_of, split_arguments, strategy_options
 from lightning_zero.commands.showing import Parser, print_json, size_of
 from lightning_zero.io.annotations import matches
 from lightning_zero.io.paths import read_json
@@ -21,7 +21,7 @@ USAGE = """lightning-zero plan package.module:Module [width=512 ...] --batch pac
 
 
 def main(arguments: list[str]) -> int:
-    own, of_script = cut(arguments)
+    own, of_script = split_arguments(arguments)
     parsed = parser().parse_args(own)
     if parsed.paper:
         return _paper(parsed)

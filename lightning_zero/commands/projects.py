@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 
-def cut(arguments: list[str]) -> tuple[list[str], list[str]]:
+def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split at ``--`` into the command's own arguments and the script's arguments."""
     where = arguments.index("--") if "--" in arguments else len(arguments)
     return arguments[:where], arguments[where + 1 :]

@@ -98,7 +98,7 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
     trained = {}
     for number, layout in enumerate(layouts):
         for name, fragments in layout.items():
-            trained[name] = fragments.of(name, [flats[number] for flats in masters])
+            trained[name] = fragments.assemble(name, [flats[number] for flats in masters])
     state_dict = _state_dict(list(models.values()), trained)
     # Before version 2.1, Lightning wrapped the module, which added a prefix to the names.
     prefix = "_forward_module." if all(name.startswith("_forward_module.") for name in state_dict) else ""
@@ -282,7 +282,7 @@ class _Fragments(NamedTuple):
     shape: tuple[int, ...]
     ranges: list[tuple[int, int, int]]
 
-    def of(self, name: str, flats: list[Tensor]) -> Tensor:
+    def assemble(self, name: str, flats: list[Tensor]) -> Tensor:
         """Return the parameter, or an optimizer state of the same shape, from the ranks' flat vectors."""
         return _stored(name, self.shape, [flats[rank][start:stop] for rank, start, stop in self.ranges])
 
@@ -443,7 +443,7 @@ def _state_value(
             f"{folder}: the optimizer state '{key}' of {name} does not have one value for each element (its shape is "
             f"{tuple(value.shape)}). Only states of elementwise optimizers can be imported."
         )
-    return fragments.of(f"{name} ({key})", flats)
+    return fragments.assemble(f"{name} ({key})", flats)
 
 
 def _in_users_order(names: list[str], hands: int) -> list[str]:

@@ -145,7 +145,7 @@ def storage_use_count(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(address_of(tensor.untyped_storage()))
 
 
-def shown_memory(tensor: torch.Tensor) -> torch.Tensor:
+def local_memory(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor that holds the memory of ``tensor``: for a DTensor, this rank's share; otherwise ``tensor``."""
     return getattr(tensor, "_local_tensor", tensor)
 

@@ -207,13 +207,15 @@ class Engine:
         # At most a quarter of a small model should be reduced at once.
         share = share_of(module) // self.communicator.tensor.size
         try:
-            uncut = assign_to_buckets(self.config, self.placements, plans, share, optimizers, self._shared)
-            check_compression(self.config, uncut, self.communicator)
+            unsharded = assign_to_buckets(self.config, self.placements, plans, share, optimizers, self._shared)
+            check_compression(self.config, unsharded, self.communicator)
             if offload is not None and simulation is None:  # a simulation may be of another host
-                check_room(offload, sources, uncut, self.communicator, has_optimizers=bool(optimizers))
+                check_room(offload, sources, unsharded, self.communicator, has_optimizers=bool(optimizers))
             if self._swap is not None:
-                reserve_disk(self._swap, uncut, self.communicator)
-            materialiser = Materialiser(module, plans, uncut, sources, initialisers, self.communicator, self.rendezvous)
+                reserve_disk(self._swap, unsharded, self.communicator)
+            materialiser = Materialiser(
+                module, plans, unsharded, sources, initialisers, self.communicator, self.rendezvous
+            )
             return [Unit(plan, of_unit) for plan, of_unit in zip(plans, materialiser.run())]
         except BaseException:
             self._clear_disk()

@@ -1,7 +1,7 @@
 """Files for states offloaded to a disk, and a pipeline that reads, changes and writes them.
 
     file = SwapFile("/local/disk", 3 * 2**30)
-    stream([Extent(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
+    stream([FileRange(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
 
 While ``act`` changes one extent in the calling thread, other threads write earlier extents and read later ones:
 
@@ -72,7 +72,7 @@ class SwapFile(DirectFile):
         super().close()
 
 
-class Extent(NamedTuple):
+class FileRange(NamedTuple):
     """A range of a file that is processed as a unit; ideally ``nbytes`` is a multiple of ``disk.ALIGNMENT``."""
 
     file: SwapFile
@@ -116,7 +116,7 @@ class Ring:
         """Return the first ``nbytes`` of the buffer for the extent with number ``index``."""
         return self._buffers[index % BUFFERS][:nbytes]
 
-    def read(self, index: int, extent: Extent, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
+    def read(self, index: int, extent: FileRange, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
         """Start to read an extent into its buffer. The read waits until the writes in ``after`` have ended."""
 
         def read(memory: memoryview, position: int) -> None:
@@ -125,12 +125,12 @@ class Ring:
 
         return self._in_slices(self._readers, read, index, extent)
 
-    def write(self, index: int, extent: Extent) -> list[Future[None]]:
+    def write(self, index: int, extent: FileRange) -> list[Future[None]]:
         """Start to write an extent from its buffer."""
         return self._in_slices(self._writers, extent.file.write, index, extent)
 
     def _in_slices(
-        self, executor: Executor, call: Callable[[memoryview, int], None], index: int, extent: Extent
+        self, executor: Executor, call: Callable[[memoryview, int], None], index: int, extent: FileRange
     ) -> list[Future[None]]:
         memory = self.buffer(index, extent.nbytes)
         size = aligned(max(SLICE, -(-extent.nbytes // self.threads)))
@@ -141,7 +141,7 @@ class Ring:
 
 
 def stream(
-    extents: Sequence[Extent],
+    extents: Sequence[FileRange],
     act: Callable[[int, memoryview], object],
     ring: Ring,
     on_written: Callable[[int], object] = lambda index: None,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
-from lightning_zero.engine import Ledger, become, compat, process_group, tensor_parallel
+from lightning_zero.engine import Ledger, compat, process_group, set_contents, tensor_parallel
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event, Recorder
@@ -463,4 +463,4 @@ def leave_meta(module: nn.Module) -> None:
     """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
     for tensor in (*module.parameters(), *module.buffers()):
         values = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        become(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)
+        set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)

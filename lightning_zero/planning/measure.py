@@ -14,7 +14,7 @@ from torch import multiprocessing
 
 from lightning_zero.engine import Communicator, placement, process_group
 from lightning_zero.io.disk import is_in_memory
-from lightning_zero.io.swap import Extent, Ring, SwapFile, stream
+from lightning_zero.io.swap import FileRange, Ring, SwapFile, stream
 from lightning_zero.planning.timeline import Resources
 
 _REPEATS = 7
@@ -153,7 +153,7 @@ def disk_bandwidth(folder: str) -> float:
     if is_in_memory(folder):
         raise OSError(f"{folder} is on an in-memory file system")
     file = SwapFile(folder, _DISK_BYTES)
-    extents, ring = [Extent(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring(_EXTENT)
+    extents, ring = [FileRange(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring(_EXTENT)
     seconds = _seconds(lambda: stream(extents, lambda *_: None, ring), torch.device("cpu"), repeats=2)
     file.close()
     return 2 * _DISK_BYTES / seconds

@@ -70,7 +70,7 @@ def attend(trainer: Trainer, engine: Engine) -> None:
         return outputs
 
     for loop in _evaluation_loops(trainer):
-        Around.put(loop, "run", partial(run, loop))
+        WrappedMethod.put(loop, "run", partial(run, loop))
 
 
 def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: Callable[[], None]) -> None:
@@ -103,25 +103,25 @@ def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: 
         meet()
         return method(*args)
 
-    Around.put(loop, BETWEEN_BATCHES, lambda _: None)
-    Around.put(loop, "advance", advance)
-    Around.put(loop, "run", run)
-    Around.put(loop, "on_advance_end", on_advance_end)
+    WrappedMethod.put(loop, BETWEEN_BATCHES, lambda _: None)
+    WrappedMethod.put(loop, "advance", advance)
+    WrappedMethod.put(loop, "run", run)
+    WrappedMethod.put(loop, "on_advance_end", on_advance_end)
 
 
 def leave(trainer: Trainer) -> None:
     """Undo ``attend`` and ``meet_between_batches``."""
     for loop in _evaluation_loops(trainer):
-        Around.take_off(loop, "run")
+        WrappedMethod.take_off(loop, "run")
     for name in (BETWEEN_BATCHES, "advance", "run", "on_advance_end"):
-        Around.take_off(trainer.fit_loop.epoch_loop, name)
+        WrappedMethod.take_off(trainer.fit_loop.epoch_loop, name)
 
 
 def _evaluation_loops(trainer: Trainer) -> list[Any]:
     return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
 
 
-class Around:
+class WrappedMethod:
     """Wrapper around a method of an object. The method may be Lightning's own or a replacement by the project.
 
     Attribute access, copying and pickling are forwarded to the method, so a copied trainer never refers to the engine.
@@ -142,14 +142,14 @@ class Around:
     @staticmethod
     def put(holder: Any, name: str, act: Callable[..., Any]) -> None:
         """Replace a method with a wrapper that calls ``act`` with the original method and the call's arguments."""
-        Around.take_off(holder, name)  # a wrapper may be left from a run that ended without teardown
-        setattr(holder, name, Around(getattr(holder, name), act))
+        WrappedMethod.take_off(holder, name)  # a wrapper may be left from a run that ended without teardown
+        setattr(holder, name, WrappedMethod(getattr(holder, name), act))
 
     @staticmethod
     def take_off(holder: Any, name: str) -> None:
         """Undo ``put``."""
         own = getattr(holder, "__dict__", {}).get(name)  # a dataloader may be a `range`, which has no `__dict__`
-        if isinstance(own, Around):
+        if isinstance(own, WrappedMethod):
             method = own._method
             delattr(holder, name)
             if method != getattr(holder, name, None):  # the project had replaced Lightning's method

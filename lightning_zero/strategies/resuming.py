@@ -26,7 +26,7 @@ from lightning_zero.strategies.epoch_state import (
     set_logged,
     set_modules,
 )
-from lightning_zero.strategies.loops import Around
+from lightning_zero.strategies.loops import WrappedMethod
 
 Rng = dict[str, Any]
 """States of this process's random number generators."""
@@ -89,14 +89,14 @@ class DataLoadingState:
             (self._epoch_loop, "on_run_start", self._begin_epoch),
         ]
         for loop, name, hook in self._hooks:
-            Around.put(loop, name, hook)
+            WrappedMethod.put(loop, name, hook)
 
     def close(self) -> None:
         """Remove the hooks from the loops. ``state`` can still be called."""
         for loop, name, _ in self._hooks:
-            Around.take_off(loop, name)
+            WrappedMethod.take_off(loop, name)
         for loader in getattr(internals.combined_loader(self._loop), "flattened", ()):
-            Around.take_off(loader, internals.GET_ITERATOR)
+            WrappedMethod.take_off(loader, internals.GET_ITERATOR)
 
     def state(self) -> dict[str, Any]:
         """Return this rank's entries ``rng`` and ``data``. Convert them with ``in_tensors`` before saving them."""
@@ -267,7 +267,7 @@ def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> 
         finally:
             vars(loader)[name] = sampler
 
-    Around.put(loader, internals.GET_ITERATOR, get_iterator)
+    WrappedMethod.put(loader, internals.GET_ITERATOR, get_iterator)
 
 
 class _Indices:

@@ -36,7 +36,7 @@ from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.loops import (
-    Around,
+    WrappedMethod,
     attend,
     leave,
     meet_between_batches,
@@ -134,7 +134,7 @@ class TrainerStrategy(BaseStrategy):
                 "know which fit of the script they run: start the script with torchrun, or leave resilience out."
             )
         restarts = Restarts(config, self, trainer, job)
-        Around.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
+        WrappedMethod.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
         return restarts
 
     @property
@@ -375,7 +375,7 @@ class TrainerStrategy(BaseStrategy):
         restarts, self._restarts = self._restarts, None
         if restarts is not None:
             if self.lightning_module is not None:
-                Around.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
+                WrappedMethod.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
             restarts.close(has_ended=self.ranks.ended_by is None)
             del restarts  # and its copy of the state, before the module is gathered
             if self.checkpoints.data_loading is not None and self.ranks.ended_by is None:

@@ -171,7 +171,7 @@ def test_dtensors_have_the_slots_that_are_declared_for_them():
     from torch.distributed.tensor import DTensor
 
     assert set(compat.slot_names(DTensor)) == set(compat.SlotsOfDTensor.__slots__)
-    assert compat.shown_memory(plain := torch.ones(2)) is plain
+    assert compat.local_memory(plain := torch.ones(2)) is plain
 
 
 def test_hooks_of_a_tensor_can_be_read_set_and_removed():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine, ShardedTensor
-from lightning_zero.engine.init.bucketing import UncutBucket
+from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank
 from tests.support.training import same_tensors
@@ -86,21 +86,21 @@ class Counted(nn.Module):
         self.whole.append(sum(bucket.is_opened for bucket in buckets))
 
 
-buckets: list[UncutBucket] = []
+buckets: list[UnshardedBucket] = []
 
 
 def one_at_a_time():
     Counted.whole.clear()
     with torch.device("meta"):
         module = nn.Sequential(*(Counted() for _ in range(4)))
-    made = UncutBucket.__init__
+    made = UnshardedBucket.__init__
 
     def remember(self, *args, **options):
         made(self, *args, **options)
         buckets.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UncutBucket, "__init__", remember)
+        patch.setattr(UnshardedBucket, "__init__", remember)
         engine = Engine(module, stage=3)
     assert Counted.whole == [1, 1, 1, 1], "buckets that are whole while the next is filled"
     engine.close()

@@ -19,7 +19,7 @@ import pytest
 from lightning_zero.engine.offload.scratch import Disk
 from lightning_zero.io import swap
 from lightning_zero.io.disk import ALIGNMENT, DirectFile, free_bytes
-from lightning_zero.io.swap import BUFFERS, Extent, Ring, SwapFile, stream
+from lightning_zero.io.swap import BUFFERS, FileRange, Ring, SwapFile, stream
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
 from tests.support.warm import warm_python
@@ -37,7 +37,7 @@ def small_slices(monkeypatch):
 
 def extents_of(file, nbytes):
     """A whole file in extents of one size; the last may be smaller."""
-    return [Extent(file, start, min(nbytes, file.nbytes - start)) for start in range(0, file.nbytes, nbytes)]
+    return [FileRange(file, start, min(nbytes, file.nbytes - start)) for start in range(0, file.nbytes, nbytes)]
 
 
 def contents(file):
@@ -123,7 +123,7 @@ def test_passes_over_zero_one_or_two_extents_work(tmp_path):
         stream(extents_of(file, ALIGNMENT)[:count], plus_one, Ring(ALIGNMENT))
     assert contents(file) == b"\2" * ALIGNMENT + b"\1" * ALIGNMENT
     empty = SwapFile(str(tmp_path), 0)
-    stream([Extent(empty, 0, 0)], plus_one, Ring(0))
+    stream([FileRange(empty, 0, 0)], plus_one, Ring(0))
 
 
 # ----------------------------------------------------------------------------------------------------- at the same time

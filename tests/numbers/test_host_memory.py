@@ -104,26 +104,26 @@ def measure(case: str) -> dict[str, int]:
     The peak is sampled where most is held: when a rank has its shard of a unit and still holds the unit's buffer.
     """
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.init.bucketing import UncutBucket
+    from lightning_zero.engine.init.bucketing import UnshardedBucket
     from lightning_zero.engine.state.ledger import Ledger
 
     before = peak = anonymous()
     kept: list[Any] = []
-    add, cut = Ledger.add, UncutBucket.cut
+    add, cut = Ledger.add, UnshardedBucket.cut
 
     def look(self: Ledger, *args: Any) -> None:
         nonlocal peak
         peak = max(peak, anonymous())
         add(self, *args)
 
-    def keep(self: UncutBucket, sources: Any) -> Any:
+    def keep(self: UnshardedBucket, sources: Any) -> Any:
         # so that the file stays mapped until its pages are counted
         kept.extend(source.values.detach() for source in sources if source.everywhere)
         return cut(self, sources)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "add", look)
-        patch.setattr(UncutBucket, "cut", keep)
+        patch.setattr(UnshardedBucket, "cut", keep)
         module = CASES[case]()
         peak = max(peak, anonymous())
         engine = Engine(module, stage=3)

@@ -233,7 +233,9 @@ def test_plans_of_a_batch_of_unknown_size_are_compared_by_their_time(capsys):
     assert "ZeRO does not help here: its fastest plan, zero3 (unit_numel=0), is " in said
     assert main([*arguments, "--stage", "0", "1", "--accumulate", "1", "4"]) == 0
     said = capsys.readouterr().out
-    assert "Take zero1 (unit_numel=0) with 4 micro-batches a step: " in said, "stage 1 reduces once for all micro-batches"
+    assert "Take zero1 (unit_numel=0) with 4 micro-batches a step: " in said, (
+        "stage 1 reduces once for all micro-batches"
+    )
     assert "times DDP's rate.\n" in said
 
 

@@ -201,7 +201,7 @@ def test_the_module_is_ordinary_if_nine_tenths_of_each_hosts_memory_suffice(run_
 # --------------------------------------------------------------------------------------- changes between two runs
 
 
-class Around(Model):
+class WrappedMethod(Model):
     """Another model, with a part of one that an earlier run has trained."""
 
     def __init__(self, body):
@@ -213,10 +213,10 @@ def use_a_part_in_another_model():
     model = Model()
     train_on(lambda: ZeroStrategy(after_fit="sharded"), model)
     with pytest.raises(ValueError, match=r"body\.0\.weight is sharded already.*write after_fit='full' in that run"):
-        train_on(ZeroStrategy, Around(model.body))
+        train_on(ZeroStrategy, WrappedMethod(model.body))
     train_on(lambda: ZeroStrategy(after_fit="full"), model)
-    reference = Around(copy.deepcopy(model.body))
-    other = Around(model.body)
+    reference = WrappedMethod(copy.deepcopy(model.body))
+    other = WrappedMethod(model.body)
     other.load_state_dict(reference.state_dict())
     same_tensors(train_on(ZeroStrategy, other), train_on(lambda: "ddp", reference), bound=0)
 

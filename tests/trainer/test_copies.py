@@ -12,7 +12,7 @@ from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.strategies.loops import Around
+from lightning_zero.strategies.loops import WrappedMethod
 from tests.support.training import same_values
 from tests.support.workers import world_size
 from tests.trainer.cases import Net, data, fit, observed, same_as_under_ddp, shared_folder
@@ -78,7 +78,7 @@ def copy_with_all_that_runs_beside(offload: str | None) -> None:
     for each in copies:
         if isinstance(each, Trainer):
             assert each.strategy.engine is None
-            assert not isinstance(each.fit_loop.epoch_loop.val_loop.run, Around)
+            assert not isinstance(each.fit_loop.epoch_loop.val_loop.run, WrappedMethod)
 
 
 @pytest.mark.parametrize("offload", [None, "cpu"])

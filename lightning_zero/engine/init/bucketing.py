@@ -49,7 +49,7 @@ _CAST_ATTRIBUTES = frozenset(
 
 
 @dataclass(eq=False)
-class UncutBucket:
+class UnshardedBucket:
     """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
 
     Attributes:
@@ -95,7 +95,7 @@ class UncutBucket:
                 gap.zero_()
         return self._flat
 
-    def cut(self, sources: list[Source]) -> Bucket:
+    def shard(self, sources: list[Source]) -> Bucket:
         """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once.
 
         Values of new parameters (``Source.is_new``) must have been written to ``room`` before.
@@ -154,7 +154,7 @@ def assign_to_buckets(
     most_numel: int,
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
-) -> list[list[UncutBucket]]:
+) -> list[list[UnshardedBucket]]:
     """Make each unit's buckets, each for parameters of one kind, such as one dtype and one optimizer.
 
     A unit's parameters of one kind are split into several buckets if together they have more than
@@ -183,7 +183,7 @@ def assign_to_buckets(
     to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
     owners = dict(zip(whole, balanced_owners(to_own, ranks))) if whole else {}
     fields_of = fields_by_parameter(optimizers)
-    units: list[list[UncutBucket]] = [[] for _ in plans]
+    units: list[list[UnshardedBucket]] = [[] for _ in plans]
     for number, (of_unit, kind, part) in enumerate(parts):
         named = [(name, shares[name]) for name, _ in part]
         layout = BucketLayout.of(named, ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes)
@@ -204,7 +204,7 @@ def assign_to_buckets(
         if kind.trains and residency.is_offloaded:
             fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
-        units[of_unit].append(UncutBucket(parameters, residency, fields, number, name, shared, codec))
+        units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec))
     return units
 
 
@@ -265,7 +265,9 @@ def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig |
     return Quantised(8 if compression.gradients == "int8" else 4, compression.block)
 
 
-def check_compression(config: EngineConfig, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
+def check_compression(
+    config: EngineConfig, units: Sequence[Sequence[UnshardedBucket]], communicator: Communicator
+) -> None:
     """Warn on rank 0 if nothing is compressed because all ranks are on one machine.
 
     Raises:
@@ -329,7 +331,7 @@ def _split(
     yield part
 
 
-def reserve_disk(swap: Swap, units: Sequence[Sequence[UncutBucket]], communicator: Communicator) -> None:
+def reserve_disk(swap: Swap, units: Sequence[Sequence[UnshardedBucket]], communicator: Communicator) -> None:
     """Reserve disk space for all offloaded states; raise an OSError on every rank if a disk lacks space. Collective."""
     error = None
     try:

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from lightning_zero.engine.init.mapped_files import MappedFiles
-from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine.tensor.identity import set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
 def defer(parameter: nn.Parameter, values: Tensor) -> None:
     """Turn a parameter into a lazy tensor with the given values; values on the meta device count as missing."""
-    become(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
+    set_contents(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
 
 
 def leave_in_files(module: nn.Module) -> None:
@@ -156,5 +156,5 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
             elif wait or isinstance(tensor, LazyTensor):
                 defer(tensor, values)
             else:
-                become(tensor, nn.Parameter(in_memory(values.detach()).to(tensor.dtype), tensor.requires_grad))
+                set_contents(tensor, nn.Parameter(in_memory(values.detach()).to(tensor.dtype), tensor.requires_grad))
             target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.config import OffloadConfig
-from lightning_zero.engine.init.bucketing import UncutBucket
+from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.residency import Medium, ResidencyPlan
@@ -68,7 +68,7 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
 def check_room(
     offload: OffloadConfig,
     sources: Mapping[str, Source],
-    units: Sequence[Sequence[UncutBucket]],
+    units: Sequence[Sequence[UnshardedBucket]],
     communicator: Communicator,
     has_optimizers: bool,
 ) -> None:

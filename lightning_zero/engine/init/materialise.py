@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.rendezvous import Rendezvous
-from lightning_zero.engine.init.bucketing import UncutBucket
+from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.initialisation import Call, like, on_meta
 from lightning_zero.engine.init.sources import Source
@@ -45,21 +45,21 @@ class Materialiser:
         self,
         module: nn.Module,
         plans: list[UnitPlan],
-        uncut: list[list[UncutBucket]],
+        unsharded: list[list[UnshardedBucket]],
         sources: dict[str, Source],
         initialisers: dict[int, list[Call]],
         communicator: Communicator,
         rendezvous: Rendezvous,
     ) -> None:
-        self._module, self._uncut, self._sources = module, uncut, sources
+        self._module, self._unsharded, self._sources = module, unsharded, sources
         self._initialisers = initialisers
         self._communicator, self._rendezvous = communicator, rendezvous
         # Unit numbers, by the id of the unit's last module: once that module is materialised, the unit is complete.
         self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
-        self._buckets: list[list[Bucket]] = [[] for _ in uncut]
+        self._buckets: list[list[Bucket]] = [[] for _ in unsharded]
         self._new_parameters = {
             id(parameter): (bucket, index)
-            for buckets in uncut
+            for buckets in unsharded
             for bucket in buckets
             for index, parameter in enumerate(bucket.parameters)
             if sources[bucket.layout.segments[index].name].is_new
@@ -100,9 +100,9 @@ class Materialiser:
             self._initialise(module)
         if id(module) in self._unit_of:
             number = self._unit_of[id(module)]
-            for uncut in self._uncut[number]:
-                sources = [self._sources[segment.name] for segment in uncut.layout.segments]
-                self._buckets[number].append(uncut.cut(sources))
+            for unsharded in self._unsharded[number]:
+                sources = [self._sources[segment.name] for segment in unsharded.layout.segments]
+                self._buckets[number].append(unsharded.shard(sources))
         return is_new
 
     def _place_buffers(self, module: nn.Module) -> bool:

@@ -21,7 +21,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.simulation import SimulatedFile, Simulation
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
-from lightning_zero.io.swap import Extent, Ring, SameThread, SwapFile
+from lightning_zero.io.swap import FileRange, Ring, SameThread, SwapFile
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """Names of fields that are not optimizer states: the master weights (first), and their copy in the compute dtype."""
@@ -116,9 +116,9 @@ class DiskStates:
 
     # -- by sub-group -----------------------------------------------------------------------------------------------
 
-    def extents(self) -> list[Extent]:
+    def extents(self) -> list[FileRange]:
         """The extents of all sub-groups, in order."""
-        return [Extent(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self.count)]
+        return [FileRange(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self.count)]
 
     def range_of(self, index: int) -> tuple[int, int]:
         """The elements ``[start, stop)`` of a sub-group."""

@@ -150,7 +150,7 @@ class SparseRows:
         self._rows = rows
         return gradient
 
-    def of(self, gradient: Tensor) -> Tensor:
+    def to_sparse(self, gradient: Tensor) -> Tensor:
         """Return a gradient as a sparse tensor of these rows, or unchanged if any part of it was not sparse in rows."""
         if self._rows is None:
             return gradient

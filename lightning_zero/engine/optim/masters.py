@@ -33,7 +33,7 @@ from lightning_zero.engine.optim.updating import gains_by_chunks, update_offload
 from lightning_zero.engine.plan.ownership import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import shard_of_all
-from lightning_zero.engine.state.slot import cut_anew, slot_of, slots_of
+from lightning_zero.engine.state.slot import repartition, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts, whole
 
@@ -308,7 +308,7 @@ class Masters:
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
         values = values.view(master.tensor.shape)
-        return self._sparse_rows[master.slots[0]].of(values) if master.slots[0] in self._sparse_rows else values
+        return self._sparse_rows[master.slots[0]].to_sparse(values) if master.slots[0] in self._sparse_rows else values
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -409,7 +409,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
 
     held = [(masters, masters.states.by_parameter(of_late)) for masters in all_masters]
     for bucket, of_bucket in zip(late, owners):
-        cut_anew(bucket, of_bucket)
+        repartition(bucket, of_bucket)
     for masters, states in held:
         masters._adopt(states)
 

@@ -16,9 +16,9 @@ from lightning_zero.engine.compat import (
     FLAT_WEIGHTS,
     address_of,
     hooks_on_top,
+    local_memory,
     pop_hooks,
     push_hooks,
-    shown_memory,
 )
 from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.state.bucket import Bucket
@@ -105,7 +105,7 @@ class SavedTensors:
     def _bucket_showing(self, tensor: Tensor) -> Bucket | None:
         if tensor.layout is not torch.strided or isinstance(tensor, WrapperTensor) or not self._bucket_of:
             return None
-        return self._bucket_of.get(address_of(shown_memory(tensor).untyped_storage()))
+        return self._bucket_of.get(address_of(local_memory(tensor).untyped_storage()))
 
     def unwatch(self) -> None:
         """Remove the hooks of the last ``watch``."""

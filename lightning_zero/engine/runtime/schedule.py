@@ -259,7 +259,7 @@ class Schedule:
                 self._scopes.remove(scope)
                 region.entries += scope.entries
 
-    def check_in_place(self, *, in_forward: bool = False) -> None:
+    def check_not_replaced(self, *, in_forward: bool = False) -> None:
         """Raise if the user has replaced parameters of the module: the engine would not train the new parameters.
 
         Args:

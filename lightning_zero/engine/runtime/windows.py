@@ -116,7 +116,7 @@ class Windows:
 
     def _check_parameters(self, *, in_forward: bool = False) -> None:
         """Raise if user code has replaced or unfrozen parameters that the engine would then not train."""
-        self._schedule.check_in_place(in_forward=in_forward)
+        self._schedule.check_not_replaced(in_forward=in_forward)
         self._check()
 
     def _recover_if_interrupted(self, running: int) -> None:

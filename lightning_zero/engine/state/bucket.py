@@ -309,7 +309,7 @@ class Bucket:
         """Free ``full``, unless it stays gathered at rest."""
         if not self.is_replicated and self.is_ready:
             self.wait()
-            self.take_over_writes()
+            self.copy_writes_to_masters()
             self._free()
 
     def may_be_written(self, index: int) -> bool:
@@ -320,21 +320,21 @@ class Bucket:
         self._versions_seen = [view._version for view in self.views]
         self.is_data_read = False
 
-    def take_over_writes(self) -> None:
+    def copy_writes_to_masters(self) -> None:
         """Copy values that modules wrote to their parameters (views of ``full``) to the master weights."""
         if self.is_in_buffer or not self.is_ready or not any(map(self.may_be_written, range(len(self.views)))):
             return
         self.wait()
         with torch.no_grad():
-            self.follow(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
+            self.write_to_masters(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
             if self.part is not None:
                 self.part.values().copy_(self.full[self._gathers_from])
         self._mark_seen()
 
-    def follow(self, part: slice, written: Tensor) -> None:
+    def write_to_masters(self, part: slice, written: Tensor) -> None:
         """Copy ``written``, values that were written to a range of the parameters, to the master weights."""
         synchronize(self.background)
-        self.residency.follow(part, written)
+        self.residency.write_to_masters(part, written)
 
     def _free(self) -> None:
         # Computing with a view that user code still holds must give NaN, not read freed memory.
@@ -348,7 +348,7 @@ class Bucket:
     def before_update(self) -> None:
         """Prepare for a change of the master weights: finish gathers and copies that read them."""
         self.wait()
-        self.take_over_writes()
+        self.copy_writes_to_masters()
         self.residency.forget_fetched()
         if self._left is not None:
             self._left.synchronize()
@@ -405,7 +405,7 @@ class Bucket:
         with torch.no_grad(), self.phases("gather", self.unit_name):
             part.refresh(self.residency.own_values())
 
-    def cut_anew(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
+    def repartition(self, owners: Sequence[int], values: Sequence[Tensor]) -> None:
         """Change the layout, so that each parameter has one owner.
 
         Args:
@@ -422,10 +422,10 @@ class Bucket:
                 flat[segment.start : segment.stop].copy_(value.reshape(-1))
         own, in_part = flat[self._shard], None
         if self.part is not None:
-            self.part = self.part.cut_anew(flat, self.layout)
+            self.part = self.part.repartition(flat, self.layout)
             in_part = self.part.own
             own = in_part if self.residency.plan.masters is Medium.PART else own
-        self.residency = self.residency.cut_anew(self.layout, own, in_part)
+        self.residency = self.residency.repartition(self.layout, own, in_part)
         self._buffer.masters.clear()
         self._buffer.forget_holders()
 

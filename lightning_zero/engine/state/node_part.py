@@ -83,7 +83,7 @@ class NodePart:
         start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
         return start, stop
 
-    def cut_anew(self, flat: Tensor, layout: BucketLayout) -> NodePart:
+    def repartition(self, flat: Tensor, layout: BucketLayout) -> NodePart:
         """Return a part with a new layout, to use instead of this part.
 
         Args:

@@ -205,7 +205,7 @@ class Residency:
         for field in (MASTERS, PARAMETERS) if PARAMETERS in self.states.fields else (MASTERS,):
             self.states.write(field, start, values)
 
-    def follow(self, part: slice, written: Tensor) -> None:
+    def write_to_masters(self, part: slice, written: Tensor) -> None:
         """Copy new parameter values to master weights. A master weight that already rounds to its new value is kept."""
         master = self.part(part)
         written = written.to(master.device)
@@ -258,7 +258,7 @@ class Residency:
         self._values = former.float()
         self._count(self._values, self._values.nbytes - (0 if is_shown else former.nbytes))
 
-    def cut_anew(self, layout: BucketLayout, own: Tensor, in_part: Tensor | None) -> Residency:
+    def repartition(self, layout: BucketLayout, own: Tensor, in_part: Tensor | None) -> Residency:
         """Return the residency that replaces this one when the bucket is resharded. Arguments: see ``Residency``."""
         for kept, medium in ((self._values, self.plan.masters), (self.copy, self.plan.copy)):
             if kept is not None and medium not in SHOWN:

@@ -20,7 +20,7 @@ from lightning_zero.engine.compat import (
 )
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.tensor.identity import become, exchange, exchange_memory
+from lightning_zero.engine.tensor.identity import exchange, exchange_memory, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.unsharded_param import View
 
@@ -143,7 +143,7 @@ class BucketSlot:
         synchronize(self.background)  # background work may be using the shard, to which callers may write
         self.bucket.wait()  # a gather may be filling the buffer, of which the shard may be a slice
         if self.bucket.may_be_written(self.index):
-            self.bucket.take_over_writes()
+            self.bucket.copy_writes_to_masters()
 
     @property
     def is_written_by_modules(self) -> bool:
@@ -173,7 +173,7 @@ class BucketSlot:
             if bucket.is_ready:
                 bucket.segment_view(self.index).copy_(self.share.own(value))
             if not bucket.is_in_buffer:
-                bucket.follow(self.local_range, local_range_of(value, self))
+                bucket.write_to_masters(self.local_range, local_range_of(value, self))
             if bucket.part is not None:
                 bucket.part.write(bucket.layout.segments[self.index], self.share.own(value))
 
@@ -261,18 +261,18 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
         slot = BucketSlot(bucket, index)
         slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
         cls = ShardedDTensor if is_dtensor(parameter) else ShardedTensor
-        become(parameter, nn.Parameter(cls(slot), parameter.requires_grad))
+        set_contents(parameter, nn.Parameter(cls(slot), parameter.requires_grad))
         if (hooks := take_accumulation_hooks(parameter)) is not None:
             slot.hooks_after_reduction = hooks
 
 
 @torch.no_grad()
-def cut_anew(bucket: Bucket, owners: Sequence[int]) -> None:
+def repartition(bucket: Bucket, owners: Sequence[int]) -> None:
     """Reshard a bucket so that each parameter's owner holds all of it. Collective. Every ``p.grad`` must be None."""
     slots = slots_of(bucket)
     values = [slot.collect_share(slot.local_parameter()) for slot in slots]
     derived = [(each, each.whole()) for slot in slots for each in slot.derived.values() if not each.is_parameter]
-    bucket.cut_anew(owners, values)
+    bucket.repartition(owners, values)
     for slot in slots:
         slot.find_range()
     for each, value in derived:
@@ -296,7 +296,7 @@ def make_ordinary(bucket: Bucket, device: torch.device) -> None:
         parameter = slot.parameter
         parameter.grad = None
         value = bucket.communicator.tensor.shown(value, slot.placed)
-        become(parameter, nn.Parameter(value, parameter.requires_grad))
+        set_contents(parameter, nn.Parameter(value, parameter.requires_grad))
         set_accumulation_hooks(parameter, slot.hooks_after_reduction)
     bucket.parameters = []
     bucket.release()

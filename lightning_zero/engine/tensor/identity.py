@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gradient_hooks, slot_names, swap_tensor
 
 
-def become(tensor: Tensor, other: Tensor) -> None:
+def set_contents(tensor: Tensor, other: Tensor) -> None:
     """Give ``tensor`` the contents of ``other``. ``tensor`` keeps its identity, hooks, and attributes set by users.
 
     A parameter also stays an instance of the project's own class of parameters, if it has one. Unlike

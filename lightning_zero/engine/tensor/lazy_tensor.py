@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.compat import is_within_meta_device
 from lightning_zero.engine.tensor import initialisers
-from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine.tensor.identity import set_contents
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
 
 _MOST_REPEATED = 64  # writes to a tensor whose values are not held; each write repeats the earlier ones
@@ -67,7 +67,7 @@ class Write:
 
 
 @dataclass
-class _Source:
+class _LazyValues:
     """Where a lazy tensor and its aliases read their values; ``use`` switches to values in memory.
 
     Attributes:
@@ -141,7 +141,7 @@ class LazyTensor(WrapperTensor):
         device: the tensor's device.
     """
 
-    _source: _Source
+    _source: _LazyValues
     is_meta = False  # if True, ``load_state_dict`` would skip parameters on the meta device
 
     @staticmethod
@@ -155,7 +155,7 @@ class LazyTensor(WrapperTensor):
         write: Callable[[Tensor], None] | None = None,
         device: torch.device | str = "cpu",
     ) -> LazyTensor:
-        return cls._over(_Source(name, dtype, read, origin, write), torch.Size(shape), dtype, device)
+        return cls._over(_LazyValues(name, dtype, read, origin, write), torch.Size(shape), dtype, device)
 
     @classmethod
     def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
@@ -163,7 +163,7 @@ class LazyTensor(WrapperTensor):
         if isinstance(values, LazyTensor):
             return values.cast(dtype)
         values = values.detach()
-        source = _Source("", values.dtype, partial(_range_of, values), values)
+        source = _LazyValues("", values.dtype, partial(_range_of, values), values)
         if values.device.type != "meta":
             return cls._over(source, values.shape, dtype, values.device)
         source.writes = []
@@ -171,7 +171,7 @@ class LazyTensor(WrapperTensor):
 
     @classmethod
     def _over(
-        cls, source: _Source, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
+        cls, source: _LazyValues, shape: torch.Size, dtype: torch.dtype, device: torch.device | str = "cpu"
     ) -> LazyTensor:
         self = new_wrapper(cls, shape, dtype=dtype, device=torch.device(device))
         self._source = source
@@ -302,7 +302,7 @@ class LazyTensor(WrapperTensor):
             self._become(value.detach())
 
     def _become(self, other: Tensor) -> None:
-        become(self, nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other)
+        set_contents(self, nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other)
 
     def copy_(self, values: Tensor, non_blocking: bool = False) -> Any:
         if self.device.type != "meta" or values.device.type == "meta":

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.chunks import Box, boxes_of
-from lightning_zero.engine.tensor.identity import become
+from lightning_zero.engine.tensor.identity import set_contents
 from lightning_zero.engine.tensor.slot import Deferred, Slot
 from lightning_zero.engine.tensor.unsharded_param import check_same_shape
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, reader
@@ -191,7 +191,7 @@ class ShardedTensor(WrapperTensor):
                     torch.nn.Parameter(other, requires_grad) if is_parameter else other.requires_grad_(requires_grad)
                 )
                 other.grad = gradient.to(value.dtype) if gradient is not None else None
-                become(self, other)
+                set_contents(self, other)
                 return
             raise TypeError(
                 f"{self.slot.name}: a sharded parameter keeps its dtype, {self.dtype}; .data cannot be set to "
