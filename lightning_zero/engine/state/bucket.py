@@ -263,7 +263,8 @@ class Bucket:
             if own is not None:
                 self.full[self._gathers_from].copy_(own, non_blocking=True)
             if not self.is_replicated:
-                self.rendezvous.agree_on_gather(self._number, what)
+                with self.phases("wait for gather", self.unit_name):
+                    self.rendezvous.agree_on_gather(self._number, what)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
             if self._is_left:
