@@ -30,6 +30,9 @@ from tests.planning.projects import (
     tokens,
 )
 from tests.support.trainer import make_trainer
+from tests.support.transports import in_use
+
+REAL = in_use()  # the transport of the real ranks
 
 
 @pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
@@ -108,7 +111,7 @@ def test_with_whole_parameters_the_rank_that_holds_the_most_is_planned(run_on, s
         stage=stage,
         offload=offload,
         unit_numel=0,
-        transport="shared memory",
+        transport=REAL,
     )
     totals = [sum(of_rank.values()) for of_rank in held]
     assert sum(run.report_peak.values()) == pytest.approx(max(totals), rel=0.02)
@@ -134,7 +137,7 @@ def test_planned_memory_of_sharding_within_groups_is_what_real_ranks_hold(run_on
         stage=3,
         shard_within=2,
         unit_numel=0,
-        transport="shared memory",
+        transport=REAL,
         precision=precision,
         accumulate=accumulate,
     )
@@ -240,7 +243,7 @@ def compare_with_real_ranks(
     of_ranks = run_on(ranks, held_by_real_ranks, make_module=make_module, samples=samples, cases=cases)
     sample = next(iter(DataLoader(samples, batch_size=len(samples))))
     for number, (stage, offload) in enumerate(cases):
-        options = {"offload": offload, "transport": "shared memory", "unit_numel": 0}  # as in the real ranks of tests
+        options = {"offload": offload, "transport": REAL, "unit_numel": 0}  # as in the real ranks of tests
         run = fake_run(make_module, sample, ranks=ranks, stage=stage, **options)
         for held in of_ranks:
             numel, peak = held[number]

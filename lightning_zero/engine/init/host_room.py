@@ -105,7 +105,7 @@ def check_room(
 def without_room_for_whole(
     buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
 ) -> list[Shortage]:
-    """The hosts where unsharding all ranks' tensors would take over nine tenths of the available memory. Collective.
+    """Where unsharding all ranks' tensors would take over nine tenths of the available host memory. Collective.
 
     The memory of shards is not counted as available: a shard is freed only after its full tensors are complete.
 
@@ -136,9 +136,9 @@ def without_room_for_whole(
 
 
 class Shortage(NamedTuple):
-    """A host that lacks memory for its ranks."""
+    """A host that lacks memory for its ranks, or a process whose own limits leave it too little."""
 
-    host: str
+    place: str
     ranks: int
     needed: Counter[str]  # bytes by purpose
     available: int
@@ -146,7 +146,7 @@ class Shortage(NamedTuple):
     def __str__(self) -> str:
         purposes = ", ".join(f"{what}: {nbytes}" for what, nbytes in self.needed.items())
         return (
-            f"The {self.ranks} rank(s) on {self.host} need {self.needed.total()} bytes ({purposes}), and "
+            f"The {self.ranks} rank(s) on {self.place} need {self.needed.total()} bytes ({purposes}), and "
             f"{self.available} are available"
         )
 
@@ -154,24 +154,27 @@ class Shortage(NamedTuple):
 def _without_room(
     need: Counter[str], communicator: Communicator, *, freed: int = 0, may_take: float = 1.0
 ) -> list[Shortage]:
-    """The hosts that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
+    """The places that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
 
     Args:
         need: the bytes that this rank needs, by purpose.
         freed: bytes that this rank frees before it allocates the needed bytes.
         may_take: the fraction of the available memory that the ranks may use.
     """
-    own = this_machine(), need, freed, available_memory()
-    ranks_on: dict[str, list[tuple[Counter[str], int, int]]] = defaultdict(list)
-    for host, of_rank, given, available in communicator.everyone.control.gather_objects(own):
-        if available is not None:
-            ranks_on[host].append((of_rank, given, available))
+    host = this_machine()
+    own = {(host, None): available_memory(), (host, communicator.everyone.rank): left_to_process()}
+    ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
+    for of_rank, given, places in communicator.everyone.control.gather_objects((need, freed, own)):
+        for place, available in places.items():
+            if available is not None:
+                ranks_at[place].append((of_rank, given, available))
     found = []
-    for host, ranks in ranks_on.items():
+    for (host, rank), ranks in ranks_at.items():
         needed = sum((of_rank for of_rank, _, _ in ranks), Counter[str]())
         available = min(available for _, _, available in ranks) + sum(given for _, given, _ in ranks)
         if needed.total() > may_take * available:
-            found.append(Shortage(host.partition(".")[0], len(ranks), needed, available))
+            limit = "" if rank is None else f" within the limits of rank {rank} (ulimit -d, ulimit -v)"
+            found.append(Shortage(f"{host.partition('.')[0]}{limit}", len(ranks), needed, available))
     return found
 
 
@@ -193,6 +196,17 @@ def available_memory(root: Path = Path("/")) -> int | None:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             found += _left_in_groups(root / "sys/fs/cgroup" / controllers, Path(path.strip("/")))
+    return min(found, default=None)
+
+
+def left_to_process(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still allocate under ``RLIMIT_DATA`` and ``RLIMIT_AS``; None without limits."""
+    used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
+    found = []
+    for line in _lines(root / "proc/self/limits"):
+        for name, kind in (("Max data size", "VmData:"), ("Max address space", "VmSize:")):
+            if line.startswith(name) and (soft := line[len(name) :].split()[0]).isdigit():
+                found.append(max(int(soft) - 1024 * int(used[kind]), 0))
     return min(found, default=None)
 
 

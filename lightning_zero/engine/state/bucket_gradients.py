@@ -270,11 +270,11 @@ class BucketGradients:
         if self.bucket.part is None or not self.crosses:
             return None
         with torch.no_grad():
-            total = self._mean_of(pending)
+            total = self._sum_of(pending)
             assert isinstance(total, Tensor)
             shard = self._accumulating_shard(slots_of(self.bucket))
             if shard is not None and (accumulated := shard.take()) is not None:
-                total.add_(accumulated)
+                total.add_(accumulated, alpha=self.bucket.layout.world_size)  # undoes ``_mean_of``
             return self._reduce_across(total)
 
     def _hold(self, nbytes: int) -> None:
@@ -291,7 +291,7 @@ class BucketGradients:
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
-        """Like ``_sum_of``, but divided by the total number of ranks: a later sum over machines then gives the mean."""
+        """Like ``_sum_of``, but divided by the number of all ranks, also if the sum is only within a machine so far."""
         total = self._sum_of(pending)
         return total.mul_(self.bucket.layout.mean) if isinstance(total, Tensor) else total
 
@@ -327,8 +327,7 @@ class BucketGradients:
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
         """Wait for a reduction, add its result to the gradient shards, and return the shards by parameter index."""
         with torch.no_grad():
-            has_crossed = self.bucket.part is not None and self.crosses
-            total = self._sum_of(pending) if has_crossed else self._mean_of(pending)
+            total = self._mean_of(pending)
             slots, segments = slots_of(self.bucket), self.bucket.layout.segments
             if self.bucket.part is not None and not self.crosses:
                 assert isinstance(total, Tensor)
