@@ -579,6 +579,8 @@ class Engine:
         )
         try:
             for alone in (False, True) if may_communicate else (True,):
+                if alone:
+                    self.communicator.end_transfers()
                 try:
                     self._make_ordinary(device, alone)
                     break

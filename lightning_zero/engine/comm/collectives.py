@@ -116,7 +116,6 @@ class Communicator:
         self.tensor = TensorParallel(mesh, self.counters)
         self._own_groups: list[ProcessGroup] = []
         self._background_group: ProcessGroup | None = None
-        self._activation_parts: ActivationParts | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.reads_memory, self.may_compress = self.size == 1, False, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
@@ -354,8 +353,7 @@ class Communicator:
     def activation_parts(self) -> ActivationParts:
         """Make the object that divides activations among tensor-parallel ranks, with its own group. Collective."""
         backend = process_group.backend_name(self.group, self.device)
-        self._activation_parts = ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
-        return self._activation_parts
+        return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
 
     # -- groups and waits -------------------------------------------------------------------------------------------
 
@@ -396,14 +394,18 @@ class Communicator:
                     self._own_groups.append(made)
         return self._own_groups[-1]
 
+    def end_transfers(self) -> None:
+        """After a failure, end the transfers of this object's groups, so that their memory can be freed."""
+        for group in self._own_groups:
+            with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
+                process_group.end_waits(group)
+
     def close(self) -> None:
         """Close the transports and the watch over the waits, and destroy the groups that this object created."""
         if self.everyone.watch is not None:
             for collectives in self._along.values():
                 collectives.close()
             self.everyone.watch.close()
-            if self._activation_parts is not None:
-                self._activation_parts.close()
             while self._own_groups:
                 with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
                     process_group.destroy(self._own_groups.pop())

@@ -244,8 +244,4 @@ class Notices:
 def _end_waits(reason: str) -> None:
     sever_all(reason)
     for group in process_group.all_groups():
-        for backend in process_group.backends_of(group):
-            if backend.name().lower() == "gloo":
-                process_group.close_connections(backend)
-            else:
-                backend.abort()
+        process_group.end_waits(group)

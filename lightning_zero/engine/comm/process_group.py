@@ -189,6 +189,15 @@ def close_connections(backend: Any) -> None:
             )
 
 
+def end_waits(group: ProcessGroup) -> None:
+    """End all waits and transfers in a group, which is unusable afterwards."""
+    for backend in backends_of(group):
+        if backend.name().lower() == "gloo":
+            close_connections(backend)
+        else:
+            backend.abort()
+
+
 # -- the store --------------------------------------------------------------------------------------------------------
 
 

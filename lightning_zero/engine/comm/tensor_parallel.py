@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -234,7 +233,6 @@ class ActivationParts:
     def __init__(self, tensor: TensorParallel, group: ProcessGroup) -> None:
         self._tensor, self._group = tensor, group
         self.rank, self.size, self.is_first = tensor.rank, tensor.size, tensor.rank == 0
-        self._in_flight: list[Any] = []
 
     def agree(self, values: Mapping[int, Tensor]) -> frozenset[int] | None:
         """The keys of the tensors that are identical on all ranks. Collective.
@@ -273,7 +271,6 @@ class ActivationParts:
                 all_gather_single(into, part, group=self._group, async_op=True)
                 for into, part in ((marks, mark.view(1)), (flat, own))
             ]
-        self._in_flight = [*(work for work in self._in_flight if not work.is_completed()), *works]
 
         def wait() -> None:
             with self._tensor.waiting(_GATHER):
@@ -290,13 +287,6 @@ class ActivationParts:
 
         return wait
 
-    def close(self) -> None:
-        """End all gathers, so that the group can be destroyed: after a failed backward, some may not be awaited yet."""
-        for work in self._in_flight:
-            with suppress(RuntimeError):  # other ranks may have failed before their gather
-                work.wait(_MOMENT)
-        self._in_flight.clear()
-
 
 def mark_of(tensor: Tensor) -> Tensor:
     """A checksum of a tensor, on its device; different tensors almost always have different checksums."""
@@ -305,7 +295,6 @@ def mark_of(tensor: Tensor) -> Tensor:
 
 
 _GATHER = "a gather of activations over tensor-parallel ranks"
-_MOMENT = timedelta(seconds=1)
 
 
 def is_dtensor(tensor: Any) -> bool:
