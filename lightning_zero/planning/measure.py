@@ -108,7 +108,7 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
         ranges = [(part * position, part * (position + 1)) for position in positions]
         gather = partial(communicator.along(placement.ALL).all_gather, full, ranges, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait(), place))  # type: ignore[misc]
-    transport = "shared memory" if communicator.reads_memory else "gloo" if place.type == "cpu" else "nccl"
+    transport = "shared memory" if communicator.control.small is not None else "gloo" if place.type == "cpu" else "nccl"
     communicator.close()
     bandwidth = (_SIZES[-1] - _SIZES[0]) * (ranks - 1) / max(seconds[-1] - seconds[0], 1e-9)
     return {"link_bandwidth": bandwidth, "link_seconds": seconds[0]}, transport

@@ -90,7 +90,6 @@ class Communicator:
         control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
-        reads_memory: whether ranks of one machine read each other's memory.
         may_compress: whether gradients cross between machines in an exchange of their own, which can be compressed.
         gathering: the ranks between which parameters are gathered; fewer than all if ``shards_within`` is set.
         watch: the watch over waits for other ranks; None if the group has no other process.
@@ -117,7 +116,7 @@ class Communicator:
         self._own_groups: list[ProcessGroup] = []
         self._background_group: ProcessGroup | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
-        self.is_on_one_machine, self.reads_memory, self.may_compress = self.size == 1, False, False
+        self.is_on_one_machine, self.may_compress = self.size == 1, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
         self.everyone = Everyone(0, 1, self.control)
@@ -188,7 +187,6 @@ class Communicator:
         may_connect = len(groups.nodes) == 1 or groups.has_two_levels
         if cross_memory and is_gloo_on_cpu and may_connect and self.timeout is not None:
             exchanges = connect(here, self.rank, self.timeout, self.control.gather_objects)
-        self.reads_memory = exchanges is not None
         place = here.index(self.rank)
 
         def between(groups: Sequence[Sequence[int]]) -> Transport:
