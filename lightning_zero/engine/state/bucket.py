@@ -263,7 +263,7 @@ class Bucket:
             if own is not None:
                 self.full[self._gathers_from].copy_(own, non_blocking=True)
             if not self.is_replicated:
-                with self.phases("wait for gather", self.unit_name):
+                with self.phases("wait for the other ranks", self.unit_name):
                     self.rendezvous.agree_on_gather(self._number, what)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
