@@ -259,6 +259,7 @@ class Engine:
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
         self._windows = Windows(
             module,
             self.schedule,
@@ -266,10 +267,10 @@ class Engine:
             self._shared,
             activations=activations,
             checkpointed=regions,
+            before=self._optimizers.before_forward,
             check=partial(check_frozen, self._scripted),
         )
         self.sync_buffers()
-        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
         self.set_optimizers(optimizers)
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(self._before_forward)
@@ -285,7 +286,7 @@ class Engine:
         ]
 
     def _before_forward(self, *_: Any) -> None:
-        self._windows.before_forward(self._optimizers.before_forward)
+        self._windows.before_forward()
 
     def _after_forward(self, _: bool, module: nn.Module, arguments: Any, output: Any) -> None:
         self._windows.after_forward(output)
@@ -310,7 +311,7 @@ class Engine:
 
     def window(self) -> AbstractContextManager[None]:
         """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
-        return self._windows.step(self._optimizers.before_forward)
+        return self._windows.step()
 
     @property
     def buffers_follow(self) -> bool:

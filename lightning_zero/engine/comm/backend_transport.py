@@ -16,7 +16,15 @@ from lightning_zero.engine.comm.process_group import (
     rank,
     reduce_scatter_single,
 )
-from lightning_zero.engine.comm.transport import Ranges, Started, Transport, are_equal, slices_of
+from lightning_zero.engine.comm.transport import (
+    Ranges,
+    Started,
+    Transport,
+    add_up,
+    are_equal,
+    in_order_of_ranks,
+    slices_of,
+)
 
 
 class BackendTransport(Transport):
@@ -37,12 +45,11 @@ class BackendTransport(Transport):
 
     def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
         # ``data``, so that writes do not increment the version that autograd checks; bytes, since backends lack dtypes
-        filled = full.data.view(torch.uint8)
+        filled, size = full.data.view(torch.uint8), full.itemsize
         if not self._is_gloo and are_equal(ranges):
-            own = slices_of(full.data, [ranges[self._rank]])[0].view(torch.uint8)
-            works = [all_gather_single(filled, own, group=self._gathers, async_op=True)]
-            return Started([work.wait for work in works], [full])
-        size = full.itemsize
+            start, stop = ranges[self._rank]
+            work = all_gather_single(filled, filled[start * size : stop * size], group=self._gathers, async_op=True)
+            return Started([work.wait], [full])
         slices = slices_of(filled, [(start * size, stop * size) for start, stop in ranges])
         if self._is_gloo:  # whose all-gather would receive into another buffer of the full size, and then copy it
             works = [
@@ -82,17 +89,13 @@ class BackendTransport(Transport):
             self._exchange(higher, [0] * (place + 1) + sizes[place + 1 :], from_lower, range(place)),
         ]
 
-        def add_up() -> Tensor:
+        def finish() -> Tensor:
             parts = [part.view(codec.dtype) for part in received.split_with_sizes([sizes[place]] * (size - 1))]
-            total = codec.decode(parts[0], len(own), own.dtype)
-            for number in range(size - 1):
-                if number > 0:
-                    total.add_(codec.decode(parts[number], len(own), own.dtype))
-                if number == max(place - 1, 0):  # after those of lower ranks; the first two terms may be swapped
-                    total.add_(own)
+            others = (codec.decode(part, len(own), own.dtype) for part in parts)
+            total = add_up(in_order_of_ranks(own, place, others), torch.empty_like(own) if is_encoded else parts[0])
             return total if is_encoded or size == 2 else total.clone()  # without the rest of ``received``
 
-        return Started([work.wait for work in works], [lower, higher], add_up)
+        return Started([work.wait for work in works], [lower, higher], finish)
 
     def _exchange(self, sent: Tensor, sizes: list[int], received: Tensor, sources: range) -> Any:
         """Start to send parts of these sizes in bytes to all ranks, and to receive parts of equal sizes from some."""

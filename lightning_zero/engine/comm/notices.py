@@ -14,7 +14,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing import util
@@ -91,11 +91,8 @@ class Notices:
     def _end(self) -> None:
         """At the program's end: tell the other ranks, and give them time to read the log."""
         self.close()
-        deadline = time.monotonic() + _LAST_WORDS
-        hosts_store = self._rank == 0 and not uses_agent_store()
-        while hosts_store and len(self.gone) < self._size and time.monotonic() < deadline:
-            self._read()
-            time.sleep(0.01)
+        if self._rank == 0 and not uses_agent_store():  # this process has the store
+            self._read_until(lambda: len(self.gone) == self._size, _LAST_WORDS)
 
     def close(self, *, leaves: bool = True) -> None:
         """End the timer. If this rank leaves the run, the other ranks learn that it was not killed."""
@@ -135,6 +132,16 @@ class Notices:
                 self.failure = text
                 _end_waits(text)
 
+    def _read_until(self, is_known: Callable[[], bool], seconds: float, *, needs_store: bool = False) -> bool:
+        """Read the log until something is known, and return True; False if it is not known after some seconds."""
+        deadline = time.monotonic() + seconds
+        while not is_known():
+            if time.monotonic() > deadline:
+                return False
+            self._read(needs_store=needs_store)
+            time.sleep(0.01)
+        return True
+
     def fail(self, reason: str) -> None:
         """End every rank's waits. Only the first reason counts."""
         if self.failure is None:
@@ -145,11 +152,8 @@ class Notices:
 
     def reason_soon(self) -> str | None:
         """Wait for the reason why this rank's communication has failed; None if the log does not have it soon."""
-        deadline = time.monotonic() + PATIENCE
         self._wakes.set()
-        while not self._is_closed and self.failure is None and time.monotonic() < deadline:
-            self._read(needs_store=True)
-            time.sleep(0.01)
+        self._read_until(lambda: self._is_closed or self.failure is not None, PATIENCE, needs_store=True)
         return self.failure
 
     # -- the timer --------------------------------------------------------------------------------------------------
@@ -184,14 +188,13 @@ class Notices:
         try:
             yield
         except RuntimeError:
-            deadline = time.monotonic() + _MOMENT
-            while not self._is_closed and self.failure is None and rank not in self.gone:
-                self._read(needs_store=self.wait is not None)
-                if time.monotonic() > deadline:
-                    self._write(_LOST, rank, f"rank {rank} {_WAS_KILLED}")
-                    self._read()
-                    return
-                time.sleep(0.01)
+
+            def is_known() -> bool:
+                return self._is_closed or self.failure is not None or rank in self.gone
+
+            if not self._read_until(is_known, _MOMENT, needs_store=self.wait is not None):
+                self._write(_LOST, rank, f"rank {rank} {_WAS_KILLED}")
+                self._read()
 
     def _note(self) -> None:
         """Write once what this rank waits for, if it has waited for long; then look for a deadlock."""

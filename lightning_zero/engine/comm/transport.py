@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
@@ -22,6 +24,22 @@ def are_equal(ranges: Ranges) -> bool:
 
 def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:
     return [flat[start:stop] for start, stop in ranges]
+
+
+def in_order_of_ranks(own: Tensor, rank: int, others: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Insert this rank's term among those of the other ranks, which are in ascending order of ranks."""
+    remaining = iter(others)
+    yield from islice(remaining, rank)
+    yield own
+    yield from remaining
+
+
+def add_up(terms: Iterator[Tensor], out: Tensor) -> Tensor:
+    """Write the sum of two or more terms, in their order, to ``out``, which may be one of the first two terms."""
+    torch.add(next(terms), next(terms), out=out)
+    for term in terms:
+        out.add_(term)
+    return out
 
 
 class Started(NamedTuple):

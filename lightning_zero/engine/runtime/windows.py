@@ -25,6 +25,7 @@ class Windows:
     Args:
         module: the root module, which is not kept alive.
         checkpointed: the modules with activation checkpointing.
+        before: called before the outermost window is opened.
         check: raises an error if user code has changed parameters so that they would not be trained.
 
     Attributes:
@@ -41,24 +42,25 @@ class Windows:
         *,
         activations: ActivationStore | None,
         checkpointed: Sequence[CheckpointedModule],
+        before: Callable[[], None],
         check: Callable[[], None],
     ) -> None:
         self._module, self._schedule, self._reducer = weakref.ref(module), schedule, reducer
-        self._shared = shared
-        self.activations, self._checkpointed, self._check = activations, checkpointed, check
+        self._shared, self._before, self._check = shared, before, check
+        self.activations, self._checkpointed = activations, checkpointed
         self.buffers_follow = True
         self._is_forward_a_step = True  # whether a call of the module is a step; False once ``step`` is used
         self._is_forward = False  # whether a call of the module has opened the outermost window
 
     @contextmanager
-    def step(self, before: Callable[[], None]) -> Iterator[None]:
-        """Context for a step that is not merely a call of the root module. ``before``: see ``_open``."""
+    def step(self) -> Iterator[None]:
+        """Context for a step that is not merely a call of the root module."""
         self._is_forward_a_step = False
         self._recover_if_interrupted(running=0)
         self._check_parameters()
         windows = self._schedule.windows
         try:
-            self._open(before, is_step=True)
+            self._open(is_step=True)
             yield
             self.note_forward()
         except (KeyboardInterrupt, SystemExit):
@@ -68,14 +70,14 @@ class Windows:
             if self._schedule.windows > windows:
                 self._close()
 
-    def before_forward(self, before: Callable[[], None]) -> None:
-        """Open a window for a call of the module. ``before``: see ``_open``."""
+    def before_forward(self) -> None:
+        """Open a window for a call of the module."""
         self._recover_if_interrupted(running=1)
         if self._schedule.windows == 0:
             if torch.is_grad_enabled() and not in_backward():
                 self._check_parameters(in_forward=True)
             self._is_forward = True
-        self._open(before, is_step=self._is_forward_a_step)
+        self._open(is_step=self._is_forward_a_step)
 
     def after_forward(self, output: Any) -> None:
         """Close the window of a call of the module, whose output is None after an exception."""
@@ -94,13 +96,12 @@ class Windows:
         with torch.no_grad(), self._shared.phases("wait for the other ranks", "buffers of rank 0"):
             self._shared.communicator.copy_from_first(list(map(own_share, module.buffers())))
 
-    def _open(self, before: Callable[[], None], *, is_step: bool) -> None:
-        """Open a window; call ``before`` first if it is the outermost one."""
+    def _open(self, *, is_step: bool) -> None:
         if not in_backward():
             self._reducer.abort()  # in case an exception ended the last backward
         if self._schedule.windows == 0:
             if not in_backward():
-                before()
+                self._before()
                 self._shared.streams.begin_forward()
                 if self.activations is not None:
                     self.activations.begin_forward()

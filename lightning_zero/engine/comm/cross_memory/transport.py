@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges
 from lightning_zero.engine.comm.cross_memory.small_messages import SMALL, SmallMessages, bytes_of, fill, tensor_of
-from lightning_zero.engine.comm.transport import Ranges, Started, Transport, slices_of
+from lightning_zero.engine.comm.transport import Ranges, Started, Transport, add_up, in_order_of_ranks, slices_of
 
 _GATHER_TAG, _REDUCE_TAG = 1, 2
 
@@ -51,21 +49,11 @@ class CrossMemoryTransport(Transport):
         key = small.send(_REDUCE_TAG, [bytes_of(sent[rank]) for rank in small.ranks])
 
         def receive() -> None:
-            terms = self._terms(own, small.receive(key), codec)
-            torch.add(next(terms), next(terms), out=total)
-            for term in terms:
-                total.add_(term)
+            messages = (tensor_of(message, (len(own),), codec.dtype) for message in small.receive(key))
+            others = (codec.decode(message, len(own), own.dtype) for message in messages)
+            add_up(in_order_of_ranks(own, self._rank, others), total)
 
         return Started([receive], [], lambda: total, ends_by_itself=True)
-
-    def _terms(self, own: Tensor, messages: list[bytes], codec: Codec) -> Iterator[Tensor]:
-        """All ranks' contributions in the order of ranks."""
-        for position, message in enumerate(messages):
-            if position == self._rank:
-                yield own
-            yield codec.decode(tensor_of(message, (len(own),), codec.dtype), len(own), own.dtype)
-        if self._rank == len(messages):
-            yield own
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         start, stop = ranges[self._rank]
