@@ -22,7 +22,7 @@ from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, write_results
 
-from lightning_zero.io.swap import BUFFERS, Extent, Ring, SwapFile, stream
+from lightning_zero.io.swap import BUFFERS, FileRange, Ring, SwapFile, stream
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def move_all(extents: list[Extent], move: Callable[[int, Extent], list[Future[None]]]) -> None:
+def move_all(extents: list[FileRange], move: Callable[[int, FileRange], list[Future[None]]]) -> None:
     """Read into or write from a ring's buffers, as the pipeline does."""
     begun = [move(index, piece) for index, piece in enumerate(extents[:BUFFERS])]
     for index in range(len(extents)):
@@ -75,7 +75,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Seconds per round for both systems, by operation: reading, writing, and both."""
     file = SwapFile(arguments.disk, arguments.size * MIB)
     nbytes = arguments.piece * MIB
-    extents = [Extent(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
+    extents = [FileRange(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
     ring = Ring(nbytes, arguments.threads)
     for index in range(BUFFERS):
         ring.buffer(index, nbytes)[:] = os.urandom(nbytes)

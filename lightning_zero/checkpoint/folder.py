@@ -145,7 +145,6 @@ class Folder:
         # distinguishes these contents from any others at the same path
         self._identity = zlib.crc32(data), zlib.crc32(repr(checksums).encode())
         self._extents: dict[tuple[str, int], Extent] = {}
-        self._chunks: dict[str, list[_Chunk]] = {}
         self._known: dict[Any, ArchiveLayout] = {}
         self._bytes = sum(sizes.values())
         extent_of = self._locate(metadata, manifest, sizes)
@@ -238,15 +237,15 @@ class Folder:
                     raise self._damaged("some of its values are stored in the same bytes")
                 yield name, self._load(name, self._checked(extent))
                 continue
-            self._chunks[name] = self._chunks_of(name, stored, extent_of)
-            read = partial(self._range, name, stored.size, stored.properties.dtype)
+            chunks = self._chunks_of(name, stored, extent_of)
+            read = partial(self._range, chunks, stored.size, stored.properties.dtype)
             if not stored.size:
                 yield name, read(0, 1).clone().view(())
                 continue
             origin = (os.path.basename(self.files.path), name, self._identity)
             value = LazyTensor(name, stored.size, stored.properties.dtype, read, origin)
             # Tied parameters share their stored pieces, so names with the same pieces become one tensor again.
-            pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in self._chunks[name])
+            pieces = tuple((chunk.offsets, chunk.extent.file, chunk.extent.start) for chunk in chunks)
             if value.numel() and pieces not in by_pieces:
                 by_pieces[pieces], nbytes = value, nbytes + value.numel() * value.dtype.itemsize
                 check_size(nbytes, self._bytes)
@@ -284,12 +283,12 @@ class Folder:
             )
         return tensor
 
-    def _range(self, name: str, shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
+    def _range(self, pieces: list[_Chunk], shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
         """Return the elements ``[start, stop)`` of a flattened tensor, read from the pieces that overlap this range.
 
         If one contiguous, aligned piece contains the range, the result is a view of this piece, not a copy.
         """
-        chunks = [chunk for chunk in self._chunks[name] if chunk.start < stop and start < chunk.stop]
+        chunks = [chunk for chunk in pieces if chunk.start < stop and start < chunk.stop]
         if len(chunks) == 1 and chunks[0].stop - chunks[0].start == prod(chunks[0].sizes):
             tensor = self._tensor(chunks[0], dtype)
             if tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:

@@ -59,11 +59,6 @@ class SaveMode(Enum):
     SHARDED = "sharded"
     """A folder, to which each rank writes its shards."""
 
-    @property
-    def keeps_shards(self) -> bool:
-        """Whether tensors stay sharded until they are written or copied."""
-        return self is not SaveMode.GATHERED
-
 
 _Write = Callable[[Ranks, Callable[[], list[Entry]]], None]
 """Writes a rank's part of a checkpoint, given the ranks and a function that returns the rank's entries or copies."""
@@ -127,8 +122,6 @@ class Saver:
         label, path, refusal = ranks.gather((label, str(job.path), refusal))[0]
         if refusal is not None:
             raise not_saved(path, 0, refusal)
-        if self._in_background:
-            self.finish()
         destination = Destination(path, label)
         part = self._part_of_folder if job.mode is SaveMode.SHARDED else self._part_of_file
         entries, write = part(job, ranks, destination)

@@ -4,6 +4,7 @@ import copy
 import importlib.util
 import inspect
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -35,7 +36,7 @@ class ConfigError(JobFailed):
 
 
 LEAST: dict[str, tuple[Any, int]] = {
-    **dict.fromkeys(("seed", "model.warmup_steps", "data.workers"), (int, 0)),
+    **dict.fromkeys(("model.warmup_steps", "data.workers"), (int, 0)),
     **dict.fromkeys(("model.width", "model.depth", "model.heads", "model.context"), (int, 1)),
     **dict.fromkeys(("data.context", "data.batch_size", "data.max_bytes"), (int, 1)),
     **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.momentum"), (float, 0)),
@@ -48,11 +49,14 @@ LEAST: dict[str, tuple[Any, int]] = {
 _Rule = tuple[Callable[[Any], bool], str]
 
 _ABOVE_0: _Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
+_NOT_INFINITE: _Rule = (lambda v: v != math.inf, "a finite number")
 
 RULES: dict[str, _Rule] = {
-    "seed": (lambda v: type(v) is int and v < 2**32, "an integer from 0 to 4294967295"),
+    "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "an integer from 0 to 4294967295"),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
+    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.momentum"), _NOT_INFINITE),
+    "trainer.gradient_clip_val": _NOT_INFINITE,
     "trainer.val_check_interval": _ABOVE_0,
     "trainer.limit_val_batches": _ABOVE_0,
     "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), '"auto" or an integer of at least 1'),

@@ -175,7 +175,7 @@ def _inspect(options: Any) -> None:
         name = row.name if options.all else row.name.removeprefix("state_dict.")
         tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
         table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes)))
-    show(table, right=(3, 4, 5))
+    show(table, right=(3,))
     parts = list(dict.fromkeys(row.part for row in rows))
     table = [("part", "tensors", "bytes")]
     for part in parts:

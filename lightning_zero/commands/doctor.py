@@ -86,7 +86,7 @@ def _findings(found: dict[str, Any]) -> list[str]:
     """Causes of slow training on this machine, with remedies where there are any."""
     machine, resources = found["machine"], found["resources"]
     said = []
-    if machine.get("transport") == "gloo":
+    if machine.get("transport") == "gloo" and os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY") != "0":
         said.append(
             "Ranks on this machine cannot read each other's memory (process_vm_readv is not permitted), so they "
             "exchange data over Gloo's sockets, which is slower. In a container, --cap-add=SYS_PTRACE permits it."

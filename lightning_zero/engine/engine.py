@@ -534,7 +534,8 @@ class Engine:
     # -- the end ----------------------------------------------------------------------------------------------------
 
     def rejoin(self) -> None:
-        """After a failed run, switch to the new default process group, to save a checkpoint and close the engine."""
+        """After a failed run, connect to the process group again, to save a checkpoint and close the engine."""
+        self.communicator.end_transfers()
         self.rendezvous.close()
         self.communicator.close()
         self._connect(None, self.communicator.device)

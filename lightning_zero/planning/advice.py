@@ -107,11 +107,13 @@ def make_plans(
     make_module: Callable[[], LightningModule],
     batch: Any,
     *,
+    ranks: int,
     stages: Iterable[int],
     offloads: Iterable[str] = ("none",),
     micro_batches: Iterable[int | None] = (None,),
     checkpointing: Iterable[Checkpointing] = (False,),
     accumulate: int | Iterable[int] = 1,
+    machines: int = 1,
     choices: Mapping[str, Sequence[Any]] | None = None,
     left_out: list[str] | None = None,
     **settings: Any,
@@ -119,7 +121,7 @@ def make_plans(
     """Plan every possible combination of the choices. DDP (stage 0) is planned without the strategy's options.
 
     Args:
-        make_module, batch: as for ``fake_run``.
+        make_module, batch, ranks, machines: as for ``fake_run``.
         offloads: choices for ``Plan.offload``.
         micro_batches: numbers of samples to which the batch is resized; None leaves the batch unchanged.
         checkpointing: whether to checkpoint activations; ``"partitioned"`` divides them over tensor-parallel ranks.
@@ -130,9 +132,15 @@ def make_plans(
             in bytes, without which plans do not say whether they fit; other arguments of ``fake_run``.
 
     Raises:
-        ValueError: if the batch cannot be resized, or no combination is possible.
+        ValueError: if the batch cannot be resized, the ranks cannot be split evenly among the machines, or no
+            combination is possible.
     """
+    if ranks < 1:
+        raise ValueError(f"ranks={ranks} must be at least 1.")
+    if machines < 1 or ranks % machines:
+        raise ValueError(f"machines={machines} must be at least 1 and divide the number of ranks, {ranks}.")
     plans = []
+    settings |= {"ranks": ranks, "machines": machines}
     left_out = [] if left_out is None else left_out
     accumulates = [accumulate] if isinstance(accumulate, int) else accumulate
     names, values = list(choices or {}), list((choices or {}).values())

@@ -148,7 +148,7 @@ class AutomaticStrategy(TrainerStrategy):
         from lightning_zero.planning.advice import advise, make_plans
 
         options = dict(self._given)
-        # as choices, since DDP has no such options and the names of plans show them
+        # as choices, since the names of plans show them
         compression = options.pop("compression", None)
         own = {
             "shard_within": [options.pop("shard_within", None)],

@@ -357,16 +357,12 @@ def fake_run(
         clip: the Trainer's ``gradient_clip_val``.
         transport: ``"nccl"``, ``"gloo"`` or ``"shared memory"``; each uses different buffers to reduce gradients.
         with_values: whether to compute with real tensors, to check the results of a fake run.
-        machines: number of machines; the ranks are split evenly among them.
+        machines: number of machines, which divides ``ranks``.
         options: options of ``ZeroStrategy``.
 
     Raises:
-        ValueError: if the module cannot be built on the meta device, or ``machines`` does not divide ``ranks``.
+        ValueError: if the module cannot be built on the meta device.
     """
-    if ranks < 1:
-        raise ValueError(f"ranks={ranks} must be at least 1.")
-    if machines < 1 or ranks % machines:
-        raise ValueError(f"machines={machines} must be at least 1 and divide the number of ranks, {ranks}.")
     together = (stage and options.get("tensor_parallel_size")) or 1
     if together == "auto":
         together = options["tensor_parallel_size"] = ranks // machines

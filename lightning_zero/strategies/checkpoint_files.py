@@ -45,10 +45,15 @@ class CheckpointFiles:
         assembles = options.async_save and options.tensor_parallel_size is None and not reads_values
         return SaveMode.ASSEMBLED if assembles else SaveMode.GATHERED
 
-    def leaf(self, mode: SaveMode, *, keeps: bool) -> sharded_tree.Leaf:
-        """Return what converts sharded tensors for a checkpoint: to themselves, full (``keeps``) or meta tensors."""
-        if mode.keeps_shards:
+    def leaf(self, mode: SaveMode, *, everywhere: bool = False) -> sharded_tree.Leaf:
+        """Return what converts sharded tensors for a checkpoint: to themselves, or to full or meta tensors.
+
+        Args:
+            everywhere: whether every rank needs full tensors; otherwise only rank 0 does.
+        """
+        if mode is not SaveMode.GATHERED:
             return sharded_tree.in_parts
+        keeps = everywhere or self._strategy.is_global_zero
 
         def own(tensor: Tensor) -> Tensor:
             value = sharded_tree.on_cpu(tensor) if keeps else sharded_tree.on_meta(tensor)
@@ -73,6 +78,10 @@ class CheckpointFiles:
     def has_default_io(self) -> bool:
         strategy = self._strategy
         return type(strategy.checkpoint_io) is strategy.lightning.plugins.TorchCheckpointIO
+
+    def is_written_here(self, mode: SaveMode, storage_options: Any) -> bool:
+        """Whether the strategy writes a checkpoint itself; otherwise Lightning and its ``CheckpointIO`` write it."""
+        return mode is SaveMode.SHARDED or (self.has_default_io and storage_options is None)
 
     @property
     def are_opened_here(self) -> bool:
@@ -109,7 +118,7 @@ class CheckpointFiles:
 
     def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint."""
-        leaf = self.leaf(SaveMode.GATHERED, keeps=self._strategy.is_global_zero)
+        leaf = self.leaf(SaveMode.GATHERED)
         return self._strategy.ranks.alike(lambda: sharded_tree.walk(dict(checkpoint), leaf, sharded_tree.is_in_parts))
 
     def on_rank_0(self, act: Callable[[], _Result]) -> _Result | None:

@@ -172,7 +172,7 @@ class FabricStrategy(BaseStrategy):
         """Write a file on rank 0, or a folder to which each rank writes its shards (sharded checkpoint). Collective."""
         # A filter of a full checkpoint runs on rank 0 and may read values, so values are gathered first.
         mode = self._files.mode(reads_values=filter is not None)
-        leaf = self._files.leaf(mode, keeps=self.is_global_zero)
+        leaf = self._files.leaf(mode)
         # The rendezvous raises within seconds if not every rank calls this method. It takes place in an engine of
         # ``state``, which exists on every rank: the engine of a deleted module may be left on some ranks only.
         values = sorted(state.values(), key=lambda value: isinstance(value, Optimizer))  # modules first
@@ -188,7 +188,7 @@ class FabricStrategy(BaseStrategy):
                     masters[key] = {name: value for name, value in masters[key].items() if keeps(name, value)}
             about = {CHECKPOINT_KEY: {"masters": masters}} if masters else {}
             collected = {key: self._state_of(value, leaf) for key, value in state.items()}
-            if mode is not SaveMode.SHARDED and (not self._files.has_default_io or storage_options is not None):
+            if not self._files.is_written_here(mode, storage_options):
                 whole, save = self._files.gathered({**collected, **about}), super().save_checkpoint
                 self._files.on_rank_0(lambda: save(path, whole, storage_options, filter))
                 return

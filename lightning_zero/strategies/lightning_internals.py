@@ -21,7 +21,6 @@ from lightning.fabric.strategies import DDPStrategy
 from lightning.fabric.utilities.device_dtype_mixin import _update_properties as update_properties
 
 # Set-up and reduction exactly as under DDP, including logging, the environment's checks and devices' special cases
-from lightning.fabric.utilities.distributed import _distributed_is_initialized as distributed_is_initialized
 from lightning.fabric.utilities.distributed import _init_dist_connection as init_dist_connection
 from lightning.fabric.utilities.distributed import _set_num_threads_if_needed as set_num_threads_if_needed
 from lightning.fabric.utilities.distributed import _sync_ddp_if_available as sync_ddp_if_available

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pickle import PicklingError
 from typing import Any, TypeVar
 
@@ -29,7 +29,6 @@ class RankGroup:
         mesh: the mesh of ranks; None without ``tensor_parallel_size``, and before the processes have started.
         ended_by: the message of the exception that ended the run; None if there was none.
         is_cut_off: whether this rank must not communicate, since the run has failed.
-        have_all_failed: whether all ranks failed at the same time, with the same updates done: they may communicate.
     """
 
     def __init__(self, strategy: Any) -> None:
@@ -40,7 +39,8 @@ class RankGroup:
     def begin_run(self) -> None:
         """Forget the failure of an earlier run."""
         self.ended_by: str | None = None
-        self.is_cut_off = self.have_all_failed = False
+        self.is_cut_off = False
+        self._have_all_failed = False  # at the same time, with the same updates done
 
     def __getstate__(self) -> dict[str, Any]:
         return {**vars(self), "mesh": None}  # its process groups cannot be copied
@@ -55,14 +55,14 @@ class RankGroup:
     @property
     def is_alone(self) -> bool:
         """Whether this rank must not communicate: there is no process group, or the run has failed."""
-        return self.is_cut_off or not internals.distributed_is_initialized()
+        return self.is_cut_off or not process_group.is_initialized()
 
     def connect(self) -> None:
         """Join the process group, or renew the one in which a run has failed, and create the mesh. Collective."""
         if self.is_single:
             return
-        if internals.distributed_is_initialized() and failures.failure() is not None:
-            failures.renew(**self.group_options)
+        if process_group.is_initialized() and failures.failure() is not None:
+            failures.renew(**self._group_options)
             self.mesh = None  # the mesh's groups have failed, too
         options, strategy = self._group_options_at_start, self._strategy
         internals.init_dist_connection(strategy.cluster_environment, strategy.process_group_backend, **options)
@@ -70,7 +70,7 @@ class RankGroup:
         self.make_mesh()
 
     @property
-    def group_options(self) -> dict[str, Any]:
+    def _group_options(self) -> dict[str, Any]:
         """Arguments with which torch creates the process group."""
         device = self._strategy.root_device
         return {
@@ -80,14 +80,14 @@ class RankGroup:
 
     @property
     def _group_options_at_start(self) -> dict[str, Any]:
-        if internals.distributed_is_initialized():
+        if process_group.is_initialized():
             return {}
         environment, timeout = self._strategy.cluster_environment, self._strategy.options.timeout
         assert environment is not None
         address = environment.main_address, environment.main_port
         rank, size = environment.global_rank(), environment.world_size()
         store = store_of_attempt(*address, rank, size, timeout or default_pg_timeout)
-        return self.group_options | ({"store": store} if store is not None else {})
+        return self._group_options | ({"store": store} if store is not None else {})
 
     # -- the mesh ---------------------------------------------------------------------------------------------------
 
@@ -202,9 +202,22 @@ class RankGroup:
         if self.ended_by is not None:
             return
         self.ended_by, self.is_cut_off = str(exception), not self.is_single
-        if self.is_cut_off and not is_shared and internals.distributed_is_initialized():
+        if self.is_cut_off and not is_shared and process_group.is_initialized():
             first, *_ = str(exception).splitlines() or [""]
             rank = f"rank {self._strategy.global_rank}"
             updates = [engine.updates for engine in self._strategy.engines]
             state = f"{rank} is updating" if None in updates else updates
-            self.have_all_failed = failures.fail(f"{rank} failed with {type(exception).__name__}: {first[:500]}", state)
+            reason = f"{rank} failed with {type(exception).__name__}: {first[:500]}"
+            self._have_all_failed = failures.fail(reason, state)
+
+    def come_back(self, rejoin: Callable[[], None]) -> None:
+        """If all ranks have failed alike, let them communicate again. Collective; only the first call tries.
+
+        Args:
+            rejoin: connects the engine to the process group again.
+        """
+        if self._have_all_failed:
+            self._have_all_failed = False
+            with suppress(RuntimeError):  # another rank does not save, and has ended
+                rejoin()
+                self.is_cut_off = False

@@ -75,11 +75,7 @@ class TrainerCheckpoints:
             return False
         if engine is None:
             return True
-        if ranks.have_all_failed:
-            ranks.have_all_failed = False
-            with suppress(RuntimeError):  # another rank does not save, and has ended
-                engine.rejoin()
-                ranks.is_cut_off = False
+        ranks.come_back(engine.rejoin)
         return not ranks.is_cut_off
 
     @property
@@ -98,7 +94,7 @@ class TrainerCheckpoints:
 
     def _leaf(self, mode: SaveMode) -> sharded_tree.Leaf:
         """Return what converts tensors that the project's hooks read. With hooks, every rank needs the values."""
-        return self._files.leaf(mode, keeps=self._strategy.is_global_zero or self._has_hooks)
+        return self._files.leaf(mode, everywhere=self._has_hooks)
 
     def module_state(self, ordinary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """Return the full state dict on rank 0, and meta tensors of the same names and shapes on the other ranks.
@@ -159,7 +155,7 @@ class TrainerCheckpoints:
         to_resume = "optimizer_states" in checkpoint  # false with ``save_weights_only=True``
         mode, files = self._mode, self._files
         contents = {**checkpoint, CHECKPOINT_KEY: self._about_checkpoint(mode, to_resume=to_resume)}
-        if mode is not SaveMode.SHARDED and (not files.has_default_io or storage_options is not None):
+        if not files.is_written_here(mode, storage_options):
             whole = files.gathered(contents)
             plugins = self._strategy.lightning.plugins
             writes_later = isinstance(self._strategy.checkpoint_io, plugins.AsyncCheckpointIO)
@@ -248,7 +244,7 @@ class TrainerCheckpoints:
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
         masters = (self.masters_after_fit or {}).get(module, {})
         if engine is not None and to_resume:
-            masters = engine.masters_by_name(leaf=self._files.leaf(mode, keeps=self._strategy.is_global_zero))
+            masters = engine.masters_by_name(leaf=self._files.leaf(mode))
         if masters and to_resume:
             about["masters"] = masters
         if configs := configs_of_models(module):
@@ -268,7 +264,7 @@ class TrainerCheckpoints:
         """
         self.masters_after_fit = WeakKeyDictionary()
         if are_reachable:
-            leaf = self._files.leaf(SaveMode.GATHERED, keeps=self._strategy.is_global_zero)
+            leaf = self._files.leaf(SaveMode.GATHERED)
             self.masters_after_fit[engine.module] = engine.masters_by_name(leaf=leaf)
 
     def remove(self, path: Any) -> None:

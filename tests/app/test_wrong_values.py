@@ -28,6 +28,8 @@ WRONG = [
     ("data.path=/no/such/text", "data.path=/no/such/text is neither a file nor a folder"),
     ("data.path=/dev/null", "data.path=/dev/null has 0 bytes of text for training"),
     ("data=digits", "model.context: Interpolation key 'data.context' not found"),
+    ("optimizer.lr=inf", "optimizer.lr=inf must be a finite number."),
+    ("trainer.gradient_clip_val=inf", "trainer.gradient_clip_val=inf must be a finite number."),
     ("optimizer.lr=-1", "optimizer.lr=-1 must be a number of at least 0."),
     ("optimizer.lr=fast", "optimizer.lr='fast' must be a number of at least 0."),
     ("optimizer.lr=null", "optimizer.lr=None must be a number of at least 0."),

@@ -91,8 +91,8 @@ def test_training_goes_on_if_the_system_removes_the_folder(monkeypatch):
 
     class Removing(Callback):
         def on_train_batch_start(self, trainer, *_):
-            if trainer.global_step in (2, 4):
-                shutil.rmtree(job)
+            while trainer.global_step in (2, 4) and job.exists():  # a save in the background may add files meanwhile
+                shutil.rmtree(job, ignore_errors=True)
 
     resilience = ResilienceConfig(job=job.name, every_n_steps=1)
     trainer = make_trainer(ZeroStrategy(3, resilience=resilience), devices=1, max_steps=5, callbacks=[Removing()])

@@ -26,6 +26,7 @@ from torchmetrics import SumMetric
 from torchmetrics.utilities import dim_zero_sum
 
 import lightning_zero
+from lightning_zero.engine import process_group
 from lightning_zero.engine.init.shared_memory import HYPERPARAMETERS
 from lightning_zero.strategies import lightning_internals as internals
 
@@ -56,7 +57,7 @@ def test_the_process_group_is_set_up_with_these_arguments():
     parameters = inspect.signature(internals.init_dist_connection).parameters
     assert names <= parameters.keys()
     assert any(each.kind is each.VAR_KEYWORD for each in parameters.values())  # our timeout, device_id and store
-    assert not internals.distributed_is_initialized()
+    assert not process_group.is_initialized()
     assert internals.sync_ddp_if_available(3, None, reduce_op="sum") == 3  # without a group
     assert list(inspect.signature(internals.sync_module_states).parameters) == ["module"]
 

@@ -127,7 +127,7 @@ class BucketSlot:
         alive = ((key, reference()) for key, reference in list(self._derived.items()))
         return {
             key: tensor
-            for key, tensor in alive  # a tensor may since have received other contents (see ``become``)
+            for key, tensor in alive  # a tensor may since have received other contents (see ``set_contents``)
             if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
         }
 

@@ -203,7 +203,7 @@ class ShardedTensor(WrapperTensor):
 
 
 class ShardedDTensor(ShardedTensor, SlotsOfDTensor):
-    """A sharded parameter that was a DTensor, and becomes a DTensor again when the engine closes (see ``become``)."""
+    """A sharded parameter that was a DTensor, and becomes one again when the engine closes (see ``set_contents``)."""
 
 
 def local_range_of(value: Tensor, slot: Slot) -> Tensor:
