@@ -52,7 +52,7 @@ class Asked(TorchDispatchMode):
         if is_inside_a_wrapper(types):
             return NotImplemented
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.bytes += asked_by(func.overloadpacket.__name__, args, dist.get_world_size())
+            self.bytes += asked_by(func.overloadpacket.__name__, args, dist.get_world_size(), dist.get_rank())
         return func(*args, **(kwargs or {}))
 
 
@@ -62,7 +62,7 @@ def is_inside_a_wrapper(types: Any) -> bool:
     return bool(wrappers) and FakeTensor not in wrappers  # those leave it to modes, by which FSDP2 plans its shards
 
 
-def asked_by(name: str, args: Any, ranks: int) -> float:
+def asked_by(name: str, args: Any, ranks: int, rank: int = 0) -> float:
     """Bytes that a rank must send for one call, in a group of ``ranks`` ranks.
 
     Raises:
@@ -74,6 +74,8 @@ def asked_by(name: str, args: Any, ranks: int) -> float:
         return float(bytes_of(args[0]) * (ranks - 1))
     if name == "send":
         return float(bytes_of(args[0]))
+    if name == "alltoall_base_" and (sizes := args[4]):  # elements for each rank
+        return bytes_of(args[1]) * (1 - sizes[rank] / max(1, sum(sizes)))
     if name not in WHOLE:
         raise NotImplementedError(f"c10d::{name}: benchmarks/readings.py does not know what it sends")
     position, times = WHOLE[name]

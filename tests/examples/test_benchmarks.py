@@ -176,10 +176,10 @@ def test_links_counts_the_bytes_that_cross_between_machines(tmp_path: Path) -> N
 @pytest.mark.timeout(300)
 @pytest.mark.exhaustive
 def test_neutrality_compares_losses_with_those_of_fp32(tmp_path: Path) -> None:
-    options = ["--systems", "fp32,int8,bf16,bf16 exact", "--seeds", "0", "--steps", "4"]
+    options = ["--systems", "fp32,int8,bf16", "--seeds", "0", "--steps", "4"]
     run_ranks_on_two("benchmarks/neutrality.py", *options, folder=tmp_path)
     losses = json.loads((tmp_path / "neutrality.json").read_text())["systems"]
-    assert losses["bf16 exact"]["0"] == losses["bf16"]["0"]
+    assert losses["bf16"]["0"] == pytest.approx(losses["fp32"]["0"], rel=0.01)
     assert losses["int8"]["0"] == pytest.approx(losses["fp32"]["0"], rel=0.01)
     assert losses["int8"]["0"] != losses["fp32"]["0"]
     assert losses["int8"]["crossed"] < 0.7 * losses["fp32"]["crossed"]
@@ -188,7 +188,7 @@ def test_neutrality_compares_losses_with_those_of_fp32(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "systems", "said"),
     [
-        ("links", "zero3,bf16 zero3_node exact", "add bf16 zero3_node, with which other systems are compared"),
+        ("links", "zero3,bf16 zero3_node int8", "add bf16 zero3_node, with which other systems are compared"),
         ("links", "zero4", "zero4 is not among zero3"),
         ("neutrality", "int8,bf16", "add fp32, with which other systems are compared"),
         ("neutrality", "fp32,int3", "int3 is not among fp32"),

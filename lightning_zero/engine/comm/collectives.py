@@ -152,7 +152,8 @@ class Communicator:
         control_tag = (int(number) % 2**11 << 20) + _CONTROL_TAG
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
-        self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
+        others_exist = not process_group.is_fake(everywhere)
+        self.everyone = Everyone(rank, len(all_ranks), control, *((self.watch, name) if others_exist else ()))
         self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks as numbered in the watch
         if self.tensor.size == 1:
             self.control = control
@@ -204,7 +205,9 @@ class Communicator:
             self._along[ALL] = self._collectives(within())
             return
         has_levels = self.shards_within or (is_gloo_on_cpu and groups.has_two_levels)
-        if not all(self.everyone.control.gather_objects(has_levels)):
+        if self.tensor.size > 1:  # each tensor-parallel rank has chosen for ranks of its own, in new groups of all ranks
+            has_levels = all(self.everyone.control.gather_objects(has_levels))
+        if not has_levels:
             elsewhere = [rank for rank in range(self.size) if rank not in machine]
             self._along[ALL] = self._collectives(between([range(self.size)]), elsewhere)
             return

@@ -159,6 +159,11 @@ def serves_cpu(group: ProcessGroup) -> bool:
     return "cpu:" in dist.get_backend_config(group)
 
 
+def is_fake(group: ProcessGroup) -> bool:
+    """Whether a group has torch's backend ``fake``, so that no other rank exists."""
+    return "fake" in dist.get_backend_config(group)
+
+
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout of a group's collectives on a device; None if the backend has no timeout."""
     return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
@@ -169,7 +174,7 @@ def gloo_backend(name: str, group: ProcessGroup) -> Any:
 
     Returns None for a group with torch's backend ``fake``, which has no other ranks.
     """
-    if "fake" in dist.get_backend_config(group):
+    if is_fake(group):
         return None
     store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[group][1])
     timeout = timeout_of(group, torch.device("cpu")) if serves_cpu(group) else None
