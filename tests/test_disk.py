@@ -7,14 +7,13 @@ import fcntl
 import mmap
 import os
 import random
-import threading
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 from lightning_zero.io import disk
-from lightning_zero.io.disk import ALIGNMENT, Appender, DirectFile, aligned_memory, free_bytes, huge_memory
+from lightning_zero.io.disk import ALIGNMENT, DirectFile, aligned_memory, free_bytes, huge_memory
 from tests.checkpoint import faults
 
 IN_MEMORY = Path("/dev/shm")
@@ -27,30 +26,6 @@ def folder_for(in_memory, tmp_path):
     if in_memory and not IN_MEMORY.is_dir():
         pytest.fail("there is no file system in memory here")
     return IN_MEMORY if in_memory else tmp_path
-
-
-def written(path, parts):
-    appender = Appender(str(path))
-    try:
-        for part in parts:
-            assert appender.write(memoryview(part)) == len(part)
-        appender.finish()
-    finally:
-        appender.close()
-
-
-@FOLDERS
-@pytest.mark.parametrize("size", [0, 1, ALIGNMENT - 1, ALIGNMENT, 3 * ALIGNMENT, 3 * ALIGNMENT + 1, 10 * ALIGNMENT + 7])
-@pytest.mark.parametrize("at_once", [1000, ALIGNMENT, 10**6])
-def test_a_file_contains_what_was_appended(tmp_path, monkeypatch, in_memory, size, at_once):
-    monkeypatch.setattr(disk, "BUFFER", 2 * ALIGNMENT)  # so that the data takes several buffers
-    data = os.urandom(size)
-    path = folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}"
-    try:
-        written(path, [data[start : start + at_once] for start in range(0, size, at_once)])
-        assert path.read_bytes() == data
-    finally:
-        path.unlink()
 
 
 def flags_of(descriptor):
@@ -73,11 +48,10 @@ def test_direct_io_bypasses_the_cache_where_the_disk_allows(tmp_path, monkeypatc
     file.write(memory[1 : 1 + ALIGNMENT], 0)  # refused, and written through the cache
     assert not file.is_direct
     file.write(memory[: ALIGNMENT + 3], ALIGNMENT)
-    file.sync()
     file.close()
     assert (tmp_path / "file").read_bytes() == bytes(memory[1 : 1 + ALIGNMENT]) + bytes(memory[: ALIGNMENT + 3])
 
-    with closing(DirectFile(str(tmp_path / "another"), readable=True)) as file:
+    with closing(DirectFile(str(tmp_path / "another"))) as file:
         data = bytes(memory)
         file.write(memory, 0)
         memory[:] = bytes(len(memory))
@@ -123,7 +97,7 @@ def test_reads_return_what_was_written_at_any_position_and_of_any_size(
     expected, memory, choice = bytearray(size), aligned_memory(size), random.Random(0)
     path = folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}"
     try:
-        with closing(DirectFile(str(path), readable=True)) as file:
+        with closing(DirectFile(str(path))) as file:
             file.reserve(size)
             for number in range(100):
                 unit = ALIGNMENT if number % 2 else 1
@@ -148,7 +122,7 @@ def test_reads_return_what_was_written_at_any_position_and_of_any_size(
 def test_reading_past_the_end_of_a_file_is_reported(tmp_path, in_memory):
     path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
     try:
-        with closing(DirectFile(path, readable=True)) as file:
+        with closing(DirectFile(path)) as file:
             file.write(memoryview(b"x" * (ALIGNMENT + 10)), 0)
             with pytest.raises(OSError, match=f"ends at byte {ALIGNMENT + 10}, {ALIGNMENT - 10} bytes too") as told:
                 file.read(aligned_memory(2 * ALIGNMENT), 0)
@@ -174,7 +148,7 @@ def test_space_is_reserved_where_there_is_enough(tmp_path, monkeypatch, in_memor
     path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
     nbytes = 2**20 + 1
     try:
-        with closing(DirectFile(path, readable=True)) as file:
+        with closing(DirectFile(path)) as file:
             with pytest.raises(OSError, match=rf"{2**60} bytes are required, \d+ are available: free some") as told:
                 file.reserve(2**60)
             assert told.value.errno == errno.ENOSPC and told.value.filename == path
@@ -217,42 +191,14 @@ def test_a_reservation_error_that_is_not_about_space_is_raised_unchanged(tmp_pat
 
 
 def test_a_closed_file_does_not_touch_the_next_file_with_its_descriptor_number(tmp_path):
-    file = DirectFile(str(tmp_path / "file"), readable=True)
+    file = DirectFile(str(tmp_path / "file"))
     file.close()
-    with closing(DirectFile(str(tmp_path / "next"), readable=True)):
+    with closing(DirectFile(str(tmp_path / "next"))):
         for call in (file.read, file.write):
             with pytest.raises(OSError) as told:
                 call(aligned_memory(ALIGNMENT), 0)
             assert told.value.errno == errno.EBADF
     assert (tmp_path / "next").read_bytes() == b""
-
-
-def fills_up(folder):
-    """A disk of 64 KiB, for a file of 256 KiB in buffers of 8 KiB."""
-
-    def on_the_disk():
-        disk.BUFFER = 2 * ALIGNMENT
-        for parts in ([b"x" * 2**18], [b"x" * ALIGNMENT] * 64):
-            with pytest.raises(OSError) as told:
-                written(folder / "file", parts)
-            assert told.value.errno == errno.ENOSPC
-            (folder / "file").unlink()
-        written(folder / "file", [b"x" * 2**15])
-
-    assert faults.on_a_small_disk(folder, 2**16, on_the_disk) == 0
-
-
-def test_a_full_disk_is_reported_although_another_thread_writes(run_on, tmp_path):
-    run_on(1, fills_up, folder=tmp_path)
-
-
-def test_closing_an_unfinished_file_leaves_no_thread_and_no_descriptor(tmp_path):
-    before, threads = set(os.listdir("/proc/self/fd")), threading.enumerate()
-    appender = Appender(str(tmp_path / "file"))
-    appender.write(memoryview(bytes(disk.BUFFER + 1)))
-    appender.close()
-    assert set(os.listdir("/proc/self/fd")) == before
-    assert threading.enumerate() == threads
 
 
 def test_forked_processes_neither_see_nor_hold_memory_in_huge_pages():
@@ -279,29 +225,27 @@ def test_huge_memory_works_where_the_system_refuses_madvise(monkeypatch, tmp_pat
     monkeypatch.setattr(mmap, "mmap", Refusing)
     memory = huge_memory(2 * ALIGNMENT)
     memory[:] = data = os.urandom(len(memory))
-    with closing(DirectFile(str(tmp_path / "file"), readable=True)) as file:
+    with closing(DirectFile(str(tmp_path / "file"))) as file:
         file.write(memory, 0)
         memory[:] = bytes(len(memory))
         file.read(memory, 0)
         assert file.is_direct and memory == data
 
 
-@pytest.mark.parametrize("readable", [False, True])
-def test_existing_files_and_links_are_neither_opened_nor_followed(tmp_path, readable):
+def test_existing_files_and_links_are_neither_opened_nor_followed(tmp_path):
     (tmp_path / "file").write_text("of another's")
     (tmp_path / "link").symlink_to(tmp_path / "target")
     (tmp_path / "other").symlink_to(tmp_path / "file")
     for name in ("file", "link", "other"):
         with pytest.raises(FileExistsError, match=name):
-            DirectFile(str(tmp_path / name), readable=readable)
+            DirectFile(str(tmp_path / name))
     assert not (tmp_path / "target").exists() and (tmp_path / "file").read_text() == "of another's"
 
 
-def test_files_that_only_this_process_reads_again_are_private_to_the_user(tmp_path):
+def test_files_are_private_to_the_user(tmp_path):
     umask = os.umask(0o022)
     try:
-        for readable, mode in ((True, 0o600), (False, 0o644)):
-            with closing(DirectFile(str(tmp_path / str(mode)), readable=readable)):
-                assert (tmp_path / str(mode)).stat().st_mode & 0o777 == mode
+        with closing(DirectFile(str(tmp_path / "file"))):
+            assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
     finally:
         os.umask(umask)

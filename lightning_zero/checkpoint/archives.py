@@ -1,4 +1,4 @@
-"""Read the records of ``torch.save`` archives, and quickly load and save archives of a single tensor."""
+"""Read the records of ``torch.save`` archives, and the tensor in an archive of a single tensor."""
 
 from __future__ import annotations
 
@@ -6,19 +6,13 @@ import io
 import struct
 import sys
 import zipfile
-import zlib
-from functools import lru_cache
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
-import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.restricted import load_tensor, load_torch
 
-SMALL = 2**16
-"""Maximum size in bytes of a small tensor: writing its values takes less time than the overhead of ``torch.save``."""
-
-_LOCAL_HEADER, _ENTRY = 30, 46  # bytes before the file name in a zip's local headers and directory entries
+_LOCAL_HEADER = 30  # bytes before the file name in a zip's local headers
 _FOLDER = 0x10  # attribute bit that marks folders; torch treats a record with this bit as empty
 
 
@@ -63,31 +57,11 @@ def records_of(archive: IO[bytes]) -> list[Record]:
     return found if has_checksums else [record._replace(crc32=None) for record in found]
 
 
-class ArchiveLayout(NamedTuple):
-    """Layout of an archive of one plain tensor. Archives with the same length and ``head`` have the same layout."""
-
-    head: bytes
-    """The bytes before the values."""
-    dtype: torch.dtype
-    numel: int
-    """Number of elements in the storage."""
-    view: tuple[Any, ...]
-    """The tensor's shape, strides and storage offset."""
-
-
-def tensor_in(buffer: memoryview, known: dict[Any, ArchiveLayout], kind: Any) -> Tensor:
+def tensor_in(buffer: memoryview) -> Tensor:
     """Load an archive's only tensor, usually as a view of ``buffer``: do not modify the tensor, which may be unaligned.
 
-    With a cached layout, this is fifty times as fast as ``torch.load``, which would also copy the values.
-
-    Args:
-        known: cache of layouts, to which the archive's layout is added.
-        kind: cache key, such as shape and dtype: tensors of the same kind usually have archives of the same layout.
+    ``torch.load`` would copy the values.
     """
-    layout = known.get((kind, len(buffer)))
-    if layout is not None and bytes(buffer[: len(layout.head)]) == layout.head:
-        flat = torch.frombuffer(buffer, dtype=layout.dtype, count=layout.numel, offset=len(layout.head))
-        return flat.as_strided(*layout.view)
     records = {record.name.partition("/")[2]: record for record in records_of(io.BytesIO(buffer))}
 
     def bytes_of(name: str) -> memoryview:
@@ -95,33 +69,4 @@ def tensor_in(buffer: memoryview, known: dict[Any, ArchiveLayout], kind: Any) ->
 
     if "byteorder" in records and bytes(bytes_of("byteorder")) != sys.byteorder.encode():
         return load_torch(io.BytesIO(buffer))
-    tensor = load_tensor(bytes(bytes_of("data.pkl")), lambda key: bytes_of(f"data/{key}"))
-    numel = tensor.untyped_storage().nbytes() // tensor.itemsize
-    if numel and type(tensor) is Tensor and not tensor.is_conj() and not tensor.is_neg():
-        head = bytes(buffer[: records["data/0"].start])
-        view = (tensor.shape, tensor.stride(), tensor.storage_offset())
-        known[kind, len(buffer)] = ArchiveLayout(head, tensor.dtype, numel, view)
-    return tensor
-
-
-def archived(tensor: Tensor) -> bytearray:
-    """Archive a contiguous CPU tensor 40 times as fast as ``torch.save``; only the serialization id differs."""
-    template, start, checksums = _template(tensor.dtype, tuple(tensor.shape))
-    archive = bytearray(template)
-    values = tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
-    archive[start : start + len(values)] = values
-    for place in checksums:
-        struct.pack_into("<I", archive, place, zlib.crc32(values))
-    return archive
-
-
-@lru_cache(maxsize=1024)
-def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> tuple[bytes, int, tuple[int, int]]:
-    """Return an archive of zeros, the offset of its values, and the two offsets where their checksum is stored."""
-    buffer = io.BytesIO()
-    torch.save(torch.zeros(shape, dtype=dtype, device="cpu"), buffer)
-    archive = buffer.getvalue()
-    data = next(record for record in records_of(buffer) if record.name.endswith("/data/0"))
-    stop = data.start + data.length
-    assert archive[stop : stop + 4] == b"PK\x07\x08", "torch.save's archive format has changed"
-    return archive, data.start, (stop + 4, archive.rindex(data.name.encode()) - _ENTRY + 16)
+    return load_tensor(bytes(bytes_of("data.pkl")), lambda key: bytes_of(f"data/{key}"))

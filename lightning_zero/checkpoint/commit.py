@@ -6,14 +6,13 @@ import os
 import re
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import IO, Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
-from lightning_zero.io.disk import Appender
 from lightning_zero.io.labels import LABEL, is_left_over, new_label
 from lightning_zero.io.names import listed
 from lightning_zero.io.paths import is_folder, remove_path, replace, sync_folder
@@ -24,6 +23,9 @@ _OF_A_CHECKPOINT = re.compile(
     r"|\.DS_Store|\._.*|\.nfs[0-9a-f]+"
 )
 """Matches the names of all files that may be in the folder of a sharded checkpoint."""
+
+_AT_ONCE = 2**22
+"""Bytes per write."""
 
 _LONGEST = 120
 """Length in bytes above which a checkpoint's name is cut off in temporary names, to stay below 255 bytes."""
@@ -58,17 +60,13 @@ class Destination:
         """Raise an OSError if a special file, or folder contents other than a checkpoint, would be lost."""
         if self._is_local and os.path.islink(self._place):
             return  # only the link would be replaced
-        is_known = os.path.isfile(self._place) or os.path.isdir(self._place)
-        if self._is_local and os.path.exists(self._place) and not is_known:
-            raise FileExistsError(
-                f"{self.path} is neither a file nor a folder, so it is not replaced: choose another path"
-            )
         if not self._fs.isdir(self._place):
+            if self._is_local and os.path.exists(self._place) and not os.path.isfile(self._place):
+                raise FileExistsError(
+                    f"{self.path} is neither a file nor a folder, so it is not replaced: choose another path"
+                )
             return
-        try:
-            found = self._fs.ls(self._place, detail=True)
-        except FileNotFoundError:  # another process has just moved or removed the folder
-            return
+        found = self._fs.ls(self._place, detail=True)
         kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
         if others or set(kinds) == {REST}:  # a folder with only meta.pt may belong to any program
@@ -86,19 +84,15 @@ class Destination:
         """
         target = self.partial if name is None else os.path.join(self.partial, name)
         self._fs.makedirs(os.path.dirname(target), exist_ok=True)
-        if not self._is_local:
-            with self._fs.open(target, "wb") as file:
-                yield Stream(file, self._advance)
-            return
-        with closing(Appender(target)) as appender:
-            yield Stream(appender, self._advance)
-            appender.finish()
+        with self._fs.open(target, "wb") as file:
+            yield Stream(file, self._advance, file.fileno() if self._is_local else None)
+            if self._is_local:
+                file.flush()
+                os.fsync(file.fileno())
 
     def size_of(self, name: str) -> int | None:
         """Return the size in bytes of a written file; None if the file is not visible to this rank."""
         target = os.path.join(self.partial, name)
-        if self._is_local:
-            return os.path.getsize(target) if os.path.exists(target) else None
         self._fs.invalidate_cache(self.partial)
         return self._fs.size(target) if self._fs.exists(target) else None
 
@@ -112,9 +106,8 @@ class Destination:
             # The checkpoint is in place: a failure of the clean-up below must not be reported as a failed save.
             with suppress(OSError):
                 sync_folder(self._parent)
-            for old in (self.partial, self._old):  # ``replace`` may leave the old contents at one of these paths
-                with suppress(OSError):
-                    remove_path(old)
+            with suppress(OSError):
+                remove_path(self._old)
             return
         if not self._fs.exists(self._place):
             self._fs.mv(self.partial, self._place, recursive=True)
@@ -132,16 +125,14 @@ class Destination:
     def discard(self) -> None:
         """Delete the files written so far. Errors are ignored: callers raise the error that made the save fail."""
         with suppress(OSError):
-            if self._is_local:
-                remove_path(self.partial)
-            elif self._fs.exists(self.partial):
+            if self._fs.exists(self.partial):
                 self._fs.rm(self.partial, recursive=True)
 
     def remove(self) -> None:
-        """Remove the checkpoint at the path, so that other processes never open a partly removed checkpoint.
+        """Remove the checkpoint at the path.
 
-        If this process dies during the removal, the remaining local files are at a partial path, from which
-        ``clear_leftovers`` deletes them.
+        A local folder is renamed first, so that other processes never open a part of it; if this process dies, the
+        next save deletes the rest.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed
@@ -152,8 +143,6 @@ class Destination:
                 sync_folder(self._parent)
                 remove_path(self.partial)
         elif self._fs.exists(self._place):
-            with suppress(FileNotFoundError):  # removed first: the other files alone are not a checkpoint
-                self._fs.rm(f"{self._place}/{DCP_METADATA}")
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:
@@ -178,7 +167,8 @@ def remove(path: Any) -> None:
 class Stream:
     """An open file with a running checksum of the bytes written since ``begin``; calls ``advance`` at each write."""
 
-    def __init__(self, file: IO[bytes] | Appender, advance: Callable[[int], Any]) -> None:
+    def __init__(self, file: IO[bytes], advance: Callable[[int], Any], descriptor: int | None) -> None:
+        self._descriptor = descriptor
         self._file = file
         self.position = self.crc32 = 0
         self._advance = advance
@@ -191,13 +181,16 @@ class Stream:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        self.crc32 = zlib.crc32(view, self.crc32)
-        written = 0
-        while written < len(view):  # a raw file may write fewer bytes than requested
-            written += self._file.write(view[written:])
-        self.position += written
-        self._advance(written)
-        return written
+        for start in range(0, len(view), _AT_ONCE):
+            part = view[start : start + _AT_ONCE]
+            self.crc32 = zlib.crc32(part, self.crc32)
+            self._file.write(part)
+            if len(part) == _AT_ONCE and self._descriptor is not None and hasattr(os, "posix_fadvise"):
+                # Write to the disk from now on, not only in ``fsync``, and keep nothing in the system's cache.
+                os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        self.position += len(view)
+        self._advance(len(view))
+        return len(view)
 
     def flush(self) -> None:
         pass

@@ -84,10 +84,9 @@ class Export:
     """Contents of an export.
 
     Attributes:
-        weights: the tensors to write, each once.
         tied: maps each omitted alias to the name under which its values are written.
         left_out: names of entries that are not exported: the name lacks the prefix, or the value is not a tensor.
-        config: contents of ``config.json``; None if the weights are not those of a transformers model.
+        config: contents of ``config.json`` of a transformers model.
     """
 
     weights: list[Weight]

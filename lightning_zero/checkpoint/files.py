@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
 import sys
 import tempfile
-from typing import IO
+from typing import IO, Any
 
 from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
@@ -30,6 +29,7 @@ class Files:
         self._fs, self._root = url_to_fs(self.path)
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._mappings: dict[str, memoryview] = {}
+        self._temporary: Any = None  # the file of a download, which is removed when this object is deleted
 
     @property
     def exists(self) -> bool:
@@ -64,7 +64,16 @@ class Files:
 
     def downloaded(self) -> Files:
         """Return a temporary local copy of a file at an HTTP address (servers may not send parts); else this object."""
-        return _Downloaded(self) if "http" in self._fs.protocol else self
+        if "http" not in self._fs.protocol:
+            return self
+        # What the server compresses nevertheless is kept as it is, since it might expand to any size.
+        options = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
+        fs, place = url_to_fs(self.path, client_kwargs=options)
+        temporary = tempfile.NamedTemporaryFile()
+        fs.get_file(place, temporary.name)
+        local = Files(temporary.name)
+        local.path, local._temporary = self.path, temporary
+        return local
 
     def read(self, name: str) -> bytes:
         with self.open(name) as file:
@@ -86,16 +95,3 @@ class Files:
         if not name:
             return self._root
         return inside(self._root, name) if self.is_local else f"{self._root.rstrip('/')}/{name}"
-
-
-class _Downloaded(Files):
-    def __init__(self, remote: Files) -> None:
-        self._temporary = tempfile.NamedTemporaryFile()  # removed when this object is deleted
-        plain = {"Accept-Encoding": "identity"}
-        with remote._fs.open(remote._root, "rb", block_size=0, headers=plain) as file:
-            if file.r.headers.get("Content-Encoding", "identity") != "identity":  # it might expand to any size
-                raise ValueError(f"{remote.path} is compressed by its server, although uncompressed data was requested")
-            shutil.copyfileobj(file, self._temporary, 2**20)
-        self._temporary.flush()
-        super().__init__(self._temporary.name)
-        self.path = remote.path

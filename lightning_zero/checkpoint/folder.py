@@ -15,24 +15,15 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from lightning_zero.checkpoint.archives import ArchiveLayout, BrokenArchiveError, records_of, tensor_in
-from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
+from lightning_zero.checkpoint import form
+from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of, tensor_in
+from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.form import (
-    CHECKPOINT_KEY,
-    CONTAINERS,
-    DCP_METADATA,
-    MANIFEST,
-    REST,
-    SAVE_ID,
-    VERSIONS,
-    Manifest,
-    check_format,
-)
-from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metadata, wrong_pieces
+from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
+from lightning_zero.checkpoint.metadata import load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import check_size, load_torch
-from lightning_zero.checkpoint.trees import check_structure, with_versions
+from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import chunks as tiling
 from lightning_zero.io.names import listed
@@ -71,7 +62,7 @@ def _manifest_of(files: Files, sizes: dict[str, int], metadata_bytes: bytes) -> 
         raise DamagedCheckpointError.of(
             files.path, f"{MANIFEST}, which holds all checksums, cannot be read ({error})"
         ) from error
-    check_format(files.path, manifest.format)
+    form.check_format(files.path, manifest.format)
     for name, entry in manifest.files.items():
         if name not in sizes:
             raise DamagedCheckpointError.of(files.path, f"{name} is missing")
@@ -89,17 +80,10 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
         metadata = load_dcp_metadata(data)
     except UnsafeFileError as error:
         raise UnsafeFileError(f"{path}/{DCP_METADATA}: {error}.") from error
-    except NotMetadataError as error:
-        raise NoCheckpointError(f"{path}/{DCP_METADATA} is not metadata written by DCP's FileSystemWriter.") from error
     except Exception as error:
         raise DamagedCheckpointError.of(
             path, f"{DCP_METADATA} cannot be read ({type(error).__name__}: {error})"
         ) from error
-    if any(place.transform_descriptors for place in metadata.storage_data.values()):
-        raise ValueError(
-            f"{path} was written by DCP with extensions (such as compression), which cannot be read here: load it with "
-            "torch.distributed.checkpoint, and save it without extensions."
-        )
     return metadata
 
 
@@ -118,12 +102,7 @@ class Folder:
     """Reader of a sharded checkpoint's tensors and other values.
 
     Raises:
-        FileNotFoundError: if the folder is empty.
-        NoCheckpointError, DamagedCheckpointError, ValueError: see ``open_checkpoint``.
-
-    Attributes:
-        files: the folder's files.
-        written_by: see ``Manifest``.
+        FileNotFoundError, NoCheckpointError, DamagedCheckpointError, ValueError: see ``open_checkpoint``.
     """
 
     def __init__(self, files: Files, weights_only: bool | None) -> None:
@@ -135,7 +114,7 @@ class Folder:
         manifest = _manifest_of(files, sizes, data)
         metadata = _metadata_in(files.path, data)
         # Without a manifest, the files in a folder that we wrote may come from different saves.
-        if manifest is None and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == SAVE_ID:
+        if manifest is None and metadata.storage_meta.save_id == form.SAVE_ID:
             raise self._damaged(
                 f"{MANIFEST}, which holds all checksums, is missing, although this folder was written by "
                 "lightning_zero: its files may come from different saves"
@@ -145,7 +124,6 @@ class Folder:
         # distinguishes these contents from any others at the same path
         self._identity = zlib.crc32(data), zlib.crc32(repr(checksums).encode())
         self._extents: dict[tuple[str, int], Extent] = {}
-        self._known: dict[Any, ArchiveLayout] = {}
         self._bytes = sum(sizes.values())
         extent_of = self._locate(metadata, manifest, sizes)
         self._unread: tuple[Metadata, dict[Any, Extent]] | None = (metadata, extent_of)
@@ -197,20 +175,17 @@ class Folder:
         return DamagedCheckpointError.of(self.files.path, what)
 
     def tree(self) -> dict[str, Any]:
-        """Return the checkpoint as it was passed to the saving function. Call this only once: it frees DCP's metadata.
-
-        With many small tensors, the metadata can be as large as the checkpoint.
-        """
-        tree = self._rest()
+        """Return the checkpoint as it was passed to the saving function. Call this once: it frees DCP's metadata."""
+        tree = self._load(REST, self.files.read(REST)) if self._has_rest else {}
         if not isinstance(tree, dict):
             raise NoCheckpointError(
                 f"{self.files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
             )
         check_structure(self.files.path, tree)  # before reading what follows
-        ours = tree.get(CHECKPOINT_KEY, {})
-        containers, versions = ours.pop(CONTAINERS, {}), ours.pop(VERSIONS, {})
+        ours = tree.get(form.CHECKPOINT_KEY, {})
+        containers, versions = ours.pop(form.CONTAINERS, {}), ours.pop(form.VERSIONS, {})
         if not ours and (containers or versions):
-            del tree[CHECKPOINT_KEY]
+            del tree[form.CHECKPOINT_KEY]
         tree |= containers
         keys = odd_keys(tree)
         assert self._unread is not None
@@ -219,10 +194,6 @@ class Folder:
         for name, value in self._values(metadata, extent_of):
             put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
         return with_versions(tree, versions)
-
-    def _rest(self) -> Any:
-        """Return everything but the tensors of models and optimizers."""
-        return self._load(REST, self.files.read(REST)) if self._has_rest else {}
 
     def _values(self, metadata: Metadata, extent_of: Mapping[Any, Extent]) -> Iterator[tuple[str, Any]]:
         by_pieces: dict[Any, LazyTensor] = {}
@@ -273,14 +244,11 @@ class Folder:
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         data = self._checked(chunk.extent)
         try:
-            tensor = tensor_in(data, self._known, (chunk.sizes, dtype))
+            tensor = tensor_in(data)
+            if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
+                raise ValueError(f"{tuple(tensor.shape)} of {tensor.dtype} instead of {chunk.sizes} of {dtype}")
         except Exception as error:
             raise self._damaged(f"{chunk.extent}, cannot be read ({type(error).__name__}: {error})") from error
-        if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
-            raise self._damaged(
-                f"{chunk.extent}, has the shape {tuple(tensor.shape)} and dtype {tensor.dtype}, but {DCP_METADATA} "
-                f"says {chunk.sizes} and {dtype}"
-            )
         return tensor
 
     def _range(self, pieces: list[_Chunk], shape: torch.Size, dtype: torch.dtype, start: int, stop: int) -> Tensor:
@@ -316,16 +284,15 @@ class Folder:
         out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
 
     def extents(self) -> Iterator[Extent]:
-        """Iterate over extents with checksums: the pieces in the manifest, and the records of all other pieces."""
+        """Yield the extents with checksums: the pieces in the manifest, and the records of all other pieces."""
         for extent in self._extents.values():
             if extent.crc32 is not None:
                 yield extent
                 continue
             try:
                 records = records_of(io.BytesIO(self.files.part(extent.file, extent.start, extent.length)))
-            except BrokenArchiveError:
-                yield replace(extent, crc32=NO_CHECKSUM)
-                continue
+            except BrokenArchiveError as error:
+                raise self._damaged(f"{extent}: {error}") from error
             for record in records:
                 if record.crc32 is not None:
                     start = extent.start + record.start
@@ -338,38 +305,3 @@ def _flat(index: Any, shape: Any) -> int:
     for number, size in zip(index, shape):
         position = position * size + number
     return position
-
-
-Path = tuple[str | int, ...]
-"""Path of a value in DCP's metadata: dictionary keys, converted to strings, and list indices."""
-
-
-def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
-    """Return the dictionary keys in a tree that are not strings, keyed by the path of their value in DCP's metadata."""
-    found: dict[Path, Any] = {}
-    if isinstance(tree, (dict, list)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            here = (*path, str(key) if isinstance(tree, dict) else key)
-            if isinstance(tree, dict) and not isinstance(key, str):
-                found[here] = key
-            found |= odd_keys(value, here)
-    return found
-
-
-def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any]) -> None:
-    """Insert a value at a path from DCP's metadata, creating containers as needed.
-
-    Args:
-        keys: the original keys that are not strings, from ``odd_keys``.
-    """
-    here: Any = tree
-    for length, key in enumerate(path, 1):
-        key = keys.get(path[:length], key)
-        if isinstance(here, list):
-            key = int(key)
-            here.extend([None] * (key + 1 - len(here)))
-        if length == len(path):
-            here[key] = value
-        elif (here[key] if isinstance(here, list) else here.get(key)) is None:
-            here[key] = [] if isinstance(path[length], int) else {}
-        here = here[key]

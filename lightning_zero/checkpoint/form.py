@@ -20,8 +20,8 @@ LEFT_OUT = "left_out"
 """Key within our entry. Its value lists the parameters that were frozen and, on request, not saved."""
 
 CONTAINERS = "containers"
-"""Key within our entry in a sharded checkpoint. Its value holds the containers that DCP's dotted names cannot express:
-empty containers, and dictionaries with keys that are not strings."""
+"""Key within our entry in a sharded checkpoint of an earlier version. Its value holds the containers that DCP's dotted
+names cannot express: empty containers, and dictionaries with keys that are not strings."""
 
 VERSIONS = "module_versions"
 """Key within our entry in a sharded checkpoint. Its value maps the path of each state dict to its modules' versions."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import copy
-import gc
 import os
-import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import IO, Any, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.archives import BrokenArchiveError, Record, records_of
@@ -23,8 +19,7 @@ from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import load_torch
-from lightning_zero.checkpoint.trees import check_structure, versions_in, with_versions
-from lightning_zero.engine import compat
+from lightning_zero.checkpoint.trees import check_structure
 
 
 @dataclass
@@ -60,35 +55,13 @@ class OpenedCheckpoint:
 
     @property
     def bytes_to_verify(self) -> int:
-        """Number of bytes that ``verify`` reads."""
         return sum(extent.length for extent in self._extents())
 
     def verify(self, progress: Callable[[int], None] | None = None, share: tuple[int, int] = (0, 1)) -> None:
-        """Verify the checkpoint, or a share of it, against its checksums. This needs only a few MiB of memory.
-
-        Args:
-            progress: called with the number of bytes of each read.
-            share: ``(number, of)``: verify share ``number``, counted from 0, when ``of`` processes divide the work.
-
-        Raises:
-            DamagedCheckpointError: if contents are damaged; the message names them.
-        """
+        """Verify the checkpoint, or a share of it, against its checksums; see ``checksums.verify``."""
         verify(self._files, self._extents(), progress, share)
 
 
-@contextmanager
-def _keeping_all() -> Iterator[None]:
-    """Disable garbage collection while many long-lived objects are created: it would double the time for 20,000."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
-
-
-@_keeping_all()
 def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> OpenedCheckpoint:
     """Open a checkpoint without reading the values of large tensors.
 
@@ -140,13 +113,11 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     with files.open() as file:
         head = file.read(4)
         is_old = head[:1] == b"\x80"  # torch before 1.6: a bare pickle, without sizes or checksums
-        is_archive = not is_old and (head == b"PK\x03\x04" or zipfile.is_zipfile(file))
+        is_archive = head == b"PK\x03\x04"
         if is_archive:
             records = _records_of_file(path, file)
-        elif not any(head) or b"PK\x03\x04".startswith(head):
-            # A file that was not synced before a power failure may consist of zeros.
-            found = "is truncated" if any(head) else "begins with zeros" if head else "is empty"
-            raise DamagedCheckpointError.of(path, f"it {found}, as after a crash during writing")
+        elif not any(head):  # a file that was not synced before a power failure may consist of zeros
+            raise DamagedCheckpointError.of(path, "it is empty or begins with zeros, as after a crash during writing")
         elif not is_old:
             raise NoCheckpointError(
                 f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains "
@@ -154,7 +125,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             )
         try:
             if is_archive and files.is_local:
-                checkpoint = _load_mapped(files, weights_only)
+                checkpoint = load_torch(files.local_path, weights_only=weights_only, mmap=True)
             else:
                 file.seek(0)
                 checkpoint = load_torch(file, weights_only=weights_only)
@@ -200,27 +171,6 @@ def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
     if not any(record.name.endswith("/data.pkl") for record in records):
         raise NoCheckpointError(f"{path} is not a checkpoint: it is a zip archive not written by torch.save.")
     return records
-
-
-def _load_mapped(files: Files, weights_only: bool | None) -> Any:
-    try:
-        return load_torch(files.local_path, weights_only=weights_only, mmap=True)
-    except RuntimeError as error:
-        if "unable to mmap" not in str(error):
-            raise
-    # torch's mapping is writable, so the system reserves memory for it. This fails if the file is larger than memory.
-    with compat.FakeTensorMode():
-        checkpoint = load_torch(files.local_path, weights_only=weights_only)
-
-    def mapped(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if not storage.nbytes():
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        part = files.part("", compat.offset_in_file(tensor), storage.nbytes())
-        flat = torch.frombuffer(part, dtype=tensor.dtype)
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    return with_versions(compat.tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import lru_cache
+from functools import partial
 from threading import Event
 from typing import Any
 
@@ -26,24 +26,11 @@ from lightning_zero.checkpoint.saving import (
     Entry,
     content_of,
     device_of,
-    entry_of,
-    not_saved,
-    raise_first,
-    reason_of,
-    refusal_of,
+    on_every_rank,
     write_file,
     write_folder,
 )
-from lightning_zero.checkpoint.trees import is_view_of_parameter
-from lightning_zero.engine import (
-    BackgroundWork,
-    LazyTensor,
-    ShardedTensor,
-    as_made_of_tensors,
-    failures,
-    process_group,
-    sharded_tree,
-)
+from lightning_zero.engine import BackgroundWork, LazyTensor, ShardedTensor, failures, process_group, sharded_tree
 from lightning_zero.io.labels import new_label
 
 log = logging.getLogger(__name__)
@@ -54,14 +41,9 @@ class SaveMode(Enum):
 
     GATHERED = "gathered"
     """One file, written by rank 0; tensors are gathered before."""
-    ASSEMBLED = "assembled"
-    """One file, written by rank 0 in the background, where the other ranks send their shards to rank 0."""
     SHARDED = "sharded"
     """A folder, to which each rank writes its shards."""
 
-
-_Write = Callable[[Ranks, Callable[[], list[Entry]]], None]
-"""Writes a rank's part of a checkpoint, given the ranks and a function that returns the rank's entries or copies."""
 
 _PATIENCE = 10.0
 """Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
@@ -115,26 +97,40 @@ class Saver:
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
-        store = self._connected()
-        label = new_label()
-        # The path is also checked here, so that every rank refuses it before any rank writes to it.
-        refusal = refusal_of(job.path, label) if ranks.rank == 0 else None
-        label, path, refusal = ranks.gather((label, str(job.path), refusal))[0]
-        if refusal is not None:
-            raise not_saved(path, 0, refusal)
+        exchanges = job.mode is SaveMode.SHARDED and self._in_background and process_group.is_initialized()
+        if exchanges:
+            failures.notices()  # before any other collective, since it ends waits for ranks that are lost
+
+        def begin() -> tuple[str, str]:
+            label = new_label()
+            if ranks.rank == 0:  # every rank refuses a path before any rank writes to it
+                Destination(job.path, label).check_replaceable()
+            return str(job.path), label
+
+        path, label = on_every_rank(begin, ranks, str(job.path))[0]
         destination = Destination(path, label)
-        part = self._part_of_folder if job.mode is SaveMode.SHARDED else self._part_of_file
-        entries, write = part(job, ranks, destination)
+        if job.mode is SaveMode.SHARDED:
+            exchanging = StoreExchange(label, self._abandoned) if exchanges else nullcontext(alone)
+            self._save_folder(job, ranks, destination, exchanging)
+        elif not self._in_background:
+            ranks.on_first(lambda: write_file(job.contents, destination))
+        else:
+            copied = ranks.on_first(lambda: snapshot(dict(job.contents), self._made))
+            if copied is not None:
+                self._submit(lambda: write_file(copied, destination))
+
+    def _save_folder(
+        self, job: SaveJob, ranks: Ranks, destination: Destination, exchanging: AbstractContextManager[Gather]
+    ) -> None:
+        content = content_of(job.tree, job.contents, ranks)
+        write = partial(write_folder, content, destination, job.written_by, folders=job.folders)
         if not self._in_background:
-            write(ranks, lambda: entries)
+            write(ranks)
             return
-        exchanging: AbstractContextManager[Gather] = nullcontext(alone)
-        if store is not None and (entries or job.mode is SaveMode.SHARDED):
-            exchanging = StoreExchange(store, label, self._abandoned)
-        # Values on a disk are read only when a folder is written, and must not change until then.
-        stay = [entry for entry in entries if job.mode is SaveMode.SHARDED and _stays_on_disk(entry)]
+        # Values on a disk are read only when they are written, and must not change until then.
+        stay = [entry for entry in content.entries if _stays_on_disk(entry)]
         reading = BackgroundWork(is_awaited=bool(stay))
-        copied = self._copying(entries, stay)
+        copied = self._copying(content.entries, stay)
 
         def copies() -> list[Entry]:
             found = copied()
@@ -152,51 +148,6 @@ class Saver:
                 write(replace(ranks, gather=written), copies)
 
         self._submit(save)
-
-    def _part_of_folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
-        """Serialise rank 0's objects, and return the shards that this rank writes, and the function that writes."""
-        content = content_of(job.tree, job.contents, ranks)
-
-        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
-            write_folder(content, destination, job.written_by, ranks, entries, job.folders)
-
-        return content.entries, write
-
-    def _part_of_file(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
-        """Copy rank 0's objects, and return this rank's shards, and the function with which rank 0 writes the file."""
-        if not self._in_background:
-            return [], lambda ranks, _: ranks.on_first(lambda: write_file(job.contents, destination))
-        sharded: list[ShardedTensor] = []
-
-        def later(tensor: Any) -> Any:
-            if is_view_of_parameter(tensor):
-                return tensor.whole()
-            sharded.append(tensor)
-            return _Later(len(sharded) - 1)
-
-        hollow = sharded_tree.walk(dict(job.contents), later, sharded_tree.is_in_parts)
-        kept = ranks.on_first(lambda: snapshot(hollow, self._made))
-        ranges = [tensor.slot.ranges() for tensor in sharded]
-
-        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
-            with failures.explained(f"Assembling the checkpoint {destination.path} on rank 0"):
-                whole = put_together(entries, ranges, ranks, destination.path)
-            if ranks.rank == 0:
-                complete = sharded_tree.walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
-                write_file(as_made_of_tensors(complete), destination)
-
-        return [entry_of(tensor, ranks.rank) for tensor in sharded], write
-
-    def _connected(self) -> process_group.Store | None:
-        """Return the store for exchanges in the background; None if there is no background or no other rank.
-
-        Called before any collective. If the store's host is lost, connecting takes as long as the group's timeout; and
-        a rank that is lost before the ranks notice such losses would be waited for without end.
-        """
-        if not self._in_background or not process_group.is_initialized():
-            return None
-        failures.notices()
-        return own_connection()
 
     def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
@@ -275,10 +226,6 @@ class Saver:
             self._abandoned.clear()
 
 
-class _Later(int):
-    """Placeholder for a sharded tensor that is assembled in the background; its value is the tensor's index."""
-
-
 def _stays_on_disk(entry: Entry) -> bool:
     """Whether an entry is optimizer state on a disk, which may be too large to be copied to memory."""
     return entry.is_guarded and isinstance(entry.values, LazyTensor)
@@ -296,68 +243,18 @@ def _log_failures() -> None:
                 log.error("%s", error)
 
 
-def put_together(
-    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], ranks: Ranks, path: str
-) -> list[Tensor]:
-    """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective.
-
-    Args:
-        copied: returns this rank's shards.
-
-    Raises:
-        CheckpointNotSavedError: on every rank, if a rank cannot copy its shards, or if rank 0 has too little memory.
-        RuntimeError: if a rank is lost.
-    """
-    entries, whole, reason = [], [], None
-    try:
-        entries = copied()
-        if ranks.rank == 0:
-            whole = [torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu") for entry in entries]
-    except Exception as error:
-        reason = reason_of(error)
-    # Exchange errors before any values: otherwise, other ranks would wait in vain for this rank.
-    raise_first(path, ranks.gather(reason))
-    for number, (entry, owned) in enumerate(zip(entries, ranges)):
-        if ranks.rank:
-            if entry.values.numel():
-                process_group.send(entry.values, ranks.group, 0)
-            continue
-        flat = whole[number]
-        flat[: entry.values.numel()] = entry.values
-        for source, (start, stop) in enumerate(owned[1:], 1):
-            if stop > start:
-                process_group.receive(flat[start:stop], ranks.group, source)
-        whole[number] = flat.view(entry.shape)
-    return whole
-
-
-def own_connection() -> process_group.Store:
-    """Return a second connection to the process group's store, since the main thread may block the first one.
-
-    Later saves reuse the connection, since connecting to a store whose host is gone takes as long as the group's
-    timeout.
-    """
-    return _connection(process_group.default_store())
-
-
-@lru_cache(maxsize=1)
-def _connection(store: process_group.Store) -> process_group.Store:
-    return process_group.new_connection(store)
-
-
 class StoreExchange:
     """All-gather of small values through the process group's store, usable from a thread while collectives run.
 
     Args:
-        store: see ``own_connection``.
         name: identifies this exchange on every rank; must be different for each exchange.
         abandoned: once set, the exchange waits for other ranks for only a few more seconds.
     """
 
-    def __init__(self, store: process_group.Store, name: str, abandoned: Event) -> None:
-        self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", store)
-        self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
+    def __init__(self, name: str, abandoned: Event) -> None:
         self._notices = failures.notices(collective=False)
+        self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", self._notices.connection)
+        self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
         self._round = 0
 
     def __call__(self, value: Any) -> list[Any]:

@@ -8,40 +8,22 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint import archives
 from lightning_zero.checkpoint.commit import Destination, Stream
-from lightning_zero.checkpoint.form import (
-    CHECKPOINT_KEY,
-    CONTAINERS,
-    DCP_METADATA,
-    MANIFEST,
-    REST,
-    SAVE_ID,
-    VERSIONS,
-    Manifest,
-)
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, MANIFEST, REST, SAVE_ID, VERSIONS, Manifest
 from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
 from lightning_zero.checkpoint.trees import (
-    expressible,
-    flattened,
+    by_dotted_name,
     identity,
     is_strided,
     is_view_of_parameter,
+    leaves_of,
     split,
     versions_in,
 )
@@ -49,6 +31,7 @@ from lightning_zero.engine import LazyTensor, ShardedTensor, chunks, compat, fla
 from lightning_zero.io.names import listed
 
 _StorageInfo, _DCP_VERSION = compat.dcp_internals()
+_Result = TypeVar("_Result")
 _PIECE_BYTES = 2**26
 """Maximum size of a piece in bytes, unless one row is larger: reading a piece takes this much memory."""
 
@@ -62,7 +45,7 @@ class Entry:
     """The part of a tensor that one rank writes.
 
     Attributes:
-        names: all names of the tensor, which has several if parameters are tied.
+        names: all names of the tensor: several if parameters are tied.
         share: how tensor parallelism divides the full tensor.
         dtype: the dtype to write.
         values: this rank's values, of any shape and dtype; a ``LazyTensor`` is read piece by piece.
@@ -80,7 +63,6 @@ class Entry:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape of the full tensor."""
         return self.share.shape
 
     @property
@@ -107,13 +89,13 @@ class Entry:
 
 @dataclass(frozen=True)
 class Content:
-    """The part of a sharded checkpoint that one rank writes.
+    """The part of a sharded checkpoint that one rank writes. Only rank 0 writes more than ``entries``.
 
     Attributes:
         entries: this rank's parts of tensors.
-        objects: all other leaves of DCP's tree, serialised, by DCP's dotted name; empty except on rank 0.
-        rest: the entries outside of DCP's tree, serialised; empty except on rank 0.
-        paths: each leaf's path in the tree, by DCP's dotted name; empty except on rank 0.
+        objects: all other leaves of DCP's tree, serialised, by DCP's dotted name.
+        rest: the entries outside of DCP's tree, serialised.
+        paths: each leaf's path in the tree, by DCP's dotted name.
     """
 
     entries: list[Entry]
@@ -122,8 +104,7 @@ class Content:
     paths: dict[str, tuple[Any, ...]]
 
 
-def serialised(value: Any) -> bytes:
-    """Return the bytes that ``torch.save`` writes for a value."""
+def _serialised(value: Any) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream.getvalue()
@@ -139,11 +120,9 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = 
     """
     hollow, sharded = split(dict(rest))
     versions = versions_in(rest) | versions_in(tree)
-    tree, containers = expressible(tree)
-    about = {key: value for key, value in ((CONTAINERS, containers), (VERSIONS, versions)) if value}
-    if about:
-        hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), **about}
-    leaves, paths = flattened({**tree, **(sharded or {})})
+    if versions:
+        hollow[CHECKPOINT_KEY] = {**hollow.get(CHECKPOINT_KEY, {}), VERSIONS: versions}
+    leaves, paths = by_dotted_name([*leaves_of(tree), *sharded])
     shared: dict[Any, list[str]] = {}
     tensors: dict[Any, Tensor] = {}
     others: dict[str, Any] = {}
@@ -158,7 +137,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = 
             others[name] = leaf
 
     def serialise() -> tuple[dict[str, bytes], bytes]:
-        return {name: serialised(value) for name, value in others.items()}, serialised(hollow)
+        return {name: _serialised(value) for name, value in others.items()}, _serialised(hollow)
 
     objects, data = ranks.on_first(serialise) or ({}, b"")
     entries = [entry_of(tensor, ranks.rank, tuple(shared[key])) for key, tensor in tensors.items()]
@@ -296,40 +275,54 @@ def write_folder(
     Raises:
         CheckpointNotSavedError: on every rank, if any rank could not write; this save's files are then removed.
     """
-    rank, leads = ranks.rank, ranks.rank in folders
-    try:
-        try:
-            if entries is not None:
-                content = replace(content, entries=entries())
-            written: Any = _write(content, destination, rank, leads)
-        except Exception as error:
-            written = reason_of(error)
-        everyone = ranks.gather(written)
-        raise_first(destination.path, [each if isinstance(each, str) else None for each in everyone])
-        reason = None
+    leads = ranks.rank in folders
+
+    def write() -> Written:
         if leads:
-            try:
-                if rank == 0:
-                    _complete(content, destination, written_by, everyone, are_visible=len(folders) == 1)
-                destination.put_in_place()
-            except Exception as error:
-                reason = reason_of(error)
-        raise_first(destination.path, ranks.gather(reason))
+            destination.clear_leftovers()
+        own = content if entries is None else replace(content, entries=entries())
+        return _write(own, destination, ranks.rank)
+
+    def complete() -> None:
+        if ranks.rank == 0:
+            _complete(content, destination, written_by, everyone, are_visible=len(folders) == 1)
+        if leads:
+            destination.put_in_place()
+
+    try:
+        everyone = on_every_rank(write, ranks, destination.path)
+        on_every_rank(complete, ranks, destination.path)
     except BaseException:  # also if another rank is gone, or the user pressed Ctrl-C
         if leads:
             destination.discard()
         raise
 
 
+def on_every_rank(act: Callable[[], _Result], ranks: Ranks, path: str) -> list[_Result]:
+    """Call a function on every rank, and return all results. Collective.
+
+    Raises:
+        CheckpointNotSavedError: on every rank, if the function fails on any rank.
+    """
+    result = reason = None
+    try:
+        result = act()
+    except Exception as error:
+        reason = _reason_of(error)
+    everyone = ranks.gather((result, reason))
+    for rank, (_, why) in enumerate(everyone):
+        if why is not None:
+            raise _not_saved(path, rank, why)
+    return [each for each, _ in everyone]
+
+
 def write_file(checkpoint: Mapping[str, Any], destination: Destination) -> None:
     """Write a full checkpoint: one ordinary ``torch.save`` file, by rank 0.
 
     Raises:
-        CheckpointNotSavedError: if the file could not be written.
-        Exception: if an object cannot be pickled.
+        CheckpointNotSavedError: if the file could not be written. Errors of pickling are raised unchanged.
     """
     try:
-        destination.check_replaceable()
         destination.clear_leftovers()
         with destination.writing() as stream:
             torch.save(checkpoint, stream)  # type: ignore[arg-type]
@@ -338,35 +331,17 @@ def write_file(checkpoint: Mapping[str, Any], destination: Destination) -> None:
         destination.discard()
         if not isinstance(error, (OSError, RuntimeError)):
             raise
-        raise not_saved(destination.path, 0, reason_of(error)) from error
+        raise _not_saved(destination.path, 0, _reason_of(error)) from error
 
 
-def not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
-    """Create the error that every rank raises if one rank could not write."""
+def _not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
     return CheckpointNotSavedError(
         f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
         "removed; any earlier checkpoint at this path is unchanged."
     )
 
 
-def raise_first(path: str, reasons: Sequence[str | None]) -> None:
-    """Raise the first of the ranks' reasons why they could not write, if there is any."""
-    for rank, reason in enumerate(reasons):
-        if reason is not None:
-            raise not_saved(path, rank, reason)
-
-
-def refusal_of(path: str, label: str) -> str | None:
-    """Return the reason why ``Destination`` refuses to write a checkpoint to a path; None if it does not refuse."""
-    try:
-        Destination(path, label).check_replaceable()
-    except Exception as error:
-        return reason_of(error)
-    return None
-
-
-def reason_of(error: BaseException) -> str:
-    """Describe why a checkpoint could not be written."""
+def _reason_of(error: BaseException) -> str:
     # If a write fails, torch.save raises an error about file positions; its ``__context__`` is the real error.
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
@@ -374,14 +349,11 @@ def reason_of(error: BaseException) -> str:
     return f"{type(cause or error).__name__}: {cause or error}"
 
 
-def _write(content: Content, destination: Destination, rank: int, leads: bool) -> Written:
-    if leads:
-        destination.check_replaceable()
-        destination.clear_leftovers()
+def _write(content: Content, destination: Destination, rank: int) -> Written:
     name = f"__{rank}_0.distcp"
     tensors, objects = [], {}
     # Small tensors are stored together: opening a checkpoint reads some of them, and read-ahead fetches the others.
-    entries = sorted(content.entries, key=lambda entry: entry.nbytes > archives.SMALL)
+    entries = sorted(content.entries, key=lambda entry: entry.nbytes)
     with destination.writing(name) as stream:
         for entry in entries:
             placed = [(box, _piece(stream, partial(_save_piece, entry, box, stream))) for box in entry.boxes]
@@ -396,11 +368,7 @@ def _write(content: Content, destination: Destination, rank: int, leads: bool) -
 
 
 def _save_piece(entry: Entry, box: chunks.Box, stream: Stream) -> None:
-    piece = entry.piece(box)
-    if 0 < piece.nbytes <= archives.SMALL:
-        stream.write(archives.archived(piece))
-    else:
-        torch.save(piece, stream)  # type: ignore[arg-type]
+    torch.save(entry.piece(box), stream)  # type: ignore[arg-type]
 
 
 def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
@@ -413,11 +381,7 @@ def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
 def _complete(
     content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written], are_visible: bool
 ) -> None:
-    """On rank 0, write the metadata and the manifest.
-
-    Args:
-        are_visible: whether the files of all ranks must be in the folder.
-    """
+    """On rank 0, write the metadata and the manifest; ``are_visible``: whether all files must be in this folder."""
     invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if invisible and are_visible:
         raise OSError(
@@ -438,25 +402,27 @@ def _complete(
         file.write(manifest.to_bytes())
 
 
-def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> Metadata:
+def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> dcp.Metadata:
     """Return DCP's metadata for all ranks' files; ``paths`` is as in ``Content``.
 
     Raises:
         ValueError: if a tensor lacks the shards of some ranks.
     """
-    tensors: dict[str, TensorStorageMetadata] = {}
-    storage: dict[MetadataIndex, Any] = {}
+    tensors: dict[str, dcp.TensorStorageMetadata] = {}
+    storage: dict[dcp.MetadataIndex, Any] = {}
     for written in everyone:
         for names, shape, dtype, placed in written.tensors:
             for name in names:
-                known = tensors.setdefault(name, TensorStorageMetadata(TensorProperties(dtype=dtype), shape, []))
+                known = tensors.setdefault(
+                    name, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [])
+                )
                 for box, (offset, length, _) in placed:
                     offsets = torch.Size(box.offsets)
-                    known.chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
-                    storage[MetadataIndex(name, offsets)] = _StorageInfo(written.file, offset, length)
+                    known.chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
+                    storage[dcp.MetadataIndex(name, offsets)] = _StorageInfo(written.file, offset, length)
         for name, (offset, length, _) in written.objects.items():
-            storage[MetadataIndex(name)] = _StorageInfo(written.file, offset, length)
-    objects = {name: BytesStorageMetadata() for written in everyone for name in written.objects}
+            storage[dcp.MetadataIndex(name)] = _StorageInfo(written.file, offset, length)
+    objects = {name: dcp.BytesStorageMetadata() for written in everyone for name in written.objects}
     lacking = [name for name in paths if name not in objects and not _is_whole(tensors.get(name))]
     if lacking:
         raise ValueError(
@@ -464,8 +430,8 @@ def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) 
             "parameters must do so on every rank, not inside 'if rank == 0:'"
         )
     found: dict[str, Any] = {name: objects[name] if name in objects else tensors[name] for name in paths}
-    return Metadata(found, paths, storage, StorageMeta(save_id=SAVE_ID), _DCP_VERSION)
+    return dcp.Metadata(found, paths, storage, dcp.StorageMeta(save_id=SAVE_ID), _DCP_VERSION)
 
 
-def _is_whole(tensor: TensorStorageMetadata | None) -> bool:
+def _is_whole(tensor: dcp.TensorStorageMetadata | None) -> bool:
     return tensor is not None and sum(prod(chunk.sizes) for chunk in tensor.chunks) == tensor.size.numel()

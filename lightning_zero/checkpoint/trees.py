@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,91 +13,94 @@ from lightning_zero.checkpoint.checksums import NoCheckpointError
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.engine import LazyTensor, ShardedTensor, WrapperTensor, compat, sharded_tree
 
+Path = tuple[Any, ...]
+"""Keys and indices from the top of nested dicts and lists to a value; in DCP's metadata, keys are strings."""
 
-def split(value: Any) -> tuple[Any, Any]:
-    """Split nested dicts and lists into a tree without sharded tensors, and one of sharded tensors only (or None)."""
+
+def split(value: Any, path: Path = ()) -> tuple[Any, list[tuple[Path, Tensor]]]:
+    """Return nested dicts and lists with None in place of sharded tensors, and these tensors with their paths."""
     if isinstance(value, WrapperTensor):
-        return None, value
-    if isinstance(value, (dict, list, tuple)):
-        parts = {key: split(item) for key, item in (value.items() if isinstance(value, dict) else enumerate(value))}
-        sharded = {key: tensor for key, (_, tensor) in parts.items() if tensor is not None}
-        if sharded:
-            hollow = {key: left for key, (left, _) in parts.items()}
-            return (hollow if isinstance(value, dict) else list(hollow.values())), sharded
-    return value, None
+        return None, [(path, value)]
+    if not isinstance(value, (dict, list, tuple)):
+        return value, []
+    hollow, sharded = {}, []
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        hollow[key], found = split(item, (*path, str(key)))
+        sharded += found
+    if not sharded:
+        return value, []
+    return (hollow if isinstance(value, dict) else list(hollow.values())), sharded
 
 
-def expressible(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a tree that DCP can flatten, and the containers that DCP cannot restore, with None in place of leaves.
-
-    These containers are empty or have keys that are not strings, as in ``get_extra_state`` or optimizers' groups.
-    """
-
-    def walk(value: Any) -> tuple[Any, Any, bool]:
-        if not isinstance(value, (dict, list, tuple)):
-            return value, None, False
-        parts = [walk(item) for item in (value.values() if isinstance(value, dict) else value)]
-        is_odd = not parts or any(odd for *_, odd in parts)
-        items, hollow = [item for item, *_ in parts], [item for _, item, _ in parts]
-        if isinstance(value, dict):
-            is_odd = is_odd or not all(isinstance(key, str) for key in value)
-            return dict(zip(value, items)), dict(zip(value, hollow)), is_odd
-        # DCP would store a tuple as one object, so a tuple with sharded tensors becomes a list.
-        is_list = isinstance(value, list) or any(isinstance(leaf, WrapperTensor) for leaf in compat.tree_leaves(items))
-        return items if is_list else value, hollow, is_odd
-
-    plain: dict[str, Any] = {}
-    containers: dict[str, Any] = {}
-    for key, values in tree.items():
-        if not isinstance(values, dict):
-            plain[key], hollow, is_odd = walk(values)
-            if is_odd:
-                containers[key] = hollow
-            continue
-        for name, value in values.items():
-            plain.setdefault(key, {})[name], hollow, is_odd = walk(value)
-            if is_odd:
-                containers.setdefault(key, {})[name] = hollow
-    return {key: plain.get(key, {}) for key in tree}, containers
-
-
-def flattened(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """Return a tree's leaves and their paths by DCP's dotted names, like ``flatten_state_dict`` of DCP.
-
-    Only dicts, and lists with dicts or tensors, are flattened. DCP also flattens other mappings, which would then lose
-    their class; OmegaConf's would be resolved.
+def by_dotted_name(leaves: Iterable[tuple[Path, Any]]) -> tuple[dict[str, Any], dict[str, Path]]:
+    """Return leaves and their paths by DCP's dotted names.
 
     Raises:
         ValueError: if two leaves have the same name.
     """
-    leaves: dict[str, Any] = {}
-    paths: dict[str, tuple[Any, ...]] = {}
-    for path, leaf in _leaves(tree):
+    named: dict[str, Any] = {}
+    paths: dict[str, Path] = {}
+    for path, leaf in leaves:
         name = ".".join(map(str, path))
-        if name in leaves:
+        if name in named:
             raise ValueError(
                 f"Two values in this sharded checkpoint have the name {name!r}: rename one of the keys, or write "
                 "ZeroStrategy(checkpoint='full')."
             )
-        leaves[name], paths[name] = leaf, path
-    return leaves, paths
+        named[name], paths[name] = leaf, path
+    return named, paths
 
 
-def _leaves(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, (*path, str(key)))
-    elif isinstance(value, list) and _is_flattened(value):
-        for number, item in enumerate(value):
-            yield from _leaves(item, (*path, number))
-    else:
-        yield path, value
+def leaves_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Yield a tree's leaves with their paths, like ``flatten_state_dict`` of DCP.
+
+    Containers that DCP could not restore are leaves, which are pickled: empty ones, and dicts with keys that are not
+    strings, as in ``get_extra_state`` or optimizers' groups. DCP also flattens other mappings, which would then lose
+    their class; OmegaConf's would be resolved.
+    """
+    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        here = (*path, key)
+        if _is_flattened(item):
+            yield from leaves_of(item, here)
+        else:
+            yield here, item
 
 
 def _is_flattened(value: Any) -> bool:
-    if isinstance(value, list):
-        return any(map(_is_flattened, value))
-    return isinstance(value, (dict, Tensor))
+    if isinstance(value, dict):
+        return bool(value) and all(isinstance(key, str) for key in value)
+    return isinstance(value, list) and any(isinstance(item, Tensor) or _is_flattened(item) for item in value)
+
+
+def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
+    """Return the dictionary keys in a tree that are not strings, keyed by the path of their value in DCP's metadata."""
+    found: dict[Path, Any] = {}
+    if isinstance(tree, (dict, list)):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            here = (*path, str(key) if isinstance(tree, dict) else key)
+            if isinstance(tree, dict) and not isinstance(key, str):
+                found[here] = key
+            found |= odd_keys(value, here)
+    return found
+
+
+def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any]) -> None:
+    """Insert a value at a path from DCP's metadata, creating containers as needed.
+
+    Args:
+        keys: the original keys that are not strings, from ``odd_keys``.
+    """
+    here: Any = tree
+    for length, key in enumerate(path, 1):
+        key = keys.get(path[:length], key)
+        if isinstance(here, list):
+            key = int(key)
+            here.extend([None] * (key + 1 - len(here)))
+        if length == len(path):
+            here[key] = value
+        elif (here[key] if isinstance(here, list) else here.get(key)) is None:
+            here[key] = [] if isinstance(path[length], int) else {}
+        here = here[key]
 
 
 def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
@@ -164,8 +167,6 @@ def bytes_of(checkpoint: Any) -> int:
 
 # -- versions of modules, an attribute of state dicts ------------------------------------------------------------------
 
-
-Path = tuple[Any, ...]
 
 _ATTRIBUTE = "_metadata"
 """Its value maps each module's name to a dict with its version, which ``load_state_dict`` passes to the module."""

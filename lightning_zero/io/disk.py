@@ -8,14 +8,10 @@ import os
 import stat
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 
 ALIGNMENT = 4096
 """Alignment in bytes that ``O_DIRECT`` requires of offsets, sizes and addresses on common disks."""
-
-BUFFER = 2**24
-"""Bytes per write: enough to keep a disk busy until the next write."""
 
 
 def aligned_memory(nbytes: int) -> memoryview:
@@ -120,17 +116,15 @@ class DirectFile:
 
     Args:
         path: the file's path, which must not exist yet, not even as a link.
-        readable: whether this process reads the file as well; the file's mode is then 0600. Some network file systems
-            accept only write-only files.
 
     Attributes:
         is_direct: whether all aligned data has bypassed the cache so far.
     """
 
-    def __init__(self, path: str, *, readable: bool = False) -> None:
-        access = (os.O_RDWR if readable else os.O_WRONLY) | getattr(os, "O_NOFOLLOW", 0)
+    def __init__(self, path: str) -> None:
+        access = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
         self.path = path
-        self._cached = os.open(path, access | os.O_CREAT | os.O_EXCL, 0o600 if readable else 0o666)
+        self._cached = os.open(path, access | os.O_CREAT | os.O_EXCL, 0o600)
         self._open = [self._cached]
         weakref.finalize(self, _close, self._open)
         self._direct: int | None = None
@@ -166,13 +160,10 @@ class DirectFile:
         """Write bytes at a position."""
         while data:
             written = self._move("written", os.pwrite, data, position)
-            if not self.is_direct and written >= BUFFER and hasattr(os, "posix_fadvise"):
-                # Start to write the cached data to the disk now, instead of in ``sync``.
-                os.posix_fadvise(self._cached, position, written, os.POSIX_FADV_DONTNEED)
             data, position = data[written:], position + written
 
     def read(self, into: memoryview, position: int) -> None:
-        """Fill memory with the bytes at a position of a ``readable`` file."""
+        """Fill memory with the bytes at a position."""
         while into:
             count = self._move("read", _read_into, into, position)
             if count == 0:
@@ -194,10 +185,6 @@ class DirectFile:
         except OSError as error:
             message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
             raise OSError(error.errno, message, self.path) from error
-
-    def sync(self) -> None:
-        """Wait until all data is on the disk."""
-        os.fsync(self._cached)
 
     def close(self) -> None:
         _close(self._open)
@@ -221,48 +208,3 @@ def _allocate(descriptor: int, nbytes: int) -> None:
             if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
                 raise
     os.ftruncate(descriptor, nbytes)
-
-
-class Appender:
-    """Write a new file sequentially with two buffers: one is filled while the other is written to the disk.
-
-    Args:
-        path: see ``DirectFile``.
-    """
-
-    def __init__(self, path: str) -> None:
-        self._file = DirectFile(path)
-        self._filling, self._other = aligned_memory(BUFFER), aligned_memory(BUFFER)
-        self._filled = self._position = 0
-        self._executor = ThreadPoolExecutor(1, "lightning_zero-append")
-        self._writing: Future[None] | None = None
-
-    def write(self, data: memoryview) -> int:
-        """Append bytes. An error in writing them is raised by this call, a later call or ``finish``."""
-        taken = len(data)
-        while data:
-            count = min(len(data), BUFFER - self._filled)
-            self._filling[self._filled : self._filled + count] = data[:count]
-            data, self._filled = data[count:], self._filled + count
-            if self._filled == BUFFER:
-                self._wait()
-                self._writing = self._executor.submit(self._file.write, self._filling, self._position)
-                self._filling, self._other = self._other, self._filling
-                self._filled, self._position = 0, self._position + BUFFER
-        return taken
-
-    def _wait(self) -> None:
-        if self._writing is not None:
-            self._writing.result()
-
-    def finish(self) -> None:
-        """Write the remaining bytes and sync the file to the disk."""
-        self._wait()
-        self._file.write(self._filling[: self._filled], self._position)
-        self._filled = 0
-        self._file.sync()
-
-    def close(self) -> None:
-        """Close the file; it is incomplete unless ``finish`` was called."""
-        self._executor.shutdown()
-        self._file.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import re
 import socket
 import time
 
@@ -23,12 +22,20 @@ def new_label() -> str:
     return f"{this_machine()}-{os.getpid()}-{next(_numbers):x}"
 
 
-def is_of_the_dead(label: str) -> bool | None:
-    """Whether the process that created a label has ended; None for a label from another machine, or no label."""
+def is_left_over(label: str, path: str) -> bool:
+    """Whether the process that created a file or folder has ended, or (on another machine) seems to have ended.
+
+    Args:
+        label: the part of the name that ``LABEL`` matches.
+        path: the path of the file or folder.
+    """
     process, _, number = label.rpartition("-")
     machine, _, pid = process.rpartition("-")
-    if machine != this_machine() or not re.fullmatch(LABEL, label):
-        return None
+    if machine != this_machine():
+        paths = [path]
+        if os.path.isdir(path) and not os.path.islink(path):
+            paths += [entry.path for entry in os.scandir(path)]
+        return time.time() - max(os.stat(each).st_ctime for each in paths) > _FORGOTTEN
     if int(pid) == os.getpid():  # perhaps an earlier process: a restarted container may reuse ids
         return int(number, 16) < _FIRST
     try:
@@ -38,17 +45,6 @@ def is_of_the_dead(label: str) -> bool | None:
     except PermissionError:
         pass
     return False
-
-
-def is_left_over(label: str, path: str) -> bool:
-    """Whether the process that created a file or folder has ended, or (on another machine) seems to have ended."""
-    dead = is_of_the_dead(label)
-    if dead is None:
-        paths = [path]
-        if os.path.isdir(path) and not os.path.islink(path):
-            paths += [entry.path for entry in os.scandir(path)]
-        return time.time() - max(os.stat(each).st_ctime for each in paths) > _FORGOTTEN
-    return dead
 
 
 def this_machine() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import json
 import os
@@ -13,13 +12,11 @@ from typing import Any
 
 from lightning_zero.io.labels import new_label
 
-_AT_FDCWD, _RENAME_EXCHANGE = -100, 2
-
 
 def replace(new: str, place: str, aside: str) -> None:
-    """Rename ``new`` to ``place``. Earlier contents of ``place`` are then at ``new`` or ``aside``, or are deleted.
+    """Rename ``new`` to ``place``. A file at ``place`` is replaced at once; a folder is first renamed to ``aside``.
 
-    All three paths are in one folder. If the system cannot exchange two names, ``place`` is missing for a moment.
+    All three paths are in one folder.
     """
     try:
         os.rename(new, place)  # succeeds if ``place`` does not exist, or if both are files
@@ -27,8 +24,6 @@ def replace(new: str, place: str, aside: str) -> None:
     except OSError:
         if not os.path.lexists(place):
             raise
-    if _exchange(new, place):
-        return
     os.rename(place, aside)
     try:
         os.rename(new, place)
@@ -72,15 +67,6 @@ def read_json(path: str | Path) -> dict[str, Any]:
 
 def is_folder(path: str) -> bool:
     return os.path.isdir(path) and not os.path.islink(path)
-
-
-def _exchange(one: str, other: str) -> bool:
-    """Atomically exchange two names (Linux); False if the system or the file system does not support that."""
-    try:
-        rename = ctypes.CDLL(None, use_errno=True).renameat2
-    except (OSError, AttributeError):
-        return False
-    return rename(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) == 0
 
 
 def remove_path(path: str) -> None:

@@ -17,9 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from functools import partial
 from itertools import chain
-from threading import Lock
 from typing import Any, NamedTuple
 
 from lightning_zero.io.disk import DirectFile, aligned, huge_memory, make_private_folder
@@ -48,7 +46,7 @@ class SwapFile(DirectFile):
         self.nbytes = nbytes
         try:
             make_private_folder(folder)
-            super().__init__(os.path.join(folder, f".lightning_zero-{new_label()}"), readable=True)
+            super().__init__(os.path.join(folder, f".lightning_zero-{new_label()}"))
             os.unlink(self.path)
         except OSError as error:
             raise type(error)(
@@ -58,12 +56,7 @@ class SwapFile(DirectFile):
                 folder,
             ) from error
         self.path = folder
-        try:
-            self.reserve(nbytes)
-        except OSError as error:
-            super().close()
-            error.filename = folder  # errors from calls on open files have no path
-            raise
+        self.reserve(nbytes)
 
     def close(self) -> None:
         """Free the disk space, even if forked processes have the file open."""
@@ -154,26 +147,33 @@ def stream(
         extents: ranges that do not overlap; none may be larger than a buffer of the ring.
         act: called in this thread with an extent's number and bytes; ``act`` may use these bytes until it returns.
         ring: a ring that no other ``stream`` is using.
-        on_written: called with an extent's number after the extent was written, in other threads, one call at a time.
-            The last call may come shortly after ``stream`` has returned.
+        on_written: called in this thread with an extent's number after the extent was written, in order.
     """
-    notifying = Lock()
     reads: deque[list[Future[None]]] = deque()  # reads of the next extents
-    writes: deque[list[Future[None]]] = deque(maxlen=BUFFERS)  # latest writes; all earlier ones succeeded
+    writes: deque[list[Future[None]]] = deque()  # the latest writes; all earlier ones succeeded
+    written = 0
+
+    def report(*, is_last: bool) -> None:
+        """Report the earliest writes that have ended or, at last, all writes; raise their errors."""
+        nonlocal written
+        while writes and (is_last or all(write.done() for write in writes[0])):
+            _wait(writes[0])
+            writes.popleft()
+            on_written(written)
+            written += 1
+
     try:
         for index, extent in enumerate(extents[:BUFFERS]):
             reads.append(ring.read(index, extent))
         for index, extent in enumerate(extents):
             _wait(reads[0])
             reads.popleft()
-            # Raise errors from finished writes, including the last write from this buffer, which the read waited for.
-            _wait(write for write in chain.from_iterable(writes) if write.done())
+            report(is_last=False)
             act(index, ring.buffer(index, extent.nbytes))
             writes.append(ring.write(index, extent))
-            _when_done(writes[-1], partial(on_written, index), notifying)
             if index + BUFFERS < len(extents):
                 reads.append(ring.read(index + BUFFERS, extents[index + BUFFERS], after=writes[-1]))
-        _wait(chain.from_iterable(writes))
+        report(is_last=True)
     finally:  # wait until no thread uses the ring
         for future in chain.from_iterable(reads):
             future.cancel()
@@ -188,18 +188,3 @@ def _wait(futures: Iterable[Future[None]]) -> None:
     del futures  # otherwise this frame would refer to futures whose exceptions refer to this frame
     while waiting:
         waiting.popleft().result()
-
-
-def _when_done(futures: Sequence[Future[None]], notify: Callable[[], object], notifying: Lock) -> None:
-    """Call ``notify`` once, with the lock held, when all futures have succeeded; never if one fails."""
-    left = len(futures)
-
-    def done(future: Future[None]) -> None:
-        nonlocal left
-        with notifying:
-            left -= future.exception() is None
-            if left == 0:
-                notify()
-
-    for future in futures:
-        future.add_done_callback(done)

@@ -12,7 +12,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.objects import Ranks, on_rank_0
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
-from lightning_zero.engine import Engine, process_group, sharded_tree
+from lightning_zero.engine import process_group, sharded_tree
 from lightning_zero.version import __version__
 
 _Result = TypeVar("_Result")
@@ -32,18 +32,10 @@ class CheckpointFiles:
         self._strategy = strategy
         self.saver = Saver(strategy.options.async_save)
 
-    def mode(self, *, reads_values: bool) -> SaveMode:
-        """Return how a checkpoint is saved.
-
-        Args:
-            reads_values: whether the project's code reads the tensors' values before they are written.
-        """
-        options = self._strategy.options
-        if options.checkpoint == "sharded":
-            return SaveMode.SHARDED
-        # With a mesh, shards are gathered immediately.
-        assembles = options.async_save and options.tensor_parallel_size is None and not reads_values
-        return SaveMode.ASSEMBLED if assembles else SaveMode.GATHERED
+    @property
+    def mode(self) -> SaveMode:
+        """How a checkpoint is saved."""
+        return SaveMode.SHARDED if self._strategy.options.checkpoint == "sharded" else SaveMode.GATHERED
 
     def leaf(self, mode: SaveMode, *, everywhere: bool = False) -> sharded_tree.Leaf:
         """Return what converts sharded tensors for a checkpoint: to themselves, or to full or meta tensors.
@@ -51,7 +43,7 @@ class CheckpointFiles:
         Args:
             everywhere: whether every rank needs full tensors; otherwise only rank 0 does.
         """
-        if mode is not SaveMode.GATHERED:
+        if mode is SaveMode.SHARDED:
             return sharded_tree.in_parts
         keeps = everywhere or self._strategy.is_global_zero
 
@@ -92,11 +84,10 @@ class CheckpointFiles:
             io = io.checkpoint_io
         return type(io).load_checkpoint is plugins.TorchCheckpointIO.load_checkpoint
 
-    def save(self, job: SaveJob, engine: Engine | None, storage_options: Any = None) -> None:
+    def save(self, job: SaveJob, storage_options: Any = None) -> None:
         """Save a checkpoint. Every rank raises if this save, or an earlier background save, failed.
 
         Args:
-            engine: the engine of the checkpoint's sharded tensors.
             storage_options: those that the user has given.
         """
         if storage_options is not None:
@@ -105,16 +96,13 @@ class CheckpointFiles:
                 "write checkpoint='full' with a CheckpointIO that accepts them."
             )
         self._strategy.ranks.alike(self.saver.finish)
-        group = None
-        if job.mode is SaveMode.ASSEMBLED and engine is not None:
-            group = engine.background_group()
-        elif job.mode is not SaveMode.SHARDED:
+        if job.mode is SaveMode.GATHERED:
             job = replace(job, contents=self.gathered(job.contents))
-        self.saver.save(job, self.ranks(group))
+        self.saver.save(job, self.ranks())
 
-    def ranks(self, group: process_group.ProcessGroup | None = None) -> Ranks:
-        """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""
-        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0, group)
+    def ranks(self) -> Ranks:
+        """Return the ranks that save a checkpoint."""
+        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0)
 
     def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint."""

@@ -170,8 +170,7 @@ class FabricStrategy(BaseStrategy):
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
         """Write a file on rank 0, or a folder to which each rank writes its shards (sharded checkpoint). Collective."""
-        # A filter of a full checkpoint runs on rank 0 and may read values, so values are gathered first.
-        mode = self._files.mode(reads_values=filter is not None)
+        mode = self._files.mode
         leaf = self._files.leaf(mode)
         # The rendezvous raises within seconds if not every rank calls this method. It takes place in an engine of
         # ``state``, which exists on every rank: the engine of a deleted module may be left on some ranks only.
@@ -196,7 +195,7 @@ class FabricStrategy(BaseStrategy):
             contents = {**converted, **about}
             tree = self._tree_in(contents, state) if mode is SaveMode.SHARDED else {}
             job = SaveJob(mode, path, contents, tree, self._files.written_by)
-            self._files.save(job, engine, storage_options)
+            self._files.save(job, storage_options)
 
     def _tree_in(self, contents: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
         """Remove and return the entries that are stored in DCP's format: weights, and optimizer states by name."""

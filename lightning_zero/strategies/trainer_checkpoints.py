@@ -89,8 +89,8 @@ class TrainerCheckpoints:
 
     @property
     def _mode(self) -> SaveMode:
-        """How a checkpoint is saved: tensors that the project's hooks read must be gathered before."""
-        return SaveMode.SHARDED if self._is_for_restart else self._files.mode(reads_values=self._has_hooks)
+        """How a checkpoint is saved."""
+        return SaveMode.SHARDED if self._is_for_restart else self._files.mode
 
     def _leaf(self, mode: SaveMode) -> sharded_tree.Leaf:
         """Return what converts tensors that the project's hooks read. With hooks, every rank needs the values."""
@@ -162,7 +162,7 @@ class TrainerCheckpoints:
             files.on_rank_0(lambda: ordinary(snapshot(whole) if writes_later else whole, path, storage_options))
         else:
             tree = self._tree_in(contents) if mode is SaveMode.SHARDED else {}
-            files.save(SaveJob(mode, path, contents, tree, files.written_by), self._strategy.engine, storage_options)
+            files.save(SaveJob(mode, path, contents, tree, files.written_by), storage_options)
         return to_resume
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:

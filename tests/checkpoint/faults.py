@@ -10,8 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing import Pipe
 from pathlib import Path
@@ -25,8 +24,6 @@ from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import Content, content_of, write_file, write_folder
-from lightning_zero.io import disk, paths
-from lightning_zero.io.disk import DirectFile
 from lightning_zero.io.labels import new_label
 
 KILLED, FAILED, HUNG = -signal.SIGKILL, 3, "hung"
@@ -158,25 +155,10 @@ def die_at_call(number: int) -> None:
 
         return wrapper
 
-    write = DirectFile.write
-    DirectFile.write = counted(write, lambda file, data, position: write(file, data[: len(data) // 2], position))  # type: ignore[method-assign]
-    Stream.write = counted(Stream.write)  # type: ignore[method-assign]
-    disk.BUFFER = disk.ALIGNMENT  # so that a file takes several buffers
+    write = Stream.write
+    Stream.write = counted(write, lambda file, data: write(file, memoryview(data).cast("B")[: len(data) // 2]))  # type: ignore[method-assign]
     for name in ("fsync", "rename", "replace", "unlink", "remove", "rmdir", "mkdir"):
         setattr(os, name, counted(getattr(os, name)))
-    paths._exchange = counted(paths._exchange)
-
-
-@contextmanager
-def without_exchange(enabled: bool = True) -> Iterator[None]:
-    """Behave like a file system that cannot exchange two names."""
-    exchange = paths._exchange
-    if enabled:
-        paths._exchange = lambda one, other: False
-    try:
-        yield
-    finally:
-        paths._exchange = exchange
 
 
 def in_background(path: Path, form: str, ready: Path, port: int) -> Act:

@@ -38,7 +38,6 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.init.mapped_files import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label
 from tests.support import rank
 
@@ -122,18 +121,14 @@ def trained():
 # -- contents ----------------------------------------------------------------------------------------------------------
 
 
-def test_archives_of_equal_kind_and_length_are_distinguished():
+def test_an_archive_of_one_tensor_is_read_as_saved():
     square = torch.arange(16.0).view(4, 4)
     part = torch.arange(32.0)[4:20].view(4, 4)
-    known = {}
-    lengths = []
     for tensor in (square, square + 1, square.T, square, square.view(2, 8), square.view(torch.int32), part, part + 1):
         buffer = io.BytesIO()
         torch.save(tensor, buffer)
-        lengths.append(len(buffer.getvalue()))
-        found = tensor_in(memoryview(bytearray(buffer.getvalue())), known, "any")
+        found = tensor_in(memoryview(bytearray(buffer.getvalue())))
         assert torch.equal(found, tensor) and found.dtype == tensor.dtype and found.stride() == tensor.stride()
-    assert len(set(lengths[:5])) == 1
     with pytest.raises(BrokenArchiveError):
         records_of(io.BytesIO(buffer.getvalue()[:-1]))
 
@@ -294,20 +289,6 @@ def test_a_file_is_mapped_and_its_values_stay_in_it(tmp_path, trained):
         "lightning_zero.masters.w",
     }
     assert MappedFiles().range_of(opened.tensors["state_dict.0.weight"]) is not None
-
-
-@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="Linux tells how much memory there is")
-def test_a_file_larger_than_memory_is_read_range_by_range(tmp_path):
-    with open("/proc/meminfo") as file:
-        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
-    numel = (sizes["MemTotal"] + sizes["SwapTotal"]) // 4 + 2**28
-    with torch.serialization.skip_data(materialize_fake_tensors=True), torch._subclasses.FakeTensorMode():
-        torch.save({"state_dict": {"huge": torch.empty(numel), "small": torch.empty(2, 3)}}, tmp_path / "x.ckpt")
-    opened = open_checkpoint(tmp_path / "x.ckpt")
-    huge = opened.checkpoint["state_dict"]["huge"]
-    assert huge.numel() == numel
-    assert torch.equal(flat_range(huge, numel - 3, numel), torch.zeros(3))
-    os.remove(tmp_path / "x.ckpt")
 
 
 def test_remote_checkpoints_are_read(ours, trained):

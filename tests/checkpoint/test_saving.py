@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import itertools
-import zipfile
 from math import prod
 
 import pytest
@@ -21,7 +19,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import fully_shard
 
-from lightning_zero.checkpoint.archives import archived
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.saving import by_name, content_of, write_folder
@@ -47,28 +44,6 @@ def test_boxes_tile_every_range_in_order_and_are_few(shape):
             assert torch.equal(torch.cat(elements), torch.arange(start, stop))
             assert [box.start for box in found] == [int(part[0]) for part in elements]
             assert most is not None or len(found) <= max(2 * len(shape) - 1, 1)
-
-
-@pytest.mark.parametrize("shape", [(), (1,), (5,), (3, 7), (2, 1, 4)], ids=str)
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str
-)
-def test_a_small_tensors_archive_is_what_torch_save_writes(shape, dtype):
-    """Except for the archive's id, which is a hash of its contents, and its checksums."""
-    torch.manual_seed(0)
-    for _ in range(2):
-        tensor = torch.randn(shape).mul(9).to(dtype)
-        expected = io.BytesIO()
-        torch.save(tensor, expected)
-        found = io.BytesIO(archived(tensor))
-        loaded = torch.load(found, weights_only=True)
-        assert loaded.dtype == dtype and torch.equal(loaded, tensor) and loaded.shape == tensor.shape
-        with zipfile.ZipFile(expected) as wanted, zipfile.ZipFile(found) as own:
-            assert own.testzip() is None
-            assert own.namelist() == wanted.namelist()
-            for name in wanted.namelist():
-                assert own.read(name) == wanted.read(name) or name.endswith("serialization_id")
-                assert own.getinfo(name).header_offset == wanted.getinfo(name).header_offset
 
 
 class EvenModel(nn.Module):

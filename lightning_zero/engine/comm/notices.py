@@ -60,6 +60,7 @@ class Notices:
         failure: why the run cannot continue; None while it can.
         begun: counts the collectives that this rank has begun, by engine and name.
         wait: what this rank waits for, if anything.
+        connection: a connection to the group's store, for threads that do not wait in the store.
     """
 
     def __init__(self) -> None:
@@ -70,9 +71,9 @@ class Notices:
         self.wait: Wait | None = None
         self._noted: Wait | None = None
         self._rank, self._size = process_group.rank(), process_group.world_size()
-        # A connection of its own, since a wait in the store would block the timer.
-        store = process_group.new_connection(process_group.default_store())
-        self._store = process_group.named_store("lightning_zero/notices", store)
+        # A wait of the main thread in the store would block the timer.
+        self.connection = process_group.new_connection(process_group.default_store())
+        self._store = process_group.named_store("lightning_zero/notices", self.connection)
         self._entries = 0  # the number of entries of the log that have been read
         self._lock = threading.RLock()  # guards ``_entries`` and ``_noted``
         self._ring: Any = None

@@ -257,16 +257,6 @@ def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[Tensor], message_
             tensor.copy_(value)
 
 
-def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Send a tensor to a rank of a group."""
-    dist.send(tensor, group=group, group_dst=rank)
-
-
-def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Receive a tensor from a rank of a group."""
-    dist.recv(tensor, group=group, group_src=rank)
-
-
 def groups_among(arguments: Sequence[Any]) -> list[ProcessGroup]:
     """The process groups among the arguments of an operator of ``torch.ops.c10d``."""
     objects = (each for each in arguments if isinstance(each, torch.ScriptObject))
