@@ -17,9 +17,7 @@ def test_a_label_counts_as_living_until_its_process_has_ended(tmp_path):
         os.write(writer, new_label().encode() if is_living else b"-")
         os._exit(0)
     label = os.read(reader, 1000).decode()
-    assert not is_left_over(
-        label, tmp_path
-    )  # the number of an ended child is not reused before it is waited for
+    assert not is_left_over(label, tmp_path)  # its number is not reused before it is waited for
     os.waitpid(child, 0)
     assert is_left_over(label, tmp_path)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import accumulate, groupby
+from itertools import groupby
 
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.io.names import listed
@@ -85,12 +85,12 @@ def _share(extents: Iterable[Extent], number: int, of: int) -> list[Extent]:
 
     With one process per file, each process verifies roughly its own rank's file, which it is also likely to load.
     """
-    by_file: dict[str, list[Extent]] = {}
-    for extent in extents:
-        by_file.setdefault(extent.file, []).append(extent)
-    ordered = [extent for parts in by_file.values() for extent in sorted(parts, key=lambda extent: extent.start)]
-    ends = list(accumulate(extent.length for extent in ordered))
-    middles = [2 * end - extent.length for extent, end in zip(ordered, ends)]  # doubled, so that they are integers
-    return [
-        extent for extent, middle in zip(ordered, middles) if min(middle * of // (2 * ends[-1] or 1), of - 1) == number
-    ]
+    ordered = sorted(extents, key=lambda extent: (len(extent.file), extent.file, extent.start))  # file 9 before file 10
+    total = sum(extent.length for extent in ordered) or 1
+    share, before = [], 0
+    for extent in ordered:
+        middle = before + extent.length / 2
+        if min(int(middle * of / total), of - 1) == number:
+            share.append(extent)
+        before += extent.length
+    return share

@@ -40,7 +40,6 @@ class Destination:
         advance: called with the number of bytes of each write.
 
     Attributes:
-        path: the given path, as a string.
         partial: hidden path next to ``path``, to which the checkpoint is written first.
     """
 

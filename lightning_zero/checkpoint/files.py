@@ -26,27 +26,23 @@ class Files:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
-        self._fs, self._root = url_to_fs(self.path)
+        self._fs, self.root = url_to_fs(self.path)
         self.is_local = isinstance(self._fs, LocalFileSystem)
         self._mappings: dict[str, memoryview] = {}
         self._temporary: Any = None  # the file of a download, which is removed when this object is deleted
 
     @property
     def exists(self) -> bool:
-        return self._fs.exists(self._root)
+        return self._fs.exists(self.root)
 
     @property
     def is_folder(self) -> bool:
-        return self._fs.isdir(self._root)
-
-    @property
-    def local_path(self) -> str:
-        return self._root
+        return self._fs.isdir(self.root)
 
     def sizes(self) -> dict[str, int]:
         """Return the size in bytes of each entry in the folder, by name; names of subfolders end with a slash."""
         found = {}
-        for entry in self._fs.ls(self._root, detail=True):
+        for entry in self._fs.ls(self.root, detail=True):
             name = entry["name"].rstrip("/").rsplit("/", 1)[-1]
             if name:
                 found[name + ("/" if entry["type"] == "directory" else "")] = entry["size"] or 0
@@ -54,7 +50,7 @@ class Files:
 
     def size(self) -> int:
         """Size in bytes of the file at the path."""
-        return self._fs.size(self._root)
+        return self._fs.size(self.root)
 
     def open(self, name: str = "") -> IO[bytes]:
         """Open a file in the folder or, without a name, the file at the path itself."""
@@ -93,5 +89,5 @@ class Files:
 
     def _where(self, name: str) -> str:
         if not name:
-            return self._root
-        return inside(self._root, name) if self.is_local else f"{self._root.rstrip('/')}/{name}"
+            return self.root
+        return inside(self.root, name) if self.is_local else f"{self.root.rstrip('/')}/{name}"

@@ -16,13 +16,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_zero.checkpoint import form
-from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of, tensor_in
 from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
 from lightning_zero.checkpoint.metadata import load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import check_size, load_torch
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size, load_torch, records_of, tensor_in
 from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import chunks as tiling

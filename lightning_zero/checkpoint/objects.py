@@ -22,9 +22,6 @@ from lightning_zero.engine import ShardedTensor, places, sharded_tree
 Gather = Callable[[Any], list[Any]]
 """All-gather of a picklable value: returns the values in the order of ranks. Collective."""
 
-OnRank0 = Callable[[Callable[[], Any]], Any]
-"""Calls a function on rank 0, while the other ranks join its gathers of sharded tensors (``on_rank_0``). Collective."""
-
 _Result = TypeVar("_Result")
 
 
@@ -38,14 +35,12 @@ class Ranks:
     """The ranks that save a checkpoint together.
 
     Attributes:
-        rank: this rank's number.
-        gather: all-gathers a value.
-        on_rank_0: calls a function on rank 0; by default, without the other ranks.
+        on_rank_0: calls a function on rank 0, while the other ranks join its gathers; by default, without them.
     """
 
     rank: int = 0
     gather: Gather = alone
-    on_rank_0: OnRank0 | None = None
+    on_rank_0: Callable[[Callable[[], Any]], Any] | None = None
 
     def on_first(self, act: Callable[[], _Result]) -> _Result | None:
         """Call a function that serialises or copies objects on rank 0; None on the other ranks."""
@@ -162,17 +157,15 @@ class _Pickler(pickle.Pickler):
         self.tensors: list[Tensor] = []
         self._constant = constant
         self._memo: dict[int, Any] = {}  # of deep copies: storages that tensors share are copied once
-        self._numbers: dict[int, int] = {}
-        self._alive: list[Tensor] = []  # so that no id in ``_numbers`` is used again
+        self._known: dict[int, tuple[int, Tensor]] = {}  # with the tensors, so that no id is used again
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, Tensor):
             return None
-        if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self.tensors)
-            self._alive.append(value)
+        if id(value) not in self._known:
+            self._known[id(value)] = len(self.tensors), value
             self.tensors.append(value if value in self._constant else self._copy_of(value))
-        return self._numbers[id(value)]
+        return self._known[id(value)][0]
 
     def _copy_of(self, tensor: Any) -> Tensor:
         if sharded_tree.is_in_parts(tensor):

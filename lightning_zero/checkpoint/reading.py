@@ -12,14 +12,14 @@ from typing import IO, Any, Literal
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.archives import BrokenArchiveError, Record, records_of
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, NoCheckpointError, verify
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import load_torch
-from lightning_zero.checkpoint.trees import check_structure
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, load_torch, records_of
+from lightning_zero.checkpoint.trees import check_structure, identity
+from lightning_zero.engine import compat
 
 
 @dataclass
@@ -125,7 +125,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             )
         try:
             if is_archive and files.is_local:
-                checkpoint = load_torch(files.local_path, weights_only=weights_only, mmap=True)
+                checkpoint = load_torch(files.root, weights_only=weights_only, mmap=True)
             else:
                 file.seek(0)
                 checkpoint = load_torch(file, weights_only=weights_only)
@@ -255,3 +255,43 @@ def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
     for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
         found.update(_tensors_in(item, f"{name}.{key}" if name else str(key)))
     return found
+
+
+# -- a list of the tensors ---------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Row:
+    """One tensor in a checkpoint.
+
+    Attributes:
+        name: dotted path in Lightning's dictionary.
+        shape: sizes by dimension; -1 for those of a nested tensor, in which they vary.
+        bytes: size of the values, and for a sparse tensor also of its indices.
+        tied_to: name of the first tensor with the same memory; None if this tensor is the first.
+    """
+
+    name: str
+    shape: list[int]
+    dtype: str
+    bytes: int
+    tied_to: str | None
+
+    @property
+    def part(self) -> str:
+        """The entry with the tensor, such as ``state_dict``, ``optimizer_states.0`` or ``lightning_zero.masters``."""
+        first, _, rest = self.name.partition(".")
+        return f"{first}.{rest.partition('.')[0]}" if first in ("optimizer_states", CHECKPOINT_KEY) else first
+
+
+def rows_of(opened: OpenedCheckpoint) -> list[Row]:
+    """Return a row for each tensor, in the checkpoint's order."""
+    seen: dict[Any, str] = {}
+    rows = []
+    for name, tensor in opened.tensors.items():
+        first = seen.setdefault(identity(tensor), name)
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        tied_to = first if first != name else None
+        shape = [tensor.size(0)] + [-1] * (tensor.dim() - 1) if tensor.is_nested else list(tensor.shape)
+        rows.append(Row(name, shape, dtype, compat.nbytes_of(tensor), tied_to))
+    return rows

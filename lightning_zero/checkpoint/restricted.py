@@ -1,4 +1,4 @@
-"""Unpickle ``torch.save`` files as data: scanned first, and then loaded with torch's restricted unpickler."""
+"""Read ``torch.save`` files as data: scanned first, and then loaded with torch's restricted unpickler."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import io
 import os
 import pathlib
 import pickle
+import struct
 import sys
 import typing
+import zipfile
 from collections.abc import Callable
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,16 +35,12 @@ _BYTES, _TIMES = 2**26, 8
 """The tensors of a file may take eight times the file's size, as with views of one storage, and 64 MiB more."""
 
 
-def _no_stand_in(name: str) -> Any:
-    return None
-
-
 def load_torch(
     file: str | os.PathLike[str] | IO[bytes],
     *,
     weights_only: bool | None = None,
     mmap: bool = False,
-    stand_in: Callable[[str], Any] = _no_stand_in,
+    stand_in: Callable[[str], Any] = lambda _: None,
 ) -> Any:
     """Call ``torch.load`` with tensors on the CPU and, by default, only the classes that torch and the user allow.
 
@@ -86,11 +84,11 @@ def load_torch(
 
 def load_tensor(pickled: bytes, storage: Callable[[str], Any]) -> Tensor:
     """Unpickle a tensor from the ``data.pkl`` of an archive; ``storage`` is as for ``unpickle_weights``."""
-    with torch.serialization.safe_globals(_allowed(_scanned(pickled, _no_stand_in).names, _no_stand_in)):
+    with torch.serialization.safe_globals(_allowed(_scanned(pickled).names)):
         return compat.unpickle_weights(io.BytesIO(pickled), storage)
 
 
-def _scanned(pickled: bytes | IO[bytes], stand_in: Callable[[str], Any]) -> Scan:
+def _scanned(pickled: bytes | IO[bytes], stand_in: Callable[[str], Any] = lambda _: None) -> Scan:
     default, _ = compat.allowed_globals()
     scan = Scan(default | _PLAIN_TYPES.keys())
     try:
@@ -118,7 +116,7 @@ def _names_in(stream: IO[bytes], size: int, stand_in: Callable[[str], Any]) -> s
     return names
 
 
-def _allowed(names: set[str], stand_in: Callable[[str], Any]) -> list[Any]:
+def _allowed(names: set[str], stand_in: Callable[[str], Any] = lambda _: None) -> list[Any]:
     """Return (object, name) for each of these names that neither torch nor the user allows yet."""
     default, users = compat.allowed_globals()
     found, unsafe = [], []
@@ -148,3 +146,65 @@ def check_size(nbytes: int, size: int) -> None:
     """Refuse tensors whose copies would take far more memory or disk space than a file of this size justifies."""
     if nbytes > _BYTES + _TIMES * size:
         raise UnsafeFileError.of(f"its tensors would take {in_bytes(nbytes)}, but the file has only {in_bytes(size)}")
+
+
+# -- archives ----------------------------------------------------------------------------------------------------------
+
+_LOCAL_HEADER = 30  # bytes before the file name in a zip's local headers
+_FOLDER = 0x10  # attribute bit that marks folders; torch treats a record with this bit as empty
+
+
+class BrokenArchiveError(ValueError):
+    """The bytes are not a complete ``torch.save`` archive."""
+
+
+class Record(NamedTuple):
+    """Position and checksum of an uncompressed record; ``crc32`` is None if the archive has no checksums."""
+
+    name: str
+    start: int
+    length: int
+    crc32: int | None
+
+
+def records_of(archive: IO[bytes]) -> list[Record]:
+    """List the records of an archive.
+
+    Raises:
+        BrokenArchiveError: if the bytes are not a complete archive.
+    """
+    found = []
+    try:
+        with zipfile.ZipFile(archive) as zipped:
+            end = zipped.start_dir
+        if sum(info.file_size for info in zipped.infolist()) > end:
+            raise BrokenArchiveError("its records overlap or are compressed")
+        for info in zipped.infolist():
+            name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
+            archive.seek(info.header_offset)
+            header = archive.read(_LOCAL_HEADER + len(name))
+            start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<2H", header, 26))
+            is_stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
+            is_there = header[:4] == b"PK\x03\x04" and header[_LOCAL_HEADER:] == name and start + info.file_size <= end
+            if not is_stored or not is_there or info.external_attr & _FOLDER:
+                raise BrokenArchiveError(f"record {info.filename} is misplaced or compressed")
+            found.append(Record(info.filename, start, info.file_size, info.CRC))
+    except (zipfile.BadZipFile, NotImplementedError, struct.error, OSError, UnicodeError) as error:
+        raise BrokenArchiveError("it has no intact zip directory at its end") from error
+    has_checksums = any(record.crc32 for record in found)  # False if saved with set_crc32_options(False)
+    return found if has_checksums else [record._replace(crc32=None) for record in found]
+
+
+def tensor_in(buffer: memoryview) -> Tensor:
+    """Load an archive's only tensor, usually as a view of ``buffer``: do not modify the tensor, which may be unaligned.
+
+    ``torch.load`` would copy the values.
+    """
+    records = {record.name.partition("/")[2]: record for record in records_of(io.BytesIO(buffer))}
+
+    def bytes_of(name: str) -> memoryview:
+        return buffer[records[name].start :][: records[name].length]
+
+    if "byteorder" in records and bytes(bytes_of("byteorder")) != sys.byteorder.encode():
+        return load_torch(io.BytesIO(buffer))
+    return load_tensor(bytes(bytes_of("data.pkl")), lambda key: bytes_of(f"data/{key}"))

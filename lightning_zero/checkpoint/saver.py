@@ -54,7 +54,6 @@ class SaveJob:
     """A checkpoint to be saved.
 
     Attributes:
-        mode: how the checkpoint is saved.
         path: the path of the file or folder; rank 0's value is used.
         contents: the checkpoint's entries: on every rank the same sharded tensors; other values are taken from rank 0.
         tree: with ``SaveMode.SHARDED``, the entries that are stored in DCP's format; see ``content_of``.
@@ -127,8 +126,8 @@ class Saver:
         if not self._in_background:
             write(ranks)
             return
-        # Values on a disk are read only when they are written, and must not change until then.
-        stay = [entry for entry in content.entries if _stays_on_disk(entry)]
+        # Optimizer states on a disk, which may be too large for memory, are not copied, and must not change until read.
+        stay = [entry for entry in content.entries if entry.is_guarded and isinstance(entry.values, LazyTensor)]
         reading = BackgroundWork(is_awaited=bool(stay))
         copied = self._copying(content.entries, stay)
 
@@ -224,11 +223,6 @@ class Saver:
                 self._executor.shutdown()
                 self._executor = None
             self._abandoned.clear()
-
-
-def _stays_on_disk(entry: Entry) -> bool:
-    """Whether an entry is optimizer state on a disk, which may be too large to be copied to memory."""
-    return entry.is_guarded and isinstance(entry.values, LazyTensor)
 
 
 _unfinished: set[Saver] = set()

@@ -154,9 +154,8 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """
 
     def name_of(number: Any) -> str:
-        if not isinstance(number, int):
-            return str(number)
-        return names[number] if number < len(names) else str(number)
+        has_name = isinstance(number, int) and number < len(names)
+        return names[number] if has_name else str(number)
 
     return {
         **state,

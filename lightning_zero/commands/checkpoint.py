@@ -152,7 +152,7 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
 def _inspect(options: Any) -> None:
     from dataclasses import asdict
 
-    from lightning_zero.checkpoint.inspecting import rows_of
+    from lightning_zero.checkpoint.reading import rows_of
 
     opened = _open(options)
     rows = rows_of(opened)

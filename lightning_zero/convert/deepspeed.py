@@ -23,14 +23,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
 from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.restricted import load_torch
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
 from lightning_zero.checkpoint.trees import renamed, versions_in, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import config as options

@@ -28,13 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero import load_weights
-from lightning_zero.checkpoint.archives import BrokenArchiveError, records_of, tensor_in
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.metadata import load_dcp_metadata
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, records_of, tensor_in
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.init.mapped_files import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
