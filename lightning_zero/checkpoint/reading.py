@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -30,9 +31,8 @@ class OpenedCheckpoint:
         path: the path that was opened.
         form: "full" for one file, "sharded" for a DCP folder.
         written_by: versions, stage and world size, as far as the checkpoint records them.
-        checkpoint: contents as Lightning's dictionary: ``state_dict``, ``optimizer_states`` keyed by parameter number,
-            and all other entries. Tensors of a sharded checkpoint are ``LazyTensor``; those of a local file are
-            memory-mapped.
+        checkpoint: contents as Lightning's dictionary, with ``optimizer_states`` keyed by parameter number. Tensors of
+            a sharded checkpoint are ``LazyTensor``; those of a local file are memory-mapped.
         as_saved: contents as passed to the saving function; in the sharded form, optimizer states are keyed by name.
         names_of_optimizers: each optimizer's parameter names, ordered by parameter number; None if unknown.
         trust: function to call once every share is verified (see ``verify``); later reads then skip verification.
@@ -113,7 +113,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     with files.open() as file:
         head = file.read(4)
         is_old = head[:1] == b"\x80"  # torch before 1.6: a bare pickle, without sizes or checksums
-        is_archive = head == b"PK\x03\x04"
+        is_archive = not is_old and (head == b"PK\x03\x04" or zipfile.is_zipfile(file))
         if is_archive:
             records = _records_of_file(path, file)
         elif not any(head):  # a file that was not synced before a power failure may consist of zeros

@@ -241,7 +241,7 @@ class StoreExchange:
     """All-gather of small values through the process group's store, usable from a thread while collectives run.
 
     Args:
-        name: identifies this exchange on every rank; must be different for each exchange.
+        name: identifies this exchange on every rank.
         abandoned: once set, the exchange waits for other ranks for only a few more seconds.
     """
 
@@ -272,10 +272,7 @@ class StoreExchange:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Announce that this rank is done.
-
-        Rank 0, whose process may host the store, waits for the other ranks, and then deletes the keys of all ranks.
-        """
+        """Announce that this rank is done. Rank 0, the host of the store, waits for the others and deletes the keys."""
         with suppress(RuntimeError):  # raised if the store is gone: then no rank can wait for this key
             if self._rank != 0:
                 self._store.set(f"left/{self._rank}", "")

@@ -116,7 +116,6 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = 
     Args:
         tree: nested dicts and lists of tensors and other values, to be stored in DCP's format; it may be a state dict.
         rest: Lightning's other entries; sharded tensors among them are stored in DCP's format, too.
-        ranks: the ranks; rank 0 serialises other values, which may refer to sharded tensors.
     """
     hollow, sharded = split(dict(rest))
     versions = versions_in(rest) | versions_in(tree)
@@ -203,14 +202,14 @@ class CopyBuffer:
         Args:
             after: event on the entries' device after which values are final; None waits for all work queued so far.
         """
-        device, needed = device_of(entries), sum(aligned(entry.nbytes) for entry in entries)
+        device, needed = device_of(entries), sum(_aligned(entry.nbytes) for entry in entries)
         if len(self._memory) < needed:
             self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")  # frees the old memory first
             self._memory = torch.empty(needed, dtype=torch.uint8, pin_memory=device is not None, device="cpu")
         copied, targets, sources, position = [], [], [], 0
         for entry in entries:
             target = self._memory[position : position + entry.nbytes].view(entry.dtype)
-            position += aligned(entry.nbytes)
+            position += _aligned(entry.nbytes)
             copied.append(replace(entry, values=target))
             if isinstance(entry.values, LazyTensor):
                 target.copy_(entry.values.shown(0, target.numel()))  # one at a time: together, they may exceed memory
@@ -234,8 +233,7 @@ def device_of(entries: list[Entry]) -> torch.device | None:
     return next((entry.values.device for entry in entries if entry.values.device.type != "cpu"), None)
 
 
-def aligned(nbytes: int) -> int:
-    """Round a size or position up to a multiple of 64 bytes."""
+def _aligned(nbytes: int) -> int:
     return -(-nbytes // 64) * 64
 
 
@@ -264,7 +262,6 @@ def write_folder(
     """Write a sharded checkpoint: a folder in which each rank writes one file. Collective.
 
     Args:
-        content: the part of the checkpoint that this rank writes.
         destination: where to write; its path and label must be the same on every rank.
         written_by: versions, stage and world size, for the manifest.
         entries: returns copies of the content's entries, which are written instead.
@@ -402,11 +399,7 @@ def _complete(
 
 
 def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> dcp.Metadata:
-    """Return DCP's metadata for all ranks' files; ``paths`` is as in ``Content``.
-
-    Raises:
-        ValueError: if a tensor lacks the shards of some ranks.
-    """
+    """Return DCP's metadata for all ranks' files. A tensor that lacks the shards of some ranks is an error."""
     tensors: dict[str, dcp.TensorStorageMetadata] = {}
     storage: dict[dcp.MetadataIndex, Any] = {}
     for written in everyone:

@@ -15,10 +15,8 @@ _LONGEST = 100
 def matches(value: Any, annotation: Any) -> bool:
     """Whether a value has an annotated type. As for type checkers, an integer is a float, but a bool is not a number.
 
-    Arguments:
-        value: any value.
-        annotation: a class, ``Any``, ``Callable[...]``, or a union, ``Literal``, mapping, sequence, tuple of one
-            repeated type, or ``type`` of these.
+    The annotation is a class, ``Any``, ``Callable[...]``, or a union, ``Literal``, mapping, sequence, tuple of one
+    repeated type, or ``type`` of these.
     """
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation is Any:
@@ -77,16 +75,10 @@ def shown(value: Any) -> str:
 
 
 def check_value(name: str, value: Any, annotation: Any, least: float | None = None) -> None:
-    """Check an option's value.
-
-    Arguments:
-        name: the option's name, which begins the message.
-        value: its value.
-        annotation: its type.
-        least: the smallest number allowed; None allows every number, including NaN.
+    """Check an option's value; its name begins the message.
 
     Raises:
-        ValueError: if the value has another type, or is a number below ``least``.
+        ValueError: if the value has another type, or is a number below ``least``; None also allows NaN.
     """
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     is_in_range = least is None or not is_number or value >= least  # False for NaN
@@ -97,12 +89,8 @@ def check_value(name: str, value: Any, annotation: Any, least: float | None = No
 def check_fields(config: Any, prefix: str = "") -> None:
     """Check each field of a dataclass against its annotation, and against ``least`` in the field's metadata.
 
-    Arguments:
-        config: the instance.
-        prefix: begins the message, before the field's name.
-
     Raises:
-        ValueError: for the first field with a wrong value.
+        ValueError: for the first field with a wrong value; the message begins with ``prefix`` and the field's name.
     """
     kinds = get_type_hints(type(config))
     for each in fields(config):
@@ -110,11 +98,10 @@ def check_fields(config: Any, prefix: str = "") -> None:
 
 
 def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], what: str, **least: float) -> None:
-    """Check the arguments of a function. The function must call this first, with its ``locals()``.
+    """Check the arguments of a function against its annotations. The function must call this first.
 
     Arguments:
-        function: the function, for its annotations.
-        given: the values of its arguments, by name; other names are ignored.
+        given: the function's ``locals()``.
         what: begins the message: the class's name for an ``__init__``.
         least: the smallest number allowed, by argument.
 

@@ -73,8 +73,7 @@ def is_in_memory(path: str) -> bool:
 def make_private_folder(path: str) -> None:
     """Create a folder, and its missing parents, for this user alone; an existing folder is left unchanged.
 
-    Raises:
-        PermissionError: as ``make_own_folder``, for a path in a folder in which every user may write, such as ``/tmp``.
+    A folder in one in which every user may write, such as ``/tmp``, is checked as by ``make_own_folder``.
     """
     os.makedirs(path, 0o700, exist_ok=True)
     if os.stat(os.path.dirname(os.path.abspath(path))).st_mode & stat.S_IWOTH:
@@ -110,9 +109,8 @@ def make_own_folder(path: str) -> None:
 class DirectFile:
     """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow it.
 
-    ``read`` and ``write`` may be called by several threads at once, for different positions. Data bypasses the page
-    cache if its address and its position in the file are multiples of ``ALIGNMENT``. All other data,
-    such as a last block of fewer than ``ALIGNMENT`` bytes, goes through the cache.
+    Several threads may read and write different positions at once. Data bypasses the page cache if its address and its
+    position in the file are multiples of ``ALIGNMENT``. All other data goes through the cache.
 
     Args:
         path: the file's path, which must not exist yet, not even as a link.
@@ -165,7 +163,7 @@ class DirectFile:
     def read(self, into: memoryview, position: int) -> None:
         """Fill memory with the bytes at a position."""
         while into:
-            count = self._move("read", _read_into, into, position)
+            count = self._move("read", lambda file, memory, at: os.preadv(file, [memory], at), into, position)
             if count == 0:
                 raise OSError(errno.EIO, f"the file ends at byte {position}, {len(into)} bytes too early", self.path)
             into, position = into[count:], position + count
@@ -194,10 +192,6 @@ class DirectFile:
 def _close(descriptors: list[int]) -> None:
     while descriptors:
         os.close(descriptors.pop())
-
-
-def _read_into(descriptor: int, memory: memoryview, position: int) -> int:
-    return os.preadv(descriptor, [memory], position)
 
 
 def _allocate(descriptor: int, nbytes: int) -> None:

@@ -25,9 +25,7 @@ def new_label() -> str:
 def is_left_over(label: str, path: str) -> bool:
     """Whether the process that created a file or folder has ended, or (on another machine) seems to have ended.
 
-    Args:
-        label: the part of the name that ``LABEL`` matches.
-        path: the path of the file or folder.
+    ``label`` is the part of its name that ``LABEL`` matches.
     """
     process, _, number = label.rpartition("-")
     machine, _, pid = process.rpartition("-")

@@ -35,11 +35,7 @@ def config_of(option: str, value: Any, kind: type[Config], names: Iterable[str])
 
 
 def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Check that all given options exist.
-
-    Raises:
-        TypeError: if an option does not exist; the message suggests the nearest name, or lists all names.
-    """
+    """Raise a TypeError if an option does not exist; it suggests the nearest name, or lists all names."""
     known = list(known)
     for name in given:
         if name not in known:

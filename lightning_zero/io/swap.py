@@ -23,11 +23,8 @@ from typing import Any, NamedTuple
 from lightning_zero.io.disk import DirectFile, aligned, huge_memory, make_private_folder
 from lightning_zero.io.labels import new_label
 
-BUFFERS = 3
-"""Number of buffers in a ring: at any time, one is filled, one is changed and one is written."""
-
-SLICE = 2**20
-"""Smallest part of an extent, in bytes, that is worth a separate thread."""
+BUFFERS = 3  # at any time, one is filled, one is changed and one is written
+SLICE = 2**20  # smallest part of an extent, in bytes, that is worth a separate thread
 
 
 class SwapFile(DirectFile):
@@ -74,7 +71,7 @@ class FileRange(NamedTuple):
 
 
 class SameThread(Executor):
-    """An executor without threads: ``submit`` runs the function at once. Arguments are those of other executors."""
+    """An executor without threads: ``submit`` runs the function at once."""
 
     def __init__(self, *_: Any) -> None:
         pass
@@ -102,8 +99,8 @@ class Ring:
 
     def close(self) -> None:
         """Stop the threads, and wait until they have ended. Garbage collection of the ring stops them, too."""
-        for executor in (self._readers, self._writers):
-            executor.shutdown()
+        self._readers.shutdown()
+        self._writers.shutdown()
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
         """Return the first ``nbytes`` of the buffer for the extent with number ``index``."""
@@ -139,9 +136,7 @@ def stream(
     ring: Ring,
     on_written: Callable[[int], object] = lambda index: None,
 ) -> None:
-    """Read extents, change each in place, and write them back; the three operations overlap.
-
-    After an error in ``act`` or from the disk, running reads and writes finish and no new ones start.
+    """Read extents, change each in place, and write them back; after an error, no new reads and writes start.
 
     Args:
         extents: ranges that do not overlap; none may be larger than a buffer of the ring.

@@ -6,12 +6,7 @@ from collections.abc import Collection, Sequence
 
 
 def show(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> None:
-    """Print rows of cells in aligned columns, each as wide as its longest cell.
-
-    Args:
-        rows: rows with the same number of cells each; the first may be a heading.
-        right: indices of the columns to align to the right.
-    """
+    """Print rows of cells in aligned columns; ``right`` has the indices of those to align to the right."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         cells = [cell.rjust(n) if i in right else cell.ljust(n) for i, (cell, n) in enumerate(zip(row, widths))]

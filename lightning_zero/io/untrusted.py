@@ -12,11 +12,7 @@ _YAML_BYTES = 2**16
 
 
 def inside(folder: str | os.PathLike[str], name: str) -> str:
-    """Return the path of a file or folder whose name was found in data or in an untrusted folder.
-
-    Args:
-        folder: the folder that must contain the file. The folder itself may be reached through a link.
-        name: the name, relative to the folder.
+    """Return the path of a file whose name was found in data. The folder itself may be reached through a link.
 
     Raises:
         ValueError: if the name leads out of the folder: absolute, with ``..``, or through a link.

@@ -39,7 +39,7 @@ from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.convert.deepspeed import open_deepspeed
-from lightning_zero.io.labels import is_of_the_dead, new_label, this_machine
+from lightning_zero.io.labels import new_label, this_machine
 from lightning_zero.io.untrusted import inside
 from lightning_zero.reporting.records import OVERRIDES, overrides_of
 from tests.support.trainer import Learner, make_trainer
@@ -566,7 +566,6 @@ def test_a_partial_files_name_with_an_impossible_number_stops_no_save(tmp_path: 
         destination.put_in_place()
     assert (tmp_path / "last.ckpt").read_bytes() == b"whole"
     assert all((tmp_path / name).exists() for name in names)
-    assert is_of_the_dead(label) is None
 
 
 def test_overrides_are_read_as_a_list_of_strings_and_nothing_else(tmp_path: Path) -> None:
