@@ -11,8 +11,7 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.io.names import listed
 
 ADVICE = "Load another checkpoint, or copy this one again from an intact source."
-_AT_ONCE = 2**23
-"""Bytes per read; with smaller reads, a disk takes twice as long."""
+_AT_ONCE = 2**23  # bytes per read; with smaller reads, a disk takes twice as long
 
 
 class DamagedCheckpointError(ValueError):
@@ -33,9 +32,7 @@ class Extent:
 
     Attributes:
         file: the file's name in the folder; empty for a checkpoint that is a single file.
-        crc32: None if the range has no checksum.
         holds: the names of the tensors and other values in the range, or of the archive's record, for messages.
-        is_checked: whether the range has been verified.
     """
 
     file: str

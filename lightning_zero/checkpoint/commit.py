@@ -24,11 +24,8 @@ _OF_A_CHECKPOINT = re.compile(
 )
 """Matches the names of all files that may be in the folder of a sharded checkpoint."""
 
-_AT_ONCE = 2**22
-"""Bytes per write."""
-
-_LONGEST = 120
-"""Length in bytes above which a checkpoint's name is cut off in temporary names, to stay below 255 bytes."""
+_AT_ONCE = 2**22  # bytes per write
+_LONGEST = 120  # length in bytes above which a name is cut off in temporary names, to stay below 255 bytes
 
 
 class Destination:
@@ -159,7 +156,7 @@ class Destination:
 
 
 def remove(path: Any) -> None:
-    """Remove a checkpoint so that other processes never open it partly removed; see ``Destination.remove``."""
+    """Call ``Destination.remove`` for a path."""
     Destination(path, new_label()).remove()
 
 

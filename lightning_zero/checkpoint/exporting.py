@@ -46,9 +46,7 @@ DTYPES = {
     torch.float8_e5m2: "F8_E5M2",
     torch.float8_e5m2fnuz: "F8_E5M2FNUZ",
 }
-_PART = 2**20
-"""Number of elements to read and convert at a time."""
-
+_PART = 2**20  # number of elements to read and convert at a time
 _CAST = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -247,9 +245,7 @@ def write_values(
 ) -> None:
     """Write a tensor's values in the order of the flattened tensor, one part at a time.
 
-    Args:
-        advance: called after each part with the number of bytes in the part.
-        convert: called with a 1-D part and its offset in the flattened tensor; returns the values to write instead.
+    ``convert`` is called with a 1-D part and its offset, and returns the values to write instead.
     """
     flat = tensor if isinstance(tensor, LazyTensor) else tensor.detach().reshape(-1)
     for start in range(0, tensor.numel(), _PART):

@@ -88,7 +88,7 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
 
 @dataclass
 class _Chunk:
-    """A rectangular piece of a tensor, its flat range (from first to last element), and its location in a file."""
+    """A rectangular piece of a tensor, its flat range (from first to last element), and its place in a file."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]

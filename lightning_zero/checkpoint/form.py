@@ -57,7 +57,6 @@ class Manifest:
     """Sizes and checksums (``zlib.crc32``) of a sharded checkpoint's files.
 
     Attributes:
-        written_by: versions, stage and world size of the run that wrote the checkpoint.
         files: ``{"bytes": ..., "crc32": ...}`` by file name; ``crc32`` is None for files whose pieces have checksums.
         pieces: ``[offset, length, crc32]`` of each piece, by file name.
     """

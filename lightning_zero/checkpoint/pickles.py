@@ -12,17 +12,10 @@ from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections.abc import Callable, Collection, Iterable
 from typing import IO, Any
 
-_DEPTH = 100
-"""Maximum levels of nesting, since functions that walk through a checkpoint are recursive."""
-
-_REPETITIONS = 2**18
-"""Maximum number of repeated values, in addition to one for each byte of the pickle."""
-
-_KEYS = 10**4
-"""Maximum number of integers of more than 63 bits and of tuples as keys: arbitrarily many may have the same hash."""
-
-_BYTES, _BYTES_PER_BYTE = 2**24, 64
-"""Maximum estimated size of the unpickled values in memory: a fixed number of bytes, and some for each byte read."""
+_DEPTH = 100  # maximum levels of nesting, since functions that walk through a checkpoint are recursive
+_REPETITIONS = 2**18  # maximum number of repeated values, in addition to one for each byte of the pickle
+_KEYS = 10**4  # maximum number of large integers and of tuples as keys: arbitrarily many may have the same hash
+_BYTES, _BYTES_PER_BYTE = 2**24, 64  # maximum estimated size of the values: a fixed number, and some for each byte read
 
 
 class UnsafeFileError(ValueError):
@@ -38,21 +31,13 @@ class _Name(str):
 
 
 class _Node:
-    """A container or object that a pickle makes.
+    """A container or object that a pickle makes: by a kind of container, or by a class or function of a dotted name."""
 
-    Attributes:
-        made_by: the kind of container, or the dotted name of the class or function.
-        parts: the elements of a tuple.
-        weight: number of values in it, counted each time that they occur.
-        depth: levels of nesting.
-        is_used: whether another container contains this one, which must then not change, since weights would be wrong.
-        tuples: number of tuples that a list contains.
-    """
-
-    parts: tuple[Any, ...] = ()
-    weight = depth = 1
-    is_used = False
-    tuples = 0
+    parts: tuple[Any, ...] = ()  # the elements of a tuple
+    weight = 1  # number of values in it, counted each time that they occur
+    depth = 1  # levels of nesting
+    is_used = False  # whether another container contains this one, which must then not change: weights would be wrong
+    tuples = 0  # number of tuples that a list contains
 
     def __init__(self, made_by: str) -> None:
         self.made_by = made_by

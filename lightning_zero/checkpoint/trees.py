@@ -33,11 +33,7 @@ def split(value: Any, path: Path = ()) -> tuple[Any, list[tuple[Path, Tensor]]]:
 
 
 def by_dotted_name(leaves: Iterable[tuple[Path, Any]]) -> tuple[dict[str, Any], dict[str, Path]]:
-    """Return leaves and their paths by DCP's dotted names.
-
-    Raises:
-        ValueError: if two leaves have the same name.
-    """
+    """Return leaves and their paths by DCP's dotted names, of which two must not be equal."""
     named: dict[str, Any] = {}
     paths: dict[str, Path] = {}
     for path, leaf in leaves:
@@ -85,11 +81,7 @@ def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
 
 
 def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any]) -> None:
-    """Insert a value at a path from DCP's metadata, creating containers as needed.
-
-    Args:
-        keys: the original keys that are not strings, from ``odd_keys``.
-    """
+    """Insert a value at a path from DCP's metadata, creating containers as needed; ``keys`` is from ``odd_keys``."""
     here: Any = tree
     for length, key in enumerate(path, 1):
         key = keys.get(path[:length], key)
@@ -104,11 +96,7 @@ def put(tree: dict[str, Any], path: Path, value: Any, keys: Mapping[Path, Any]) 
 
 
 def check_structure(path: str, checkpoint: Mapping[str, Any]) -> None:
-    """Refuse OmegaConf's containers in place of dicts and lists: reading them would resolve interpolations.
-
-    Raises:
-        NoCheckpointError: if a part of the checkpoint that this package reads is such a container.
-    """
+    """Refuse OmegaConf's containers in place of dicts and lists: reading them would resolve interpolations."""
     parts = [(name, checkpoint.get(name)) for name in ("state_dict", "optimizer_states")]
     for name, value in checkpoint.items():
         if name == CHECKPOINT_KEY or (str(name).startswith("optimizer_") and isinstance(value, (dict, list))):

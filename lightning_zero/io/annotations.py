@@ -48,7 +48,7 @@ def matches(value: Any, annotation: Any) -> bool:
 
 
 def described(annotation: Any, least: float | None = None) -> str:
-    """Describe an annotation in words, such as "an integer of at least 1 or None"."""
+    """An annotation in words, such as "an integer of at least 1 or None"."""
     words: list[str] = []
     for kind in get_args(annotation) if get_origin(annotation) in (Union, UnionType) else [annotation]:
         if get_origin(kind) is Literal:

@@ -10,8 +10,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 
-ALIGNMENT = 4096
-"""Alignment in bytes that ``O_DIRECT`` requires of offsets, sizes and addresses on common disks."""
+ALIGNMENT = 4096  # in bytes, as ``O_DIRECT`` requires it of offsets, sizes and addresses on common disks
 
 
 def aligned_memory(nbytes: int) -> memoryview:
@@ -136,7 +135,7 @@ class DirectFile:
     def reserve(self, nbytes: int) -> None:
         """Set the size of a new file and allocate its blocks, so that no later write fails on a full disk.
 
-        If the file system cannot allocate blocks in advance, this method only checks the space that is free now.
+        A file system that cannot allocate blocks in advance must at least have the space now.
         """
         free = free_bytes(self._cached)
         try:

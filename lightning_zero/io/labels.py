@@ -10,8 +10,7 @@ import time
 LABEL = r"(?P<label>.+-[1-9]\d{0,8}-[0-9a-f]{16})"
 """Regular expression for a label within a file name. It matches neither dates nor impossible process ids."""
 
-_FORGOTTEN = 24 * 3600
-"""Seconds without a write after which a file from another machine is treated as left over from a dead process."""
+_FORGOTTEN = 24 * 3600  # seconds without a write after which a file from another machine counts as left over
 
 _FIRST = time.time_ns()  # distinguishes this process from earlier ones with the same process id
 _numbers = itertools.count(_FIRST)
