@@ -113,7 +113,7 @@ class Folder:
         manifest = _manifest_of(files, sizes, data)
         metadata = _metadata_in(files.path, data)
         # Without a manifest, the files in a folder that we wrote may come from different saves.
-        if manifest is None and metadata.storage_meta.save_id == form.SAVE_ID:
+        if manifest is None and getattr(metadata.storage_meta, "save_id", None) == form.SAVE_ID:
             raise self._damaged(
                 f"{MANIFEST}, which holds all checksums, is missing, although this folder was written by "
                 "lightning_zero: its files may come from different saves"
