@@ -116,8 +116,9 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
         is_archive = not is_old and (head == b"PK\x03\x04" or zipfile.is_zipfile(file))
         if is_archive:
             records = _records_of_file(path, file)
-        elif not any(head):  # a file that was not synced before a power failure may consist of zeros
-            raise DamagedCheckpointError.of(path, "it is empty or begins with zeros, as after a crash during writing")
+        elif not any(head) or b"PK\x03\x04".startswith(head):
+            # A file that was not synced before a power failure may consist of zeros.
+            raise DamagedCheckpointError.of(path, "it is empty, cut off or begins with zeros, as after a crash")
         elif not is_old:
             raise NoCheckpointError(
                 f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains "
