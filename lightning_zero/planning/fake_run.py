@@ -290,6 +290,19 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
         ) from error
 
 
+class _Batches:
+    """A loader that repeats one batch. Not a list of batches, which the Trainer would take for a list of loaders."""
+
+    def __init__(self, batch: Any, count: int) -> None:
+        self._batch, self._count = batch, count
+
+    def __len__(self) -> int:  # schedulers may ask the Trainer for the number of steps
+        return self._count
+
+    def __iter__(self) -> Iterator[Any]:
+        return repeat(self._batch, self._count)
+
+
 class _SecondStep:
     """Mixin for a callback that measures the second step, when optimizer states exist."""
 
@@ -398,7 +411,7 @@ def fake_run(
                 barebones=True,  # no checkpoints, and nothing is logged
             )
             meet_between_batches(trainer, lambda: None, lambda: None)  # instead of Lightning's exchange of signals
-            trainer.fit(module, repeat(own, 2 * accumulate))  # the Trainer would take a list for several loaders
+            trainer.fit(module, _Batches(own, 2 * accumulate))
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
         run = FakeRun(
