@@ -149,11 +149,7 @@ class AutomaticStrategy(TrainerStrategy):
 
         options = dict(self._given)
         # as choices, since the names of plans show them
-        compression = options.pop("compression", None)
-        own = {
-            "shard_within": [options.pop("shard_within", None)],
-            "compression": [compression if isinstance(compression, str) else self.config.compression],
-        }
+        own = {name: [options.pop(name)] for name in ("shard_within", "compression") if options.get(name)}
         plan_with = partial(
             make_plans,
             make_module,
