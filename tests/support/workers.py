@@ -186,9 +186,22 @@ def _run(case: Case) -> Outcome:
             failures.renew(timeout=timedelta(seconds=START_TIMEOUT))
         # Ranks that are out of step (one collective more on one rank) are detected in this case, not in the next.
         dist.barrier()
+        _destroy_groups()
         return Outcome(value)
     except BaseException as error:
         return Outcome(error=_describe(error))
+
+
+def _destroy_groups() -> None:
+    """Destroy all groups but the default one, as of device meshes: each has a thread that wakes up every 10 ms."""
+    import torch.distributed as dist
+
+    gc.collect()  # engines destroy their own groups
+    process_group = importlib.import_module("lightning_zero.engine.comm.process_group")
+    for group in process_group.all_groups():
+        if not process_group.is_default(group):
+            dist.destroy_process_group(group)
+    process_group._forget_meshes()
 
 
 def _describe(error: BaseException) -> str:
