@@ -27,6 +27,9 @@ from typing import Any
 
 # Imported by every case anyway. The fork server imports them once; the imports start no threads of Python or torch.
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "torchmetrics", "lightning.pytorch"]
+MOST_THREADS = 60
+"""Processes with more threads are replaced: a Gloo group that has not been freed has three, one of which polls."""
+
 START_TIMEOUT = 120  # seconds: the first pool waits for the fork server's imports
 GRACE = 3  # seconds for the other ranks to end by themselves after one has failed
 LONGEST_TEXT = 12_000  # characters of one rank's output, or of one value, in a failure's text
@@ -187,9 +190,15 @@ def _run(case: Case) -> Outcome:
         # Ranks that are out of step (one collective more on one rank) are detected in this case, not in the next.
         dist.barrier()
         _destroy_groups()
-        return Outcome(value)
+        return Outcome(value, healthy=_threads() < MOST_THREADS)
     except BaseException as error:
         return Outcome(error=_describe(error))
+
+
+def _threads() -> int:
+    """The number of this process's threads, also those of C++; 0 where the system does not say."""
+    folder = Path("/proc/self/task")
+    return len(list(folder.iterdir())) if folder.exists() else 0
 
 
 def _destroy_groups() -> None:
