@@ -29,9 +29,6 @@ NAMES = {
     "zero1": "zero1",
     "zero2": "zero2",
     "zero3": "zero3",
-    "zero1_gloo": "zero1, Gloo",
-    "zero2_gloo": "zero2, Gloo",
-    "zero3_gloo": "zero3, Gloo",
 }
 OURS, THEIRS, LIGHT = "#6a1b9a", "#90a4ae", "#ce93d8"
 
