@@ -15,29 +15,34 @@ def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
     """Add the memory in use by category, and remedies, to an out-of-memory error. Leave other errors unchanged."""
     if engine is None or not failures.is_of_memory(error) or not error.args:
         return
-    held, rest = engine.report().at_rest, _rest(engine)
-    largest_first = sorted(filter(held.get, held), key=held.__getitem__, reverse=True)
-    states = ", ".join(f"{category} {in_gb(held[category])}" for category in largest_first)
-    message = (
-        f"{error.args[0]}\nWhen the allocation failed, rank {engine.rank} held {in_gb(sum(held.values()))} of model "
-        f"states and buffers ({states}), and {in_gb(rest)} of activations and everything else.\n"
-        f"What helps: {_remedies(engine, held.get('optimizer', 0), rest)}. Run 'lightning-zero plan' to see in advance "
-        "what fits."
+    error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
+
+
+def _holders(engine: Engine) -> str:
+    held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
+    states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
+    return (
+        f"When the allocation failed, rank {engine.rank} held {in_gb(sum(held.values()))} of model states and buffers "
+        f"({states}), and {in_gb(_rest(engine))} of activations and everything else."
     )
-    error.args = (message, *error.args[1:])
 
 
-def _remedies(engine: Engine, optimizer: int, rest: int) -> str:
-    remedies = [f"half the batch size with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"]
-    if engine.config.activation_checkpointing is None:
-        remedies.append(f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations')
+def _remedies(engine: Engine) -> str:
+    rest, on_cpu = _rest(engine), engine.device.type == "cpu"
+    remedies = []
     if (leanest := placement.placements_of(3)) != engine.placements:
+        less = engine.bytes_saved_by(leanest)
         without = "without shard_within " if engine.placements.parameters.is_sharded else ""
-        remedies.append(f"stage=3 {without}frees {in_gb(engine.bytes_saved_by(leanest))}")
+        remedies.append((less, f"stage=3 {without}frees {in_gb(less)}"))
+    optimizer = engine.report().at_rest.get("optimizer", 0)
+    place = "nvme" if on_cpu else "cpu"
     if optimizer:
-        place = "nvme" if engine.device.type == "cpu" else "cpu"
-        remedies.append(f'offload="{place}" frees {in_gb(optimizer)}')
-    return "; ".join(remedies)
+        remedies.append((optimizer, f'offload="{place}" frees {in_gb(optimizer)}'))
+    if engine.config.activation_checkpointing is None:
+        remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))
+    remedies.append((rest // 2, f"half the batch size with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))
+    said = "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
+    return f"What helps: {said}. Run 'lightning-zero plan' to see in advance what fits."
 
 
 def _rest(engine: Engine) -> int:
