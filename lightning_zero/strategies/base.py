@@ -157,10 +157,11 @@ class BaseStrategy(ParallelStrategy):
             with internals.EmptyInit(), deferred_param.parameters_await_values():
                 yield
         else:
+            device: Any = nullcontext() if self._is_sharded else self.root_device
             waiting: Any = nullcontext()
             if self.ranks.mesh is None:
                 waiting = deferred_param.parameters_await_values(only_on_meta=True)
-            with nullcontext() if self._is_sharded else self.root_device, waiting:
+            with device, waiting:
                 yield
 
     # -- collectives ------------------------------------------------------------------------------------------------
