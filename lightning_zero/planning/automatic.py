@@ -149,7 +149,11 @@ class AutomaticStrategy(TrainerStrategy):
 
         options = dict(self._given)
         # as choices, since the names of plans show them
-        own = {name: [options.pop(name)] for name in ("shard_within", "compression") if options.get(name)}
+        compression = options.pop("compression", None)
+        own = {
+            "shard_within": [options.pop("shard_within", None)],
+            "compression": [compression if isinstance(compression, str) else self.config.compression],
+        }
         plan_with = partial(
             make_plans,
             make_module,

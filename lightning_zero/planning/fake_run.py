@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine import Ledger, compat, process_group, set_contents, tensor_parallel
+from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
@@ -414,6 +415,8 @@ def fake_run(
             trainer.fit(module, _Batches(own, 2 * accumulate))
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
+        if stage is not None and transport != "nccl":
+            assumptions.made[_freed_memory(module)] = None
         run = FakeRun(
             peak_bytes=_peak_of(tracker, offloaded),
             report_peak=second.report_peak,
@@ -439,6 +442,15 @@ def _peak_of(tracker: MemoryTracker, offloaded: int) -> dict[str, int]:
     peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
     peak["parameters"] -= offloaded
     return peak
+
+
+def _freed_memory(module: nn.Module) -> str:
+    """The assumption about memory that a process on the CPU keeps, up to the size of the whole module."""
+    whole = in_bytes(sum(parameter.numel() * parameter.itemsize for parameter in module.parameters()))
+    return (
+        f"freed memory returns to the system; by default, a process on the CPU keeps some of it, up to {whole} after "
+        "setup alone (MALLOC_TRIM_THRESHOLD_=65536 MALLOC_MMAP_THRESHOLD_=65536 return it)"
+    )
 
 
 def _is_data(leaf: Any) -> bool:

@@ -25,10 +25,14 @@ _DISK_BYTES, _EXTENT = 2**27, 2**24
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
-    """Measure what one rank has while all ranks, in processes of their own, are busy; and describe the measurement.
+    """Measure this machine. If there are several ranks, each runs in its own process, and uses the engine's transport.
+
+    Returns:
+        The resources available to one rank while all ranks are busy, and a description of the measurement.
 
     Raises:
-        ValueError, RuntimeError: if ``ranks`` is below 1; if a rank cannot be measured.
+        ValueError: if ``ranks`` is below 1.
+        RuntimeError: if a rank cannot be measured.
     """
     if ranks < 1:
         raise ValueError(f"ranks={ranks} must be at least 1.")
@@ -57,7 +61,15 @@ def _worker(rank: int, ranks: int, port: int, device: str, results: Any) -> None
 
 
 def measure_rank(place: torch.device, ranks: int, machines: int = 1) -> tuple[Resources, dict[str, Any]]:
-    """Measure this rank's device, and its links to the ranks of the default group; see ``measure``. Collective."""
+    """Measure this rank's device, and its links to the ranks of the default process group. Collective.
+
+    Args:
+        ranks: the size of the group.
+        machines: number of machines; the ranks are split evenly among them.
+
+    Returns:
+        The same as ``measure``.
+    """
     a = torch.randn(1024, 1024, device=place)
     large = torch.randn(2**24, device=place)
     other, small = torch.empty_like(large), torch.zeros(8, device=place)

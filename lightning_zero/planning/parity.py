@@ -63,7 +63,12 @@ def probe(
     module and batches are used: callbacks and validation do not run.
 
     Args:
-        accumulate, precision, clip: the Trainer's ``accumulate_grad_batches``, ``precision``, ``gradient_clip_val``.
+        project: the project; its module is built once, not on the meta device.
+        ranks: number of processes.
+        stages: ZeRO stages.
+        steps: optimizer steps.
+        accumulate: micro-batches per step.
+        precision, clip: the Trainer's ``precision`` and ``gradient_clip_val``.
         options: options of ``ZeroStrategy``.
 
     Raises:

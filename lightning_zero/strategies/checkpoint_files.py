@@ -18,14 +18,25 @@ _Result = TypeVar("_Result")
 
 
 class CheckpointFiles:
-    """Saves and opens the checkpoint files of the strategy that holds this object. All methods are collective."""
+    """Saves and opens the checkpoint files of one strategy. All methods are collective.
+
+    Args:
+        strategy: the strategy that holds this object.
+
+    Attributes:
+        saver: writes the files.
+    """
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self.saver = Saver(strategy.options.async_save)
 
     def mode(self, *, reads_values: bool) -> SaveMode:
-        """Return how a checkpoint is saved, if the project's code ``reads_values`` before they are written or not."""
+        """Return how a checkpoint is saved.
+
+        Args:
+            reads_values: whether the project's code reads the tensors' values before they are written.
+        """
         options = self._strategy.options
         if options.checkpoint == "sharded":
             return SaveMode.SHARDED

@@ -92,12 +92,21 @@ SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
 """The engine's options that users cannot set, since strategies derive them from the precision and the timeout."""
 
 
+_INSTEAD = {
+    "save_distributed_checkpoint": "set checkpoint='sharded' in place of True, or checkpoint='full' in place of False",
+    "allow_any_optimizer": "set whole_parameters=False in place of True, or leave it out",
+}
+"""What to write instead of an option of ``ModelParallelStrategy``, and of one of earlier versions."""
+
+
 def split_options(
     options: Mapping[str, Any], strategy_options: type[StrategyOptions], what: str
 ) -> tuple[EngineConfig, Any]:
     """Split the keyword arguments of the strategy ``what`` into the engine's options and the strategy's own."""
     own = names_of_options(strategy_options)
     engine = [name for name in names_of_options(EngineConfig) if name not in SET_BY_STRATEGIES]
+    for name in options.keys() & _INSTEAD:
+        raise TypeError(f"{name}={options[name]!r} is not an option of {what}: {_INSTEAD[name]}.")
     check_names(options, [*engine, *own], what)
     config = EngineConfig(**{name: value for name, value in options.items() if name in engine})
     made = strategy_options(**{name: value for name, value in options.items() if name in own})

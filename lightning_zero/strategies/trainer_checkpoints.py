@@ -245,6 +245,13 @@ class TrainerCheckpoints:
 
         Checksums detect damage here. If ``ckpt_path="last"`` resolved to a damaged checkpoint, or to something that is
         not a checkpoint, the newest undamaged checkpoint of the Trainer's callbacks is loaded instead.
+
+        Raises:
+            FileNotFoundError: if there is nothing at the path.
+            DamagedCheckpointError: if the checkpoint is incomplete or altered.
+            NoCheckpointError: if the path contains no checkpoint.
+            UnsafeFileError: if the checkpoint contains more than data.
+            ValueError: if a newer version wrote the checkpoint.
         """
         strategy = self._strategy
         self._files.finish()

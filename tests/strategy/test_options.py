@@ -79,6 +79,10 @@ def test_hydra_has_every_option_with_its_default():
         ({"prefetc": 1}, "ZeroStrategy has no option 'prefetc': did you mean 'prefetch'?"),
         ({"zzz": 1}, "ZeroStrategy has no option 'zzz': there are stage, offload, shard_within, compression, "),
         ({"compute_dtype": torch.bfloat16}, "ZeroStrategy has no option 'compute_dtype'"),
+        (
+            {"allow_any_optimizer": True},
+            "allow_any_optimizer=True is not an option of ZeroStrategy: set whole_parameters=False in place of True",
+        ),
     ],
 )
 def test_an_unknown_option_is_refused_with_the_options_that_exist(options, message):
