@@ -184,7 +184,7 @@ def test_little_memory_is_lost_if_all_batches_have_one_size(run_on_unused_device
     assert 0 <= memory.fragmentation <= 0.10
     assert memory.inactive_split_peak <= memory.reserved_peak and memory.retries == 0
     (memory,) = run_on_unused_device(1, trained, stage=stage, expandable=True)
-    assert 0 <= memory.fragmentation <= 0.06
+    assert memory.reserved_peak - memory.allocated_peak <= 2 * 20 * MB, "segments grow by 20 MB, 5 % of this memory"
 
 
 @pytest.mark.exhaustive
