@@ -24,7 +24,7 @@ from typing import Any
 
 from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 
-SYSTEMS = ["sharded", "sharded_async", "full", "fsdp2", "fsdp2_async"]
+SYSTEMS = ["sharded", "sharded_async", "full", "full_async", "fsdp2", "fsdp2_async"]
 RANKS = 2
 BATCH, SEQUENCE = 1, 64
 STEPS = 3  # timed before the first save

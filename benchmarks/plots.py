@@ -126,6 +126,7 @@ def checkpoints(read: Any) -> Figure:
         "full": "zero3, one file",
         "sharded": "zero3, folder",
         "fsdp2_async": "FSDP2, DCP, background",
+        "full_async": "zero3, one file, background",
         "sharded_async": "zero3, folder, background",
     }
     seconds = {label: result["medians"][name]["stall"] for name, label in names.items()}

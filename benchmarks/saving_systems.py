@@ -29,15 +29,21 @@ class Ours:
         self.module: nn.Module = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
         self._engine = Engine(model, [self.optimizer], stage=3)
-        self._saver, self._in_parts = Saver(in_background), in_parts
+        self._saver, self._in_parts, self._in_background = Saver(in_background), in_parts, in_background
 
     def save(self, path: Path) -> None:
+        gather = self._engine.communicator.control.gather_objects
         if self._in_parts:
-            gather = self._engine.communicator.control.gather_objects
             names = names_in(self.optimizer, {id(p): name for name, p in self.module.named_parameters()})
             state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
             tree = {"state_dict": self.module.state_dict(), "optimizer_0": by_name(state, names)}
             self._saver.save(SaveJob(SaveMode.SHARDED, path, {}, tree), Ranks(dist.get_rank(), gather))
+            return
+        if self._in_background:
+            state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
+            whole = {"state_dict": self.module.state_dict(), "optimizer_states": [state]}
+            ranks = Ranks(dist.get_rank(), gather, None, self._engine.communicator.background_group())
+            self._saver.save(SaveJob(SaveMode.ASSEMBLED, path, whole), ranks)
             return
         is_first = dist.get_rank() == 0
         whole = {
@@ -103,6 +109,7 @@ SYSTEMS: dict[str, Callable[[GPT], Ours | FSDP2]] = {
     "sharded": partial(Ours, in_parts=True, in_background=False),
     "sharded_async": partial(Ours, in_parts=True, in_background=True),
     "full": partial(Ours, in_parts=False, in_background=False),
+    "full_async": partial(Ours, in_parts=False, in_background=True),
     "fsdp2": partial(FSDP2, in_background=False),
     "fsdp2_async": partial(FSDP2, in_background=True),
 }

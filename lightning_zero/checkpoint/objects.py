@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.trees import is_dense
-from lightning_zero.engine import ShardedTensor, places, sharded_tree
+from lightning_zero.engine import ShardedTensor, places, process_group, sharded_tree
 
 Gather = Callable[[Any], list[Any]]
 """All-gather of a picklable value: returns the values in the order of ranks. Collective."""
@@ -36,11 +36,13 @@ class Ranks:
 
     Attributes:
         on_rank_0: calls a function on rank 0, while the other ranks join its gathers; by default, without them.
+        group: a process group that is used only by the ranks' background threads; None if there is one rank.
     """
 
     rank: int = 0
     gather: Gather = alone
     on_rank_0: Callable[[Callable[[], Any]], Any] | None = None
+    group: process_group.ProcessGroup | None = None
 
     def on_first(self, act: Callable[[], _Result]) -> _Result | None:
         """Call a function that serialises or copies objects on rank 0; None on the other ranks."""

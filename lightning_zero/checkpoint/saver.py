@@ -11,7 +11,6 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from threading import Event
 from typing import Any
 
@@ -26,11 +25,21 @@ from lightning_zero.checkpoint.saving import (
     Entry,
     content_of,
     device_of,
+    entry_of,
     on_every_rank,
     write_file,
     write_folder,
 )
-from lightning_zero.engine import BackgroundWork, LazyTensor, ShardedTensor, failures, process_group, sharded_tree
+from lightning_zero.checkpoint.trees import is_view_of_parameter
+from lightning_zero.engine import (
+    BackgroundWork,
+    LazyTensor,
+    ShardedTensor,
+    as_made_of_tensors,
+    failures,
+    process_group,
+    sharded_tree,
+)
 from lightning_zero.io.labels import new_label
 
 log = logging.getLogger(__name__)
@@ -41,9 +50,14 @@ class SaveMode(Enum):
 
     GATHERED = "gathered"
     """One file, written by rank 0; tensors are gathered before."""
+    ASSEMBLED = "assembled"
+    """One file, written by rank 0 in the background, where the other ranks send their shards to rank 0."""
     SHARDED = "sharded"
     """A folder, to which each rank writes its shards."""
 
+
+_Write = Callable[[Ranks, Callable[[], list[Entry]]], None]
+"""Writes a rank's part of a checkpoint, given the ranks and a function that returns the rank's entries or copies."""
 
 _PATIENCE = 10.0
 """Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
@@ -96,7 +110,7 @@ class Saver:
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
-        exchanges = job.mode is SaveMode.SHARDED and self._in_background and process_group.is_initialized()
+        exchanges = self._in_background and process_group.is_initialized()
         if exchanges:
             failures.notices()  # before any other collective, since it ends waits for ranks that are lost
 
@@ -108,28 +122,21 @@ class Saver:
 
         path, label = on_every_rank(begin, ranks, str(job.path))[0]
         destination = Destination(path, label)
-        if job.mode is SaveMode.SHARDED:
-            exchanging = StoreExchange(label, self._abandoned) if exchanges else nullcontext(alone)
-            self._save_folder(job, ranks, destination, exchanging)
-        elif not self._in_background:
-            ranks.on_first(lambda: write_file(job.contents, destination))
-        else:
-            copied = ranks.on_first(lambda: snapshot(dict(job.contents), self._made))
-            if copied is not None:
-                self._submit(lambda: write_file(copied, destination))
-
-    def _save_folder(
-        self, job: SaveJob, ranks: Ranks, destination: Destination, exchanging: AbstractContextManager[Gather]
-    ) -> None:
-        content = content_of(job.tree, job.contents, ranks)
-        write = partial(write_folder, content, destination, job.written_by, folders=job.folders)
+        part = self._part_of_folder if job.mode is SaveMode.SHARDED else self._part_of_file
+        entries, write = part(job, ranks, destination)
         if not self._in_background:
-            write(ranks)
+            write(ranks, lambda: entries)
             return
-        # Optimizer states on a disk, which may be too large for memory, are not copied, and must not change until read.
-        stay = [entry for entry in content.entries if entry.is_guarded and isinstance(entry.values, LazyTensor)]
+        exchanging: AbstractContextManager[Gather] = nullcontext(alone)
+        if exchanges and (entries or job.mode is SaveMode.SHARDED):
+            exchanging = StoreExchange(label, self._abandoned)
+        stay = []
+        if job.mode is SaveMode.SHARDED:
+            # Optimizer states on a disk, which may be too large for memory, are not copied, and must not change until
+            # they are read.
+            stay = [entry for entry in entries if entry.is_guarded and isinstance(entry.values, LazyTensor)]
         reading = BackgroundWork(is_awaited=bool(stay))
-        copied = self._copying(content.entries, stay)
+        copied = self._copying(entries, stay)
 
         def copies() -> list[Entry]:
             found = copied()
@@ -147,6 +154,40 @@ class Saver:
                 write(replace(ranks, gather=written), copies)
 
         self._submit(save)
+
+    def _part_of_folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
+        """Serialise rank 0's objects, and return the shards that this rank writes, and the function that writes."""
+        content = content_of(job.tree, job.contents, ranks)
+
+        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
+            write_folder(content, destination, job.written_by, ranks, entries, job.folders)
+
+        return content.entries, write
+
+    def _part_of_file(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
+        """Copy rank 0's objects, and return this rank's shards, and the function with which rank 0 writes the file."""
+        if not self._in_background:
+            return [], lambda ranks, _: ranks.on_first(lambda: write_file(job.contents, destination))
+        sharded: list[ShardedTensor] = []
+
+        def later(tensor: Any) -> Any:
+            if is_view_of_parameter(tensor):
+                return tensor.whole()
+            sharded.append(tensor)
+            return _Later(len(sharded) - 1)
+
+        hollow = sharded_tree.walk(dict(job.contents), later, sharded_tree.is_in_parts)
+        kept = ranks.on_first(lambda: snapshot(hollow, self._made))
+        ranges = [tensor.slot.ranges() for tensor in sharded]
+
+        def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
+            with failures.explained(f"Assembling the checkpoint {destination.path} on rank 0"):
+                whole = put_together(entries, ranges, ranks, destination.path)
+            if ranks.rank == 0:
+                complete = sharded_tree.walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
+                write_file(as_made_of_tensors(complete), destination)
+
+        return [entry_of(tensor, ranks.rank) for tensor in sharded], write
 
     def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
@@ -225,6 +266,10 @@ class Saver:
             self._abandoned.clear()
 
 
+class _Later(int):
+    """Placeholder for a sharded tensor that is assembled in the background; its value is the tensor's index."""
+
+
 _unfinished: set[Saver] = set()
 
 
@@ -235,6 +280,41 @@ def _log_failures() -> None:
         for job in saver._jobs:
             if (error := job.exception()) is not None:
                 log.error("%s", error)
+
+
+def put_together(
+    copied: Callable[[], list[Entry]], ranges: list[list[tuple[int, int]]], ranks: Ranks, path: str
+) -> list[Tensor]:
+    """Assemble full tensors on rank 0, given each tensor's range on each rank; other ranks return []. Collective.
+
+    Args:
+        copied: returns this rank's shards.
+
+    Raises:
+        CheckpointNotSavedError: on every rank, if a rank cannot copy its shards, or if rank 0 has too little memory.
+        RuntimeError: if a rank is lost.
+    """
+    entries: list[Entry] = []
+    whole: list[Tensor] = []
+
+    def prepare() -> None:
+        entries.extend(copied())
+        if ranks.rank == 0:
+            whole.extend(torch.empty(entry.shape.numel(), dtype=entry.dtype, device="cpu") for entry in entries)
+
+    on_every_rank(prepare, ranks, path)  # so that no rank waits in vain for the values of one that has failed
+    for number, (entry, owned) in enumerate(zip(entries, ranges)):
+        if ranks.rank:
+            if entry.values.numel():
+                process_group.send(entry.values, ranks.group, 0)
+            continue
+        flat = whole[number]
+        flat[: entry.values.numel()] = entry.values
+        for source, (start, stop) in enumerate(owned[1:], 1):
+            if stop > start:
+                process_group.receive(flat[start:stop], ranks.group, source)
+        whole[number] = flat.view(entry.shape)
+    return whole
 
 
 class StoreExchange:

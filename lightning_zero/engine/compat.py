@@ -156,6 +156,13 @@ class SlotsOfDTensor(torch.Tensor):
     __slots__ = ("_local_tensor", "_spec")
 
 
+def offset_in_file(tensor: torch.Tensor) -> int:
+    """The offset of a tensor's storage in the file from which ``torch.load`` has read it as a fake tensor."""
+    offset = tensor.untyped_storage()._checkpoint_offset
+    assert offset is not None
+    return offset
+
+
 def allowed_globals() -> tuple[set[str], set[str]]:
     """Dotted names that ``torch.load(weights_only=True)`` accepts: torch's own, and those that the user has allowed."""
     return set(_get_allowed_globals()), set(_get_user_allowed_globals())

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.objects import Ranks, on_rank_0
+from lightning_zero.checkpoint.objects import Ranks, on_rank_0, snapshot
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
-from lightning_zero.engine import process_group, sharded_tree
+from lightning_zero.engine import Engine, process_group, sharded_tree
 from lightning_zero.version import __version__
 
 _Result = TypeVar("_Result")
@@ -32,10 +31,18 @@ class CheckpointFiles:
         self._strategy = strategy
         self.saver = Saver(strategy.options.async_save)
 
-    @property
-    def mode(self) -> SaveMode:
-        """How a checkpoint is saved."""
-        return SaveMode.SHARDED if self._strategy.options.checkpoint == "sharded" else SaveMode.GATHERED
+    def mode(self, *, reads_values: bool) -> SaveMode:
+        """Return how a checkpoint is saved.
+
+        Args:
+            reads_values: whether the project's code reads the tensors' values before they are written.
+        """
+        options = self._strategy.options
+        if options.checkpoint == "sharded":
+            return SaveMode.SHARDED
+        # With a mesh, shards are gathered immediately.
+        assembles = options.async_save and options.tensor_parallel_size is None and not reads_values
+        return SaveMode.ASSEMBLED if assembles else SaveMode.GATHERED
 
     def leaf(self, mode: SaveMode, *, everywhere: bool = False) -> sharded_tree.Leaf:
         """Return what converts sharded tensors for a checkpoint: to themselves, or to full or meta tensors.
@@ -43,7 +50,7 @@ class CheckpointFiles:
         Args:
             everywhere: whether every rank needs full tensors; otherwise only rank 0 does.
         """
-        if mode is SaveMode.SHARDED:
+        if mode is not SaveMode.GATHERED:
             return sharded_tree.in_parts
         keeps = everywhere or self._strategy.is_global_zero
 
@@ -71,10 +78,6 @@ class CheckpointFiles:
         strategy = self._strategy
         return type(strategy.checkpoint_io) is strategy.lightning.plugins.TorchCheckpointIO
 
-    def is_written_here(self, mode: SaveMode, storage_options: Any) -> bool:
-        """Whether the strategy writes a checkpoint itself; otherwise Lightning and its ``CheckpointIO`` write it."""
-        return mode is SaveMode.SHARDED or (self.has_default_io and storage_options is None)
-
     @property
     def are_opened_here(self) -> bool:
         """Whether the strategy reads checkpoints: the ``CheckpointIO`` at most changes how Lightning writes them."""
@@ -84,25 +87,61 @@ class CheckpointFiles:
             io = io.checkpoint_io
         return type(io).load_checkpoint is plugins.TorchCheckpointIO.load_checkpoint
 
-    def save(self, job: SaveJob, storage_options: Any = None) -> None:
+    def save(
+        self,
+        mode: SaveMode,
+        path: Any,
+        contents: dict[str, Any],
+        tree_in: Callable[[dict[str, Any]], dict[str, Any]],
+        engine: Engine | None,
+        storage_options: Any,
+    ) -> None:
         """Save a checkpoint. Every rank raises if this save, or an earlier background save, failed.
 
         Args:
-            storage_options: those that the user has given.
+            contents: the checkpoint's entries; see ``SaveJob``.
+            tree_in: removes and returns the entries that a sharded checkpoint stores in DCP's format.
+            engine: the engine of the checkpoint's sharded tensors.
+            storage_options: those that the user has given, for a ``CheckpointIO`` of the user's.
         """
+        if mode is not SaveMode.SHARDED and (storage_options is not None or not self.has_default_io):
+            whole, io = self.gathered(contents), self._strategy.checkpoint_io
+            writes_later = isinstance(io, getattr(self._strategy.lightning.plugins, "AsyncCheckpointIO", ()))
+            self.on_rank_0(
+                lambda: io.save_checkpoint(
+                    snapshot(whole) if writes_later else whole, path, storage_options=storage_options
+                )
+            )
+            return
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
                 "write checkpoint='full' with a CheckpointIO that accepts them."
             )
-        self._strategy.ranks.alike(self.saver.finish)
-        if job.mode is SaveMode.GATHERED:
-            job = replace(job, contents=self.gathered(job.contents))
-        self.saver.save(job, self.ranks())
+        self.finish()
+        tree = tree_in(contents) if mode is SaveMode.SHARDED else {}
+        group = None
+        if mode is SaveMode.ASSEMBLED and engine is not None:
+            group = engine.background_group()
+        elif mode is not SaveMode.SHARDED:
+            contents = self.gathered(contents)
+        self.saver.save(SaveJob(mode, path, contents, tree, self.written_by), self.ranks(group))
 
-    def ranks(self) -> Ranks:
-        """Return the ranks that save a checkpoint."""
-        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0)
+    def finish(self) -> None:
+        """Wait for background saves. An error is raised on every rank."""
+        self._strategy.ranks.alike(self.saver.finish)
+
+    def close(self) -> None:
+        """End a run: wait for background saves, but after a failure not for other ranks."""
+        ranks = self._strategy.ranks
+        if ranks.ended_by is not None:
+            self.saver.close(abandon=ranks.is_cut_off)
+        elif self._strategy.options.async_save:
+            ranks.alike(self.saver.close)
+
+    def ranks(self, group: process_group.ProcessGroup | None = None) -> Ranks:
+        """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""
+        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0, group)
 
     def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint."""

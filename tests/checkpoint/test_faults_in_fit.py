@@ -102,9 +102,9 @@ def no_room_at_one_step(folder: Path, form: str, failing: int, is_async: bool) -
     assert "File too large" in message, message
 
 
-def no_memory_at_one_step(folder: Path, failing: int) -> None:
+def no_memory_at_one_step(folder: Path, form: str, failing: int) -> None:
     begin = time.monotonic()
-    message = fail_at_one_step(folder, "sharded", NoMemory(failing, {2}), is_async=True)
+    message = fail_at_one_step(folder, form, NoMemory(failing, {2}), is_async=True)
     assert f"rank {failing} could not write it: MemoryError: too little memory" in message, message
     assert time.monotonic() - begin < 30
 
@@ -133,9 +133,10 @@ def test_a_failed_save_is_reported_on_every_rank_and_training_may_continue(run_o
     run_on(2, no_room_at_one_step, folder=tmp_path / "c", form=form, failing=failing, is_async=is_async)
 
 
+@FORMS
 @pytest.mark.parametrize("failing", [0, 1])
-def test_a_rank_that_cannot_copy_its_shards_in_the_background_is_not_waited_for(run_on, tmp_path, failing):
-    run_on(2, no_memory_at_one_step, folder=tmp_path / "c", failing=failing, timeout=60)
+def test_a_rank_that_cannot_copy_its_shards_in_the_background_is_not_waited_for(run_on, tmp_path, form, failing):
+    run_on(2, no_memory_at_one_step, folder=tmp_path / "c", form=form, failing=failing, timeout=60)
 
 
 def no_room_at_the_end(folder: Path, form: str, failing: int) -> None:

@@ -85,7 +85,7 @@ WRITES = {
 }
 
 
-def saved_while_written(folder, stage, name, offload=None):
+def saved_while_written(folder, stage, form, name, offload=None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), Clipped())
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
@@ -114,10 +114,15 @@ def saved_while_written(folder, stage, name, offload=None):
     setattr(kind, method, late)
     try:
         states = engine.full_optimizer_state_dict(optimizer, leaf=in_parts)
-        states = by_name(states, names_in(optimizer, {id(p): key for key, p in model.named_parameters()}))
-        tree = {"state_dict": model.state_dict(), "optimizer_0": states, "average": average}
-        gather = engine.communicator.control.gather_objects
-        saver.save(SaveJob(SaveMode.SHARDED, folder, {}, tree), Ranks(rank(), gather))
+        if form == "sharded":
+            states = by_name(states, names_in(optimizer, {id(p): key for key, p in model.named_parameters()}))
+            tree = {"state_dict": model.state_dict(), "optimizer_0": states, "average": average}
+            job = SaveJob(SaveMode.SHARDED, folder, {}, tree)
+        else:
+            tree = {"state_dict": model.state_dict(), "optimizer_states": [states], "average": average}
+            job = SaveJob(SaveMode.ASSEMBLED, folder, tree)
+        gather, group = engine.communicator.control.gather_objects, engine.communicator.background_group()
+        saver.save(job, Ranks(rank(), gather, group=group))
         begun.set()
         WRITES[name](model, optimizer, average)
         saver.finish()
@@ -138,17 +143,18 @@ def saved_while_written(folder, stage, name, offload=None):
     assert any(not torch.equal(after[key], before[key]) for key in before), "nothing was written"
 
 
+@pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", WRITES)
-def test_values_written_to_during_a_background_save_are_saved_as_they_were(run_on, tmp_path, stage, name):
-    run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=stage, name=name)
+def test_values_written_to_during_a_background_save_are_saved_as_they_were(run_on, tmp_path, stage, form, name):
+    run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=stage, form=form, name=name)
 
 
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.exhaustive
 def test_values_on_disk_written_to_during_a_background_save_are_saved_as_they_were(run_on, tmp_path, name):
     offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 1}
-    run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=3, name=name, offload=offload)
+    run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=3, form="sharded", name=name, offload=offload)
 
 
 def waits_for_nothing(folder):

@@ -112,6 +112,7 @@ class Communicator:
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
         self.tensor = TensorParallel(mesh, self.counters)
         self._own_groups: list[ProcessGroup] = []
+        self._background_group: ProcessGroup | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.may_compress = self.size == 1, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
@@ -147,8 +148,9 @@ class Communicator:
         name = f"{all_ranks[0]}/{number.item()}"
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters)
-        others_exist = not process_group.is_fake(everywhere)
-        self.everyone = Everyone(rank, len(all_ranks), control, *((self.watch, name) if others_exist else ()))
+        self.everyone = Everyone(rank, len(all_ranks), control)
+        if not process_group.is_fake(everywhere):
+            self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
         self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks as numbered in the watch
         if self.tensor.size == 1:
             self.control = control
@@ -361,6 +363,18 @@ class Communicator:
         if self.everyone.watch is None:
             return nullcontext()
         return self.everyone.watch.waiting(what, None if everyone else 0)
+
+    def background_group(self) -> ProcessGroup | None:
+        """A Gloo group for background communication of CPU tensors. The first call is collective.
+
+        Returns None if there is only one rank.
+        """
+        if self.size > 1 and self._background_group is None:
+            # All ranks synchronize first: while a rank waits in the store for the new group, it would not notice that
+            # another rank has ended.
+            self.control.any_rank([False], "creating the background group")
+            self._background_group = self._new_group("gloo", self._alike)
+        return self._background_group
 
     def _new_group(self, backend: str, groups: Sequence[Sequence[int]]) -> ProcessGroup:
         """Make several groups with the user's timeout, and return the group that contains this rank. Collective.
