@@ -11,6 +11,7 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.io.names import listed
 
 ADVICE = "Load another checkpoint, or copy this one again from an intact source."
+NO_CHECKSUM = -1  # marks bytes that are known to be damaged: no CRC-32 has this value, so their verification fails
 _AT_ONCE = 2**23  # bytes per read; with smaller reads, a disk takes twice as long
 
 

@@ -62,7 +62,10 @@ class Destination:
                     f"{self.path} is neither a file nor a folder, so it is not replaced: choose another path"
                 )
             return
-        found = self._fs.ls(self._place, detail=True)
+        try:
+            found = self._fs.ls(self._place, detail=True)
+        except FileNotFoundError:  # another process has just moved or removed the folder
+            return
         kinds = {os.path.basename(entry["name"].rstrip("/")): entry["type"] for entry in found}
         others = [name for name, kind in kinds.items() if kind == "directory" or not _OF_A_CHECKPOINT.fullmatch(name)]
         if others or set(kinds) == {REST}:  # a folder with only meta.pt may belong to any program
@@ -80,7 +83,8 @@ class Destination:
         """
         target = self.partial if name is None else os.path.join(self.partial, name)
         self._fs.makedirs(os.path.dirname(target), exist_ok=True)
-        with self._fs.open(target, "wb") as file:
+        # "x", so that a link that another user has planted is not followed
+        with open(target, "xb") if self._is_local else self._fs.open(target, "wb") as file:
             yield Stream(file, self._advance, file.fileno() if self._is_local else None)
             if self._is_local:
                 file.flush()
@@ -125,10 +129,9 @@ class Destination:
                 self._fs.rm(self.partial, recursive=True)
 
     def remove(self) -> None:
-        """Remove the checkpoint at the path.
+        """Remove the checkpoint at the path, so that other processes never open a partly removed checkpoint.
 
-        A local folder is renamed first, so that other processes never open a part of it; if this process dies, the
-        next save deletes the rest.
+        A local folder is renamed first; if this process dies, the next save deletes the rest.
         """
         if self._is_local:
             with suppress(FileNotFoundError):  # already removed
@@ -139,6 +142,8 @@ class Destination:
                 sync_folder(self._parent)
                 remove_path(self.partial)
         elif self._fs.exists(self._place):
+            with suppress(FileNotFoundError):  # removed first: the other files alone are not a checkpoint
+                self._fs.rm(f"{self._place}/{DCP_METADATA}")
             self._fs.rm(self._place, recursive=True)
 
     def clear_leftovers(self) -> None:

@@ -126,9 +126,10 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
             continue
         if not is_dense(values):
             kind = "nested" if values.is_nested else str(values.layout).removeprefix("torch.")
+            dense = "to_padded_tensor(0)" if values.is_nested else "to_dense()"
             raise ValueError(
                 f"{opened.path}: safetensors has no form for {whole_name}, which is a {kind} tensor. Save it as an "
-                "ordinary tensor."
+                f"ordinary tensor: .{dense}."
             )
         if (memory := identity(values)) in names:
             found.tied[name] = names[memory]

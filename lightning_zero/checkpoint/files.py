@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import sys
 import tempfile
 from typing import IO, Any
@@ -62,11 +63,12 @@ class Files:
         """Return a temporary local copy of a file at an HTTP address (servers may not send parts); else this object."""
         if "http" not in self._fs.protocol:
             return self
-        # What the server compresses nevertheless is kept as it is, since it might expand to any size.
-        options = {"auto_decompress": False, "headers": {"Accept-Encoding": "identity"}}
-        fs, place = url_to_fs(self.path, client_kwargs=options)
         temporary = tempfile.NamedTemporaryFile()
-        fs.get_file(place, temporary.name)
+        with self._fs.open(self.root, "rb", block_size=0, headers={"Accept-Encoding": "identity"}) as file:
+            if file.r.headers.get("Content-Encoding", "identity") != "identity":  # it might expand to any size
+                raise ValueError(f"{self.path} is compressed by its server, although uncompressed data was requested")
+            shutil.copyfileobj(file, temporary, 2**20)
+        temporary.flush()
         local = Files(temporary.name)
         local.path, local._temporary = self.path, temporary
         return local

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_zero.checkpoint import form
-from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, NoCheckpointError
+from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
-from lightning_zero.checkpoint.metadata import load_dcp_metadata, wrong_pieces
+from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size, load_torch, records_of, tensor_in
 from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
@@ -79,10 +79,17 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
         metadata = load_dcp_metadata(data)
     except UnsafeFileError as error:
         raise UnsafeFileError(f"{path}/{DCP_METADATA}: {error}.") from error
+    except NotMetadataError as error:
+        raise NoCheckpointError(f"{path}/{DCP_METADATA} is not metadata written by DCP's FileSystemWriter.") from error
     except Exception as error:
         raise DamagedCheckpointError.of(
             path, f"{DCP_METADATA} cannot be read ({type(error).__name__}: {error})"
         ) from error
+    if any(place.transform_descriptors for place in metadata.storage_data.values()):
+        raise ValueError(
+            f"{path} was written by DCP with extensions (such as compression), which cannot be read here: load it with "
+            "torch.distributed.checkpoint, and save it without extensions."
+        )
     return metadata
 
 
@@ -290,8 +297,9 @@ class Folder:
                 continue
             try:
                 records = records_of(io.BytesIO(self.files.part(extent.file, extent.start, extent.length)))
-            except BrokenArchiveError as error:
-                raise self._damaged(f"{extent}: {error}") from error
+            except BrokenArchiveError:
+                yield replace(extent, crc32=NO_CHECKSUM)
+                continue
             for record in records:
                 if record.crc32 is not None:
                     start = extent.start + record.start

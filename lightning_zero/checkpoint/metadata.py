@@ -1,10 +1,11 @@
-"""Read the metadata of ``torch.distributed.checkpoint`` (DCP) as data, and check the pieces of tensors."""
+"""Read the metadata of ``torch.distributed.checkpoint`` (DCP) as data, and check that pieces cover each tensor once."""
 
 from __future__ import annotations
 
 import io
+import itertools
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
@@ -35,6 +36,9 @@ _CLASSES = {
     "builtins": {"getattr"},  # Python 3.11.0 to 3.11.3 pickle enum members as calls of getattr
 }
 _PATHS = {"Path", "PosixPath", "WindowsPath", "PurePath", "PurePosixPath", "PureWindowsPath"}
+
+_DIMENSIONS = 8  # maximum number of dimensions along which a tensor is divided: each one doubles the check's time
+_CORNERS = 2**21  # maximum number of corners of all of a tensor's pieces that are compared
 
 
 class _Record:
@@ -81,17 +85,22 @@ def load_dcp_metadata(data: bytes) -> dcp.Metadata:
     Scan().run(data)
     found = _Unpickler(data).load()
     if not _is(found, dcp.Metadata) or not isinstance(found.storage_data, dict):
-        raise ValueError("it is not metadata written by DCP's FileSystemWriter")
+        raise NotMetadataError
     state: dict[str, Any] = {}
     for name, stored in found.state_dict_metadata.items():
         state[_text(name)] = dcp.BytesStorageMetadata() if _is(stored, dcp.BytesStorageMetadata) else _tensor(stored)
     storage = {}
     for index, place in found.storage_data.items():
         info = _StorageInfo(_text(place.relative_path), _integer(place.offset), _integer(place.length))
+        info.transform_descriptors = getattr(place, "transform_descriptors", None)
         offset = getattr(index, "offset", None)
         storage[dcp.MetadataIndex(_text(index.fqn), None if offset is None else _size(offset))] = info
     save_id = getattr(getattr(found, "storage_meta", None), "save_id", None)
     return dcp.Metadata(state, _paths(found.planner_data), storage, dcp.StorageMeta(save_id=save_id))
+
+
+class NotMetadataError(ValueError):
+    """A pickle is not metadata that DCP's ``FileSystemWriter`` has written."""
 
 
 def _is(value: Any, kind: type) -> bool:
@@ -138,7 +147,11 @@ def _paths(planner_data: Any) -> dict[str, tuple[str | int, ...]]:
 
 
 def wrong_pieces(shape: Sequence[int], chunks: Sequence[dcp.ChunkStorageMetadata]) -> str | None:
-    """Return what is wrong with a tensor's pieces; None if they lie within the tensor and have as many elements."""
+    """Return what is wrong with a tensor's pieces, or None if each element of the tensor is in exactly one piece.
+
+    If the corners of a box count alternately as +1 and -1, boxes tile a larger box exactly if their corners add up to
+    those of the larger box at each point. Only dimensions in which a piece is not whole need to be compared.
+    """
     for chunk in chunks:
         fits = len(chunk.offsets) == len(chunk.sizes) == len(shape)
         if not fits or any(first + size > whole for first, size, whole in zip(chunk.offsets, chunk.sizes, shape)):
@@ -146,4 +159,15 @@ def wrong_pieces(shape: Sequence[int], chunks: Sequence[dcp.ChunkStorageMetadata
     numel, covered = prod(shape), sum(prod(chunk.sizes) for chunk in chunks)
     if covered < numel:
         return f"lacks {numel - covered} of its {numel} elements"
-    return "has pieces that overlap" if covered > numel else None
+    divided = [dim for dim, whole in enumerate(shape) if any(chunk.sizes[dim] != whole for chunk in chunks)]
+    if covered > numel or len(divided) > _DIMENSIONS or len(chunks) << len(divided) > _CORNERS:
+        return f"has {len(chunks)} pieces with {covered} elements in place of {numel}"
+    if not numel:
+        return None
+    corners: Counter[tuple[int, ...]] = Counter()
+    boxes = [(chunk.offsets, chunk.sizes, 1) for chunk in chunks] + [((0,) * len(shape), shape, -1)]
+    for offsets, sizes, sign in boxes:
+        for ends in itertools.product((0, 1), repeat=len(divided)):
+            corner = tuple(offsets[dim] + end * sizes[dim] for dim, end in zip(divided, ends))
+            corners[corner] += -sign if sum(ends) % 2 else sign
+    return "has pieces that overlap" if any(corners.values()) else None

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import IO, Any, Literal
 
+import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, NoCheckpointError, verify
@@ -19,7 +20,7 @@ from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, load_torch, records_of
-from lightning_zero.checkpoint.trees import check_structure, identity
+from lightning_zero.checkpoint.trees import check_structure, identity, versions_in, with_versions
 from lightning_zero.engine import compat
 
 
@@ -126,7 +127,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
             )
         try:
             if is_archive and files.is_local:
-                checkpoint = load_torch(files.root, weights_only=weights_only, mmap=True)
+                checkpoint = _load_mapped(files, weights_only)
             else:
                 file.seek(0)
                 checkpoint = load_torch(file, weights_only=weights_only)
@@ -172,6 +173,27 @@ def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
     if not any(record.name.endswith("/data.pkl") for record in records):
         raise NoCheckpointError(f"{path} is not a checkpoint: it is a zip archive not written by torch.save.")
     return records
+
+
+def _load_mapped(files: Files, weights_only: bool | None) -> Any:
+    try:
+        return load_torch(files.root, weights_only=weights_only, mmap=True)
+    except RuntimeError as error:
+        if "unable to mmap" not in str(error):
+            raise
+    # torch's mapping is writable, so the system reserves memory for it. This fails if the file is larger than memory.
+    with compat.FakeTensorMode():
+        checkpoint = load_torch(files.root, weights_only=weights_only)
+
+    def mapped(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if not storage.nbytes():
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+        part = files.part("", compat.offset_in_file(tensor), storage.nbytes())
+        flat = torch.frombuffer(part, dtype=tensor.dtype)
+        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
+
+    return with_versions(compat.tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------------

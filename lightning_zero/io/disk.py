@@ -144,6 +144,7 @@ class DirectFile:
             _allocate(self._cached, nbytes)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                error.filename = self.path  # errors from calls on open files have no path
                 raise
             os.ftruncate(self._cached, 0)
             raise OSError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import time
+from pathlib import Path
 
 import fsspec
 import pytest
@@ -17,6 +18,7 @@ from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
+from lightning_zero.io.labels import new_label
 from lightning_zero.strategies.newest import others_by_age
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
@@ -209,15 +211,71 @@ def test_removing_a_link_keeps_the_checkpoint_it_points_to(tmp_path):
     assert names_in(tmp_path) == ["full", "sharded"]
 
 
+def test_a_partly_removed_checkpoint_in_an_object_store_is_reported_as_incomplete(monkeypatch):
+    """Object stores cannot rename folders."""
+    save("sharded", "memory://removed/last.ckpt", 1.0)
+    fs = fsspec.filesystem("memory")
+    remove_files = type(fs).rm
+
+    def lost(self, path, recursive=False, maxdepth=None):
+        if recursive:
+            raise ConnectionError("the connection is lost")
+        remove_files(self, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(fs), "rm", lost)
+        with pytest.raises(ConnectionError):
+            remove("memory://removed/last.ckpt")
+    with pytest.raises(DamagedCheckpointError, match="is incomplete"):
+        open_checkpoint("memory://removed/last.ckpt")
+    remove("memory://removed/last.ckpt")
+    assert not fs.exists("removed/last.ckpt")
+
+
+@FORMS
+def test_all_bytes_are_synced_to_the_disk_before_a_checkpoint_gets_its_name(tmp_path, monkeypatch, form):
+    """After a power failure, a renamed file that was not synced may be empty."""
+    fsync, rename, synced, renamed = os.fsync, os.rename, {}, []
+
+    def noted(descriptor):
+        status = os.fstat(descriptor)
+        synced[status.st_ino] = status.st_size
+        fsync(descriptor)
+
+    def checked(source, place):
+        for path in [Path(source), *Path(source).glob("*")]:
+            assert synced[path.stat().st_ino] == path.stat().st_size, path
+        renamed.append(place)
+        rename(source, place)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", checked)
+    save(form, tmp_path / "last.ckpt", 1.0, numel=2**21)
+    assert len(renamed) == 1 and tmp_path.stat().st_ino in synced
+
+
+def test_a_link_with_the_name_of_a_partial_file_is_not_followed(tmp_path):
+    """Another user may have planted it."""
+    destination = Destination(tmp_path / "last.ckpt", new_label())
+    (tmp_path / "other").write_text("of another's")
+    os.symlink(tmp_path / "other", destination.partial)
+    with pytest.raises(FileExistsError), destination.writing():
+        pass
+    assert (tmp_path / "other").read_text() == "of another's"
+
+
 def at_the_same_time(folder, form):
     """Two independent runs."""
 
     def act(rank, gather):
         for number in range(40):
+            if form == "full":  # a folder cannot be replaced at once
+                save(form, folder / "last.ckpt", float(rank), numel=5000)
             save(form, folder / f"{rank}.ckpt", float(number))
 
     assert run_ranks(act) == [0, 0]
-    assert names_in(folder) == ["0.ckpt", "1.ckpt"]
+    assert names_in(folder) == ["0.ckpt", "1.ckpt"] + ["last.ckpt"] * (form == "full")
+    assert form == "sharded" or value_at(folder / "last.ckpt") in (0, 1)
     assert value_at(folder / "0.ckpt") == value_at(folder / "1.ckpt") == 39
 
 

@@ -38,6 +38,7 @@ from lightning_zero.checkpoint.restricted import BrokenArchiveError, records_of,
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.init.mapped_files import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label
 from tests.support import rank
 
@@ -289,6 +290,20 @@ def test_a_file_is_mapped_and_its_values_stay_in_it(tmp_path, trained):
         "lightning_zero.masters.w",
     }
     assert MappedFiles().range_of(opened.tensors["state_dict.0.weight"]) is not None
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="Linux tells how much memory there is")
+def test_a_file_larger_than_memory_is_read_range_by_range(tmp_path):
+    with open("/proc/meminfo") as file:
+        sizes = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in file}
+    numel = (sizes["MemTotal"] + sizes["SwapTotal"]) // 4 + 2**28
+    with torch.serialization.skip_data(materialize_fake_tensors=True), torch._subclasses.FakeTensorMode():
+        torch.save({"state_dict": {"huge": torch.empty(numel), "small": torch.empty(2, 3)}}, tmp_path / "x.ckpt")
+    opened = open_checkpoint(tmp_path / "x.ckpt")
+    huge = opened.checkpoint["state_dict"]["huge"]
+    assert huge.numel() == numel
+    assert torch.equal(flat_range(huge, numel - 3, numel), torch.zeros(3))
+    os.remove(tmp_path / "x.ckpt")
 
 
 def test_remote_checkpoints_are_read(ours, trained):

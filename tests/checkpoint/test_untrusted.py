@@ -10,6 +10,7 @@ import io
 import json
 import os
 import pickle
+import random
 import resource
 import signal
 import struct
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -34,7 +36,7 @@ from torch.distributed.checkpoint import filesystem, metadata
 from lightning_zero import fabric, load_weights
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.metadata import load_dcp_metadata
+from lightning_zero.checkpoint.metadata import load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.commands.checkpoint import main
@@ -402,10 +404,41 @@ def pieces(*boxes: tuple[tuple[int, ...], tuple[int, ...]]) -> list[metadata.Chu
     return [metadata.ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
 
+def test_pieces_are_accepted_exactly_if_each_element_is_in_one_of_them() -> None:
+    draw = random.Random(0)
+    verdicts = set()
+    for _ in range(3000):
+        shape = tuple(draw.randint(0, 3) for _ in range(draw.randint(0, 3)))
+        count = np.zeros(shape, dtype=int)
+        boxes, fits = [], True
+        for _ in range(draw.randint(0, 4)):
+            offsets = tuple(draw.randint(0, size) for size in shape)
+            sizes = tuple(
+                draw.randint(0, size - first + draw.choice((0, 0, 0, 1))) for first, size in zip(offsets, shape)
+            )
+            fits &= all(first + size <= whole for first, size, whole in zip(offsets, sizes, shape))
+            count[tuple(slice(first, first + size) for first, size in zip(offsets, sizes))] += 1
+            boxes.append((offsets, sizes))
+        is_right = fits and bool((count == 1).all())
+        verdicts.add(is_right)
+        assert (wrong_pieces(shape, pieces(*boxes)) is None) is is_right, (shape, boxes)
+    assert verdicts == {True, False}
+
+
+def test_a_grid_of_pieces_is_checked_quickly() -> None:
+    grid = [((64 * i, 8 * j), (64, 8)) for i in range(128) for j in range(64)]
+    began = time.process_time()
+    assert wrong_pieces((8192, 512), pieces(*grid)) is None
+    grid[5] = grid[6]
+    assert wrong_pieces((8192, 512), pieces(*grid)) == "has pieces that overlap"
+    assert time.process_time() - began < 2
+
+
 HALVES = pieces(((0, 0), (2, 6)), ((2, 0), (2, 6)))
 MISPLACED = {
-    "overlapping": pieces(((0, 0), (3, 6)), ((2, 0), (2, 6))),
+    "overlapping": pieces(((0, 0), (2, 6)), ((1, 0), (2, 6))),
     "outside": pieces(((0, 0), (2, 6)), ((3, 0), (2, 6))),
+    "twice": pieces(((0, 0), (2, 6)), ((0, 0), (2, 6))),
     "lacking": pieces(((0, 0), (2, 6))),
     "of too few dimensions": pieces(((0,), (24,))),
     "negative": pieces(((0, 0), (2, 6)), ((2, -1), (2, 6))),
@@ -679,5 +712,5 @@ def test_what_a_server_compresses_is_not_expanded(tmp_path: Path) -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
         threading.Thread(target=running.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{running.server_port}/x.ckpt"
-        assert_refused_at_low_cost(lambda: open_checkpoint(address), "is not a checkpoint")
+        assert_refused_at_low_cost(lambda: open_checkpoint(address), "is compressed by its server")
         running.shutdown()
