@@ -37,7 +37,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
-from lightning_zero.checkpoint.commit import Destination, remove
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
@@ -406,7 +406,7 @@ class Restarts:
 
     def _keep_only(self, steps: list[int]) -> None:
         for step in set(self._steps()) - set(steps):
-            remove(self._path_of(step))
+            Destination(self._path_of(step)).remove()
 
     def _finish(self) -> None:
         """Wait for the save in progress."""

@@ -33,15 +33,16 @@ class Destination:
 
     Args:
         path: a local path, or an fsspec URL (``s3://...``).
-        label: identifier of this save, from ``labels.new_label``; the same on every rank.
+        label: identifier of this save, the same on every rank; a new one if it is None.
         advance: called with the number of bytes of each write.
 
     Attributes:
         partial: hidden path next to ``path``, to which the checkpoint is written first.
     """
 
-    def __init__(self, path: Any, label: str, advance: Callable[[int], Any] = lambda _: None) -> None:
+    def __init__(self, path: Any, label: str | None = None, advance: Callable[[int], Any] = lambda _: None) -> None:
         self._advance = advance
+        label = label or new_label()
         self.path = str(path)
         self._fs, place = url_to_fs(self.path)
         self._place = place.rstrip("/") or place
@@ -160,25 +161,24 @@ class Destination:
                     remove_path(path)
 
 
-def remove(path: Any) -> None:
-    """Call ``Destination.remove`` for a path."""
-    Destination(path, new_label()).remove()
-
-
 class Stream:
-    """An open file with a running checksum of the bytes written since ``begin``; calls ``advance`` at each write."""
+    """An open file with a checksum of the bytes written since ``begin``; calls ``advance`` at each write."""
 
     def __init__(self, file: IO[bytes], advance: Callable[[int], Any], descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._file = file
-        self.position = self.crc32 = 0
+        self.position = self.crc32 = self._start = 0
         self._advance = advance
 
-    def begin(self) -> int:
-        """Start a piece at the next multiple of 64, to keep its records aligned, and return this offset."""
+    def begin(self) -> None:
+        """Start a piece at the next multiple of 64, to keep its records aligned."""
         self.write(bytes(-self.position % 64))
-        self.crc32 = 0
-        return self.position
+        self._start, self.crc32 = self.position, 0
+
+    @property
+    def piece(self) -> list[int]:
+        """Offset, length and checksum of the bytes written since ``begin``."""
+        return [self._start, self.position - self._start, self.crc32]
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")

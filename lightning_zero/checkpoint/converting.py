@@ -22,7 +22,6 @@ from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, write_file, write_folder
 from lightning_zero.checkpoint.trees import own_versions, renamed, with_versions
 from lightning_zero.engine import LazyTensor, as_made_of_tensors, compat, sharded_tree
-from lightning_zero.io.labels import new_label
 
 _ALIGNMENT = 64  # bytes, as in torch.save
 
@@ -53,7 +52,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     ready = as_made_of_tensors(ready)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # numbers stand for unknown names
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
-    write_file(ready, Destination(out, new_label(), advance))
+    write_file(ready, Destination(out, advance=advance))
 
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
@@ -86,7 +85,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     if ours:
         rest[CHECKPOINT_KEY] = ours
     content = content_of(with_versions(tree, own_versions(checkpoint)), rest)
-    write_folder(content, Destination(out, new_label(), advance), opened.written_by)
+    write_folder(content, Destination(out, advance=advance), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:

@@ -18,12 +18,11 @@ import torch
 from fsspec.core import url_to_fs
 from torch import Tensor
 
-from lightning_zero.checkpoint.commit import Destination, remove
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import OpenedCheckpoint
 from lightning_zero.checkpoint.trees import identity, is_dense
 from lightning_zero.engine import LazyTensor, flat_range
-from lightning_zero.io.labels import new_label
 from lightning_zero.io.names import listed
 
 DTYPES = {
@@ -210,7 +209,7 @@ def write_safetensors(
     if len(shards) > 1:
         places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
         texts[paths.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
-    written = {name: Destination(paths.beside(name), new_label()) for name in (*names, *texts)}
+    written = {name: Destination(paths.beside(name)) for name in (*names, *texts)}
     before = paths.existing()
     try:
         written[names[0]].clear_leftovers()
@@ -225,7 +224,7 @@ def write_safetensors(
         # If the process dies from here on, readers find the old weights, the new weights or none, never a mixture.
         if len(shards) > 1:
             for name in (paths.name, paths.index):
-                remove(paths.beside(name))
+                Destination(paths.beside(name)).remove()
         for destination in written.values():
             destination.put_in_place()
     except BaseException:
@@ -234,7 +233,7 @@ def write_safetensors(
         raise
     for name in before:
         if name not in written:
-            remove(paths.beside(name))
+            Destination(paths.beside(name)).remove()
     return [destination.path for destination in written.values()]
 
 

@@ -19,7 +19,7 @@ from lightning_zero.checkpoint import form
 from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
-from lightning_zero.checkpoint.metadata import NotMetadataError, load_dcp_metadata, wrong_pieces
+from lightning_zero.checkpoint.metadata import load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size, load_torch, records_of, tensor_in
 from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
@@ -77,10 +77,8 @@ def _manifest_of(files: Files, sizes: dict[str, int], metadata_bytes: bytes) -> 
 def _metadata_in(path: str, data: bytes) -> Metadata:
     try:
         metadata = load_dcp_metadata(data)
-    except UnsafeFileError as error:
-        raise UnsafeFileError(f"{path}/{DCP_METADATA}: {error}.") from error
-    except NotMetadataError as error:
-        raise NoCheckpointError(f"{path}/{DCP_METADATA} is not metadata written by DCP's FileSystemWriter.") from error
+    except (UnsafeFileError, NoCheckpointError) as error:
+        raise type(error)(f"{path}/{DCP_METADATA}: {error}.") from error
     except Exception as error:
         raise DamagedCheckpointError.of(
             path, f"{DCP_METADATA} cannot be read ({type(error).__name__}: {error})"

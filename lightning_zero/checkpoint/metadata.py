@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import metadata as dcp
 
+from lightning_zero.checkpoint.checksums import NoCheckpointError
 from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
 from lightning_zero.engine import compat
 
@@ -80,12 +81,13 @@ def load_dcp_metadata(data: bytes) -> dcp.Metadata:
 
     Raises:
         UnsafeFileError: if the file contains more than metadata; nothing that it names is imported or called.
-        Exception: of various classes, if the file is damaged, or is not metadata written by ``FileSystemWriter``.
+        NoCheckpointError: if the file is not metadata written by ``FileSystemWriter``.
+        Exception: of various classes, if the file is damaged.
     """
     Scan().run(data)
     found = _Unpickler(data).load()
     if not _is(found, dcp.Metadata) or not isinstance(found.storage_data, dict):
-        raise NotMetadataError
+        raise NoCheckpointError("it is not metadata written by DCP's FileSystemWriter")
     state: dict[str, Any] = {}
     for name, stored in found.state_dict_metadata.items():
         state[_text(name)] = dcp.BytesStorageMetadata() if _is(stored, dcp.BytesStorageMetadata) else _tensor(stored)
@@ -97,10 +99,6 @@ def load_dcp_metadata(data: bytes) -> dcp.Metadata:
         storage[dcp.MetadataIndex(_text(index.fqn), None if offset is None else _size(offset))] = info
     save_id = getattr(getattr(found, "storage_meta", None), "save_id", None)
     return dcp.Metadata(state, _paths(found.planner_data), storage, dcp.StorageMeta(save_id=save_id))
-
-
-class NotMetadataError(ValueError):
-    """A pickle is not metadata that DCP's ``FileSystemWriter`` has written."""
 
 
 def _is(value: Any, kind: type) -> bool:

@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, load_torch, records_of
-from lightning_zero.checkpoint.trees import check_structure, identity, versions_in, with_versions
+from lightning_zero.checkpoint.trees import check_structure, identity, items_of, versions_in, with_versions
 from lightning_zero.engine import compat
 
 
@@ -272,10 +272,8 @@ def _tensors_in(tree: Any, name: str = "") -> dict[str, Tensor]:
     """Return all tensors in nested dictionaries and lists by dotted name."""
     if isinstance(tree, Tensor):
         return {name: tree}
-    if not isinstance(tree, (dict, list, tuple)):  # iterating over OmegaConf containers would resolve interpolations
-        return {}
     found: dict[str, Tensor] = {}
-    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+    for key, item in items_of(tree):
         found.update(_tensors_in(item, f"{name}.{key}" if name else str(key)))
     return found
 

@@ -82,12 +82,6 @@ def load_torch(
     raise ValueError("it is a TorchScript archive" if is_script else "it is not a pickle of plain values")
 
 
-def load_tensor(pickled: bytes, storage: Callable[[str], Any]) -> Tensor:
-    """Unpickle a tensor from the ``data.pkl`` of an archive; ``storage`` is as for ``unpickle_weights``."""
-    _allowed(_scanned(pickled).names)  # raises if the pickle names more than data
-    return compat.unpickle_weights(io.BytesIO(pickled), storage)
-
-
 def _scanned(pickled: bytes | IO[bytes], stand_in: Callable[[str], Any] = lambda _: None) -> Scan:
     default, _ = compat.allowed_globals()
     scan = Scan(default | _PLAIN_TYPES.keys())
@@ -207,4 +201,6 @@ def tensor_in(buffer: memoryview) -> Tensor:
 
     if "byteorder" in records and bytes(bytes_of("byteorder")) != sys.byteorder.encode():
         return load_torch(io.BytesIO(buffer))
-    return load_tensor(bytes(bytes_of("data.pkl")), lambda key: bytes_of(f"data/{key}"))
+    pickled = bytes(bytes_of("data.pkl"))
+    _allowed(_scanned(pickled).names)  # raises if the pickle names more than data
+    return compat.unpickle_weights(io.BytesIO(pickled), lambda key: bytes_of(f"data/{key}"))

@@ -6,7 +6,7 @@ import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from math import prod
 from typing import Any, TypeVar
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.commit import Destination, Stream
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, MANIFEST, REST, SAVE_ID, VERSIONS, Manifest
 from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
 from lightning_zero.checkpoint.trees import (
@@ -352,26 +352,21 @@ def _write(content: Content, destination: Destination, rank: int) -> Written:
     entries = sorted(content.entries, key=lambda entry: entry.nbytes)
     with destination.writing(name) as stream:
         for entry in entries:
-            placed = [(box, _piece(stream, partial(_save_piece, entry, box, stream))) for box in entry.boxes]
+            placed = []
+            for box in entry.boxes:
+                stream.begin()
+                torch.save(entry.piece(box), stream)  # type: ignore[arg-type]
+                placed.append((box, stream.piece))
             tensors.append((entry.names, entry.shape, entry.dtype, placed))
         for key, data in content.objects.items():
-            objects[key] = _piece(stream, partial(stream.write, data))
+            stream.begin()
+            stream.write(data)
+            objects[key] = stream.piece
     rest: dict[str, int | None] | None = None
     if rank == 0:
         with destination.writing(REST) as file:
             rest = {"bytes": file.write(content.rest), "crc32": file.crc32}
     return Written(name, stream.position, tensors, objects, rest)
-
-
-def _save_piece(entry: Entry, box: chunks.Box, stream: Stream) -> None:
-    torch.save(entry.piece(box), stream)  # type: ignore[arg-type]
-
-
-def _piece(stream: Stream, write: Callable[[], Any]) -> list[int]:
-    """Call ``write``, and return the offset, length and checksum of the bytes that it writes to the stream."""
-    offset = stream.begin()
-    write()
-    return [offset, stream.position - offset, stream.crc32]
 
 
 def _complete(

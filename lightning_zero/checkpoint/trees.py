@@ -17,14 +17,22 @@ Path = tuple[Any, ...]
 """Keys and indices from the top of nested dicts and lists to a value; in DCP's metadata, keys are strings."""
 
 
+def items_of(value: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys and values of a dict, or the indices and values of a list or tuple; nothing for other values.
+
+    Iterating over OmegaConf's containers would resolve their interpolations.
+    """
+    if isinstance(value, dict):
+        return value.items()
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
 def split(value: Any, path: Path = ()) -> tuple[Any, list[tuple[Path, Tensor]]]:
     """Return nested dicts and lists with None in place of sharded tensors, and these tensors with their paths."""
     if isinstance(value, WrapperTensor):
         return None, [(path, value)]
-    if not isinstance(value, (dict, list, tuple)):
-        return value, []
     hollow, sharded = {}, []
-    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+    for key, item in items_of(value):
         hollow[key], found = split(item, (*path, str(key)))
         sharded += found
     if not sharded:
@@ -54,7 +62,7 @@ def leaves_of(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
     strings, as in ``get_extra_state`` or optimizers' groups. DCP also flattens other mappings, which would then lose
     their class; OmegaConf's would be resolved.
     """
-    for key, item in tree.items() if isinstance(tree, dict) else enumerate(tree):
+    for key, item in items_of(tree):
         here = (*path, key)
         if _is_flattened(item):
             yield from leaves_of(item, here)
@@ -71,12 +79,11 @@ def _is_flattened(value: Any) -> bool:
 def odd_keys(tree: Any, path: Path = ()) -> dict[Path, Any]:
     """Return the dictionary keys in a tree that are not strings, keyed by the path of their value in DCP's metadata."""
     found: dict[Path, Any] = {}
-    if isinstance(tree, (dict, list)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            here = (*path, str(key) if isinstance(tree, dict) else key)
-            if isinstance(tree, dict) and not isinstance(key, str):
-                found[here] = key
-            found |= odd_keys(value, here)
+    for key, value in items_of(tree):
+        here = (*path, str(key) if isinstance(tree, dict) else key)
+        if isinstance(tree, dict) and not isinstance(key, str):
+            found[here] = key
+        found |= odd_keys(value, here)
     return found
 
 
@@ -114,9 +121,8 @@ def _all_in(value: Any) -> Iterator[Any]:
     yield value
     if isinstance(value, dict) and "params" in value:
         value = [value["params"]]
-    if isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _all_in(item)
+    for _, item in items_of(value):
+        yield from _all_in(item)
 
 
 # -- tensors -----------------------------------------------------------------------------------------------------------
@@ -170,8 +176,8 @@ def versions_in(tree: Any, path: Path = ()) -> dict[Path, Any]:
     found: dict[Path, Any] = {}
     if own := own_versions(tree):
         found[path] = own[()]
-    if isinstance(tree, (dict, list)):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+    if not isinstance(tree, tuple):  # in which ``with_versions`` could not put them back
+        for key, value in items_of(tree):
             found |= versions_in(value, (*path, key))
     return found
 

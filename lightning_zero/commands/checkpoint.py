@@ -14,7 +14,6 @@ from fsspec.core import url_to_fs
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.commands.showing import Parser, print_json, progress, size_of
-from lightning_zero.io.labels import new_label
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
 
@@ -146,7 +145,7 @@ def _refuse_existing(paths: Iterable[str], options: Any) -> None:
             continue
         if not options.overwrite:
             raise ValueError(f"{path} already exists: choose another OUT, or replace it with --overwrite.")
-        Destination(path, new_label()).check_replaceable()
+        Destination(path).check_replaceable()
 
 
 def _inspect(options: Any) -> None:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.callbacks.restarts import Restarts
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
-from lightning_zero.checkpoint.commit import Destination, remove
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
@@ -237,8 +237,8 @@ class TrainerCheckpoints:
     def remove(self, path: Any) -> None:
         """Remove a checkpoint atomically, after all checkpoints saved so far have been written."""
         if self._strategy.is_global_zero:
-            act = remove if self._files.has_default_io else self._strategy.checkpoint_io.remove_checkpoint
-            self._files.saver.then(partial(act, path))
+            remove = partial(self._strategy.checkpoint_io.remove_checkpoint, path)
+            self._files.saver.then(Destination(path).remove if self._files.has_default_io else remove)
 
     def load(self, path: Any, weights_only: bool | None, restarts: Restarts | None) -> dict[str, Any]:
         """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards.

@@ -53,7 +53,7 @@ def part(rank: int, value: float, **options: Any) -> Content:
 def save(form: str, path: Any, value: float, rank: int = 0, gather: Any = None, **options: Any) -> None:
     """Save once, as one of two ranks or, without ``gather``, as the only rank."""
     if form == "full":
-        return write_file({**tree(value, **options), "epoch": value}, Destination(path, new_label()))
+        return write_file({**tree(value, **options), "epoch": value}, Destination(path))
     gather = gather or (lambda own: [own])
     destination = Destination(path, gather(new_label())[0])
     return write_folder(part(rank, value, **options), destination, {}, Ranks(rank, gather))

@@ -13,12 +13,11 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem
 from lightning.pytorch import Trainer
 
-from lightning_zero.checkpoint.commit import Destination, remove
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
-from lightning_zero.io.labels import new_label
 from lightning_zero.strategies.newest import others_by_age
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
@@ -181,7 +180,7 @@ def killed_while_removing(folder, name):
 
         def act(rank, gather, number=number):
             faults.die_at_call(number)
-            remove(str(folder / name))
+            Destination(str(folder / name)).remove()
 
         (code,) = run_ranks(act, 1)
         assert [left for left in names_in(folder) if not left.startswith(".")] in ([name], []), number
@@ -205,8 +204,8 @@ def test_removing_a_link_keeps_the_checkpoint_it_points_to(tmp_path):
     for form in ("full", "sharded"):
         save(form, tmp_path / form, 1.0)
         (tmp_path / "last.ckpt").symlink_to(form)
-        remove(tmp_path / "last.ckpt")
-        remove(tmp_path / "last.ckpt")  # already gone, as if another run had removed it
+        Destination(tmp_path / "last.ckpt").remove()
+        Destination(tmp_path / "last.ckpt").remove()  # already gone, as if another run had removed it
         assert value_at(tmp_path / form) == 1
     assert names_in(tmp_path) == ["full", "sharded"]
 
@@ -225,10 +224,10 @@ def test_a_partly_removed_checkpoint_in_an_object_store_is_reported_as_incomplet
     with monkeypatch.context() as patch:
         patch.setattr(type(fs), "rm", lost)
         with pytest.raises(ConnectionError):
-            remove("memory://removed/last.ckpt")
+            Destination("memory://removed/last.ckpt").remove()
     with pytest.raises(DamagedCheckpointError, match="is incomplete"):
         open_checkpoint("memory://removed/last.ckpt")
-    remove("memory://removed/last.ckpt")
+    Destination("memory://removed/last.ckpt").remove()
     assert not fs.exists("removed/last.ckpt")
 
 
@@ -256,7 +255,7 @@ def test_all_bytes_are_synced_to_the_disk_before_a_checkpoint_gets_its_name(tmp_
 
 def test_a_link_with_the_name_of_a_partial_file_is_not_followed(tmp_path):
     """Another user may have planted it."""
-    destination = Destination(tmp_path / "last.ckpt", new_label())
+    destination = Destination(tmp_path / "last.ckpt")
     (tmp_path / "other").write_text("of another's")
     os.symlink(tmp_path / "other", destination.partial)
     with pytest.raises(FileExistsError), destination.writing():

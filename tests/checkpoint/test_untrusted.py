@@ -41,7 +41,7 @@ from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.commands.checkpoint import main
 from lightning_zero.convert.deepspeed import open_deepspeed
-from lightning_zero.io.labels import new_label, this_machine
+from lightning_zero.io.labels import this_machine
 from lightning_zero.io.untrusted import inside
 from lightning_zero.reporting.records import OVERRIDES, overrides_of
 from tests.support.trainer import Learner, make_trainer
@@ -592,7 +592,7 @@ def test_a_partial_files_name_with_an_impossible_number_stops_no_save(tmp_path: 
     for name in names:
         (tmp_path / name).write_text("planted")
     for _ in range(2):
-        destination = Destination(tmp_path / "last.ckpt", new_label())
+        destination = Destination(tmp_path / "last.ckpt")
         destination.clear_leftovers()
         with destination.writing() as file:
             file.write(b"whole")
