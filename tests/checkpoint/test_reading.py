@@ -455,6 +455,20 @@ def test_damage_in_a_folder_of_another_program_is_found(tmp_path):
         open_checkpoint(path)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_folder_that_dcp_wrote_with_extensions_is_refused_but_not_called_damaged(tmp_path):
+    dcp.save({"state_dict": TENSORS}, checkpoint_id=tmp_path / "dcp")
+    with open(tmp_path / "dcp" / ".metadata", "rb+") as file:
+        metadata = pickle.load(file)
+        for place in metadata.storage_data.values():
+            place.transform_descriptors = ["zstd"]
+        file.seek(0)
+        pickle.dump(metadata, file)
+    with pytest.raises(ValueError, match="was written by DCP with extensions") as caught:
+        open_checkpoint(tmp_path / "dcp")
+    assert not isinstance(caught.value, DamagedCheckpointError)
+
+
 def test_an_error_about_a_damaged_file_names_the_damaged_record(tmp_path):
     path = str(tmp_path / "x.ckpt")
     torch.save({**REST, "state_dict": TENSORS}, path)
@@ -483,6 +497,11 @@ def make_zip(path):
         archive.writestr("a.txt", "text")
 
 
+def make_metadata(path):
+    make_folder(path)
+    (path / ".metadata").write_bytes(pickle.dumps({"a": 1}))
+
+
 def make_folder(path, *names):
     path.mkdir()
     for name in names:
@@ -494,6 +513,7 @@ NO_CHECKPOINT = {
     "an empty folder": (make_folder, FileNotFoundError, "x is an empty folder"),
     "a folder of something else": (lambda p: make_folder(p, "a.ckpt", "b"), ValueError, r"contains a\.ckpt, b"),
     "a folder of DeepSpeed's": (lambda path: make_folder(path, "latest"), ValueError, "import deepspeed"),
+    "other metadata": (make_metadata, ValueError, r"\.metadata: it is not metadata written by DCP's FileSystemWriter"),
     "a text": (make_text, ValueError, r"x \(9 bytes\) is not a checkpoint: it is neither a torch\.save file"),
     "another archive": (make_zip, ValueError, "it is a zip archive not written by torch.save"),
     "a list": (lambda path: torch.save([1], path), ValueError, "it contains a list instead of a dictionary"),

@@ -157,8 +157,8 @@ def test_values_on_disk_written_to_during_a_background_save_are_saved_as_they_we
     run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=3, form="sharded", name=name, offload=offload)
 
 
-def waits_for_nothing(folder):
-    """Forward and backward passes continue while the states are being copied."""
+def waits_for_nothing(folder, form):
+    """Forward and backward passes continue while the states are being copied and, for one file, gathered."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5))
     optimizer = torch.optim.Adam(model.parameters())
@@ -173,11 +173,14 @@ def waits_for_nothing(folder):
         return copied(memory, entries, after)
 
     saver = Saver(in_background=True)
+    gather, group = engine.communicator.control.gather_objects, engine.communicator.background_group()
     CopyBuffer.copied = late
     try:
         tree = {"state_dict": model.state_dict()}
-        ranks = Ranks(rank(), engine.communicator.control.gather_objects)
-        saver.save(SaveJob(SaveMode.SHARDED, folder, {}, tree), ranks)
+        job = SaveJob(SaveMode.SHARDED, folder, {}, tree)
+        if form == "full":
+            job = SaveJob(SaveMode.ASSEMBLED, folder, tree)
+        saver.save(job, Ranks(rank(), gather, group=group))
         model(torch.randn(4, 5)).square().mean().backward()
         computed.set()
         optimizer.step()
@@ -188,8 +191,9 @@ def waits_for_nothing(folder):
     assert steps == ["copied", "stepped"]
 
 
-def test_forward_and_backward_passes_do_not_wait_for_a_background_save(run_on, tmp_path):
-    run_on(2, waits_for_nothing, folder=tmp_path / "c.ckpt")
+@pytest.mark.parametrize("form", ["full", "sharded"])
+def test_forward_and_backward_passes_do_not_wait_for_a_background_save(run_on, tmp_path, form):
+    run_on(2, waits_for_nothing, folder=tmp_path / "c.ckpt", form=form)
 
 
 def keys_in_the_store(folder):
