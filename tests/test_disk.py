@@ -12,8 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.io import disk
-from lightning_zero.io.disk import ALIGNMENT, DirectFile, aligned_memory, free_bytes, huge_memory
+from lightning_zero.io import swap
+from lightning_zero.io.disk import ALIGNMENT, aligned_memory, free_bytes, huge_memory
+from lightning_zero.io.swap import SwapFile
 from tests.checkpoint import faults
 
 IN_MEMORY = Path("/dev/shm")
@@ -32,103 +33,80 @@ def flags_of(descriptor):
     return fcntl.fcntl(descriptor, fcntl.F_GETFL)
 
 
-def test_direct_io_bypasses_the_cache_where_the_disk_allows(tmp_path, monkeypatch):
-    """Otherwise, misaligned memory would not be an error. Such an error does not affect later calls."""
-    descriptor = os.open(tmp_path / "probe", os.O_CREAT | os.O_WRONLY | os.O_DIRECT)
-    memory = aligned_memory(2 * ALIGNMENT)
+def is_direct(file):
+    return flags_of(file._file) & os.O_DIRECT != 0
+
+
+def test_direct_io_bypasses_the_cache_where_the_disk_allows(tmp_path):
+    """Otherwise, misaligned memory would not be an error."""
+    file, memory = SwapFile(str(tmp_path)), aligned_memory(2 * ALIGNMENT)
     with pytest.raises(OSError) as told:
-        os.pwrite(descriptor, memory[1 : 1 + ALIGNMENT], 0)
+        os.pwrite(file._file, memory[1 : 1 + ALIGNMENT], 0)
     assert told.value.errno == errno.EINVAL, "this disk takes any memory: nothing can be seen here"
-    os.close(descriptor)
-
-    file = DirectFile(str(tmp_path / "file"))
+    memory[:] = data = os.urandom(2 * ALIGNMENT)
     file.write(memory, 0)
-    assert file.is_direct
-    memory[:] = os.urandom(2 * ALIGNMENT)
+    memory[:] = bytes(len(memory))
+    file.read(memory, 0)
+    assert is_direct(file) and memory == data
     file.write(memory[1 : 1 + ALIGNMENT], 0)  # refused, and written through the cache
-    assert not file.is_direct
-    file.write(memory[: ALIGNMENT + 3], ALIGNMENT)
+    assert not is_direct(file)
+    file.read(memory[:ALIGNMENT], 0)
+    assert memory[:ALIGNMENT] == data[1 : 1 + ALIGNMENT]
     file.close()
-    assert (tmp_path / "file").read_bytes() == bytes(memory[1 : 1 + ALIGNMENT]) + bytes(memory[: ALIGNMENT + 3])
-
-    with closing(DirectFile(str(tmp_path / "another"))) as file:
-        data = bytes(memory)
-        file.write(memory, 0)
-        memory[:] = bytes(len(memory))
-        file.read(memory, 0)
-        assert file.is_direct and memory == data
-        file.read(memory[1 : 1 + ALIGNMENT], 0)  # likewise
-        assert not file.is_direct and memory[1 : 1 + ALIGNMENT] == data[:ALIGNMENT]
-
-        used, preadv = [], os.preadv
-        monkeypatch.setattr(os, "preadv", lambda file, *where: used.append(flags_of(file)) or preadv(file, *where))
-        file.read(memory[1 : 1 + ALIGNMENT], 0)
-        assert [flags & os.O_DIRECT for flags in used] == [os.O_DIRECT, 0]
-        file.read(memory, 0)
-        assert used[2] & os.O_DIRECT and len(used) == 3, "one such call says nothing of the others"
 
 
 def refuse_direct(monkeypatch):
     """Refuse O_DIRECT, as file systems without it do."""
-    real = os.open
+    real = fcntl.fcntl
 
-    def call(path, flags, *mode, **options):
-        if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
-        return real(path, flags, *mode, **options)
+    def call(descriptor, command, flags=0):
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return real(descriptor, command, flags)
 
-    monkeypatch.setattr(os, "open", call)
+    monkeypatch.setattr(fcntl, "fcntl", call)
 
 
 @FOLDERS
 @pytest.mark.parametrize("is_refused", [False, True])
-@pytest.mark.parametrize("at_once", [None, ALIGNMENT, 3 * ALIGNMENT])
+@pytest.mark.parametrize("unit", [1, ALIGNMENT])
+@pytest.mark.parametrize("at_once", [None, 3 * ALIGNMENT])
 def test_reads_return_what_was_written_at_any_position_and_of_any_size(
-    tmp_path, monkeypatch, in_memory, is_refused, at_once
+    tmp_path, monkeypatch, in_memory, is_refused, unit, at_once
 ):
-    """Direct, cached and mixed; also if the system transfers fewer bytes at once than requested."""
+    """Direct and cached; also if the system transfers fewer bytes at once than requested."""
     if is_refused:
         refuse_direct(monkeypatch)
     preadv, pwrite = os.preadv, os.pwrite
     if at_once is not None:
         monkeypatch.setattr(os, "preadv", lambda file, memory, position: preadv(file, [memory[0][:at_once]], position))
         monkeypatch.setattr(os, "pwrite", lambda file, data, position: pwrite(file, data[:at_once], position))
-    size = 10 * ALIGNMENT + 7
+    size = 10 * ALIGNMENT
     expected, memory, choice = bytearray(size), aligned_memory(size), random.Random(0)
-    path = folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}"
-    try:
-        with closing(DirectFile(str(path))) as file:
-            file.reserve(size)
-            for number in range(100):
-                unit = ALIGNMENT if number % 2 else 1
-                start = choice.randrange(size // unit) * unit
-                stop = choice.randrange(start, size) + 1
-                # memory that is as far from alignment as the file position, so that the middle bypasses the cache
-                part = memory[start % ALIGNMENT :][: stop - start]
-                data = part[:] = choice.randbytes(len(part))
-                expected[start : start + len(data)] = data
-                file.write(part, start)
-                part[:] = bytes(len(part))
-                file.read(part, start)
-                assert part == data
-            file.read(memory, 0)
-            assert memory == expected == path.read_bytes()
-            assert in_memory or file.is_direct != is_refused
-    finally:
-        path.unlink()
+    with closing(SwapFile(str(folder_for(in_memory, tmp_path)), size)) as file:
+        for _ in range(50):
+            start = choice.randrange(size // unit) * unit
+            stop = choice.randrange(start, size, unit) + unit
+            part = memory[: stop - start]
+            data = part[:] = choice.randbytes(len(part))
+            expected[start:stop] = data
+            file.write(part, start)
+            part[:] = bytes(len(part))
+            file.read(part, start)
+            assert part == data
+        file.read(memory, 0)
+        assert memory == expected
+        assert in_memory or is_direct(file) == (unit == ALIGNMENT and not is_refused)
 
 
 @FOLDERS
 def test_reading_past_the_end_of_a_file_is_reported(tmp_path, in_memory):
-    path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
-    try:
-        with closing(DirectFile(path)) as file:
-            file.write(memoryview(b"x" * (ALIGNMENT + 10)), 0)
-            with pytest.raises(OSError, match=f"ends at byte {ALIGNMENT + 10}, {ALIGNMENT - 10} bytes too") as told:
-                file.read(aligned_memory(2 * ALIGNMENT), 0)
-            assert told.value.filename == path
-    finally:
-        os.unlink(path)
+    folder = str(folder_for(in_memory, tmp_path))
+    with closing(SwapFile(folder)) as file:
+        file.write(memoryview(b"x" * (ALIGNMENT + 10)), 0)
+        with pytest.raises(OSError, match=f"ends at byte {ALIGNMENT + 10}, {ALIGNMENT - 10} bytes too") as told:
+            file.read(aligned_memory(2 * ALIGNMENT), 0)
+        assert told.value.filename == folder
 
 
 def without(monkeypatch, fallocate):
@@ -145,23 +123,19 @@ def without(monkeypatch, fallocate):
 @pytest.mark.parametrize("fallocate", [None, "no such call", "EOPNOTSUPP", "EINVAL"])
 def test_space_is_reserved_where_there_is_enough(tmp_path, monkeypatch, in_memory, fallocate):
     without(monkeypatch, fallocate)
-    path = str(folder_for(in_memory, tmp_path) / f"lightning_zero-test-{os.getpid()}")
-    nbytes = 2**20 + 1
-    try:
-        with closing(DirectFile(path)) as file:
-            with pytest.raises(OSError, match=rf"{2**60} bytes are required, \d+ are available: free some") as told:
-                file.reserve(2**60)
-            assert told.value.errno == errno.ENOSPC and told.value.filename == path
-            assert os.path.getsize(path) == 0 and os.stat(path).st_blocks == 0
-            file.reserve(0)
-            file.reserve(nbytes)
-            assert os.path.getsize(path) == nbytes
-            assert os.stat(path).st_blocks * 512 >= (nbytes if fallocate is None else 0)
-            found = memoryview(bytearray(b"x" * nbytes))
-            file.read(found, 0)
-            assert found == bytes(nbytes)
-    finally:
-        os.unlink(path)
+    folder, nbytes = str(folder_for(in_memory, tmp_path)), 2**20 + 1
+    with closing(SwapFile(folder)) as file:
+        with pytest.raises(OSError, match=rf"{2**60} bytes are required, \d+ are available: free some") as told:
+            file.reserve(2**60)
+        assert told.value.errno == errno.ENOSPC and told.value.filename == folder
+        assert os.fstat(file._file).st_size == 0 and os.fstat(file._file).st_blocks == 0
+        file.reserve(0)
+        file.reserve(nbytes)
+        assert os.fstat(file._file).st_size == nbytes
+        assert os.fstat(file._file).st_blocks * 512 >= (nbytes if fallocate is None else 0)
+        found = memoryview(bytearray(b"x" * nbytes))
+        file.read(found, 0)
+        assert found == bytes(nbytes)
 
 
 def another_takes_it(folder):
@@ -169,8 +143,8 @@ def another_takes_it(folder):
 
     def on_the_disk():
         free = free_bytes(str(folder))
-        disk.free_bytes = lambda _: 2 * free
-        with closing(DirectFile(str(folder / "file"))) as file:
+        swap.free_bytes = lambda _: 2 * free
+        with closing(SwapFile(str(folder))) as file:
             with pytest.raises(OSError, match=f"No space left on device: {free + 1} bytes are required") as told:
                 file.reserve(free + 1)
             assert told.value.errno == errno.ENOSPC and free_bytes(str(folder)) == free
@@ -183,22 +157,23 @@ def test_a_reservation_that_fails_midway_frees_its_space(run_on, tmp_path):
     run_on(1, another_takes_it, folder=tmp_path)
 
 
-def test_a_reservation_error_that_is_not_about_space_is_raised_unchanged(tmp_path, monkeypatch):
+def test_a_reservation_error_that_is_not_about_space_is_raised_with_the_path(tmp_path, monkeypatch):
+    file = SwapFile(str(tmp_path))
     without(monkeypatch, "EIO")
-    with closing(DirectFile(str(tmp_path / "file"))) as file, pytest.raises(OSError) as told:
+    with closing(file), pytest.raises(OSError) as told:
         file.reserve(1)
-    assert told.value.errno == errno.EIO
+    assert told.value.errno == errno.EIO and told.value.filename == str(tmp_path)
 
 
 def test_a_closed_file_does_not_touch_the_next_file_with_its_descriptor_number(tmp_path):
-    file = DirectFile(str(tmp_path / "file"))
+    file = SwapFile(str(tmp_path))
     file.close()
-    with closing(DirectFile(str(tmp_path / "next"))):
+    with closing(SwapFile(str(tmp_path))) as other:
         for call in (file.read, file.write):
             with pytest.raises(OSError) as told:
                 call(aligned_memory(ALIGNMENT), 0)
             assert told.value.errno == errno.EBADF
-    assert (tmp_path / "next").read_bytes() == b""
+        assert os.fstat(other._file).st_size == 0
 
 
 def test_forked_processes_neither_see_nor_hold_memory_in_huge_pages():
@@ -225,27 +200,17 @@ def test_huge_memory_works_where_the_system_refuses_madvise(monkeypatch, tmp_pat
     monkeypatch.setattr(mmap, "mmap", Refusing)
     memory = huge_memory(2 * ALIGNMENT)
     memory[:] = data = os.urandom(len(memory))
-    with closing(DirectFile(str(tmp_path / "file"))) as file:
+    with closing(SwapFile(str(tmp_path))) as file:
         file.write(memory, 0)
         memory[:] = bytes(len(memory))
         file.read(memory, 0)
-        assert file.is_direct and memory == data
+        assert is_direct(file) and memory == data
 
 
-def test_existing_files_and_links_are_neither_opened_nor_followed(tmp_path):
-    (tmp_path / "file").write_text("of another's")
-    (tmp_path / "link").symlink_to(tmp_path / "target")
-    (tmp_path / "other").symlink_to(tmp_path / "file")
-    for name in ("file", "link", "other"):
-        with pytest.raises(FileExistsError, match=name):
-            DirectFile(str(tmp_path / name))
-    assert not (tmp_path / "target").exists() and (tmp_path / "file").read_text() == "of another's"
-
-
-def test_files_are_private_to_the_user(tmp_path):
-    umask = os.umask(0o022)
+def test_files_are_private_to_the_user_and_have_no_name(tmp_path):
+    umask = os.umask(0)
     try:
-        with closing(DirectFile(str(tmp_path / "file"))):
-            assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+        with closing(SwapFile(str(tmp_path))) as file:
+            assert os.fstat(file._file).st_mode & 0o777 == 0o600 and not os.listdir(tmp_path)
     finally:
         os.umask(umask)

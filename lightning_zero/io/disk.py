@@ -1,4 +1,4 @@
-"""Direct file I/O (``O_DIRECT``), which bypasses the page cache to save memory and the CPU time of copying."""
+"""Memory for direct file I/O, free space, and folders that other users cannot change."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import errno
 import mmap
 import os
 import stat
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
 
 ALIGNMENT = 4096  # in bytes, as ``O_DIRECT`` requires it of offsets, sizes and addresses on common disks
@@ -103,102 +101,3 @@ def make_own_folder(path: str) -> None:
         raise PermissionError(
             errno.EACCES, f"{reason}, so its files cannot be trusted: remove the folder or choose another", path
         )
-
-
-class DirectFile:
-    """A new file with direct I/O (``O_DIRECT``) wherever the system, disk and alignment allow it.
-
-    Several threads may read and write different positions at once. Data bypasses the page cache if its address and its
-    position in the file are multiples of ``ALIGNMENT``. All other data goes through the cache.
-
-    Args:
-        path: the file's path, which must not exist yet, not even as a link.
-
-    Attributes:
-        is_direct: whether all aligned data has bypassed the cache so far.
-    """
-
-    def __init__(self, path: str) -> None:
-        access = os.O_RDWR | getattr(os, "O_NOFOLLOW", 0)
-        self.path = path
-        self._cached = os.open(path, access | os.O_CREAT | os.O_EXCL, 0o600)
-        self._open = [self._cached]
-        weakref.finalize(self, _close, self._open)
-        self._direct: int | None = None
-        with suppress(OSError, AttributeError):  # in-memory file systems and some operating systems lack direct I/O
-            direct = os.open(path, access | os.O_DIRECT)
-            self._open.append(direct)
-            if os.path.samestat(os.fstat(direct), os.fstat(self._cached)):  # otherwise the path has been replaced
-                self._direct = direct
-        self.is_direct = self._direct is not None
-
-    def reserve(self, nbytes: int) -> None:
-        """Set the size of a new file and allocate its blocks, so that no later write fails on a full disk.
-
-        A file system that cannot allocate blocks in advance must at least have the space now.
-        """
-        free = free_bytes(self._cached)
-        try:
-            if nbytes > free:  # an attempt would briefly fill the disk for all users
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            _allocate(self._cached, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                error.filename = self.path  # errors from calls on open files have no path
-                raise
-            os.ftruncate(self._cached, 0)
-            raise OSError(
-                error.errno,
-                f"{error.strerror}: {nbytes} bytes are required, {free} are available: free some space, or choose a "
-                "folder on a larger disk",
-                self.path,
-            ) from None
-
-    def write(self, data: memoryview, position: int) -> None:
-        """Write bytes at a position."""
-        while data:
-            written = self._move("written", os.pwrite, data, position)
-            data, position = data[written:], position + written
-
-    def read(self, into: memoryview, position: int) -> None:
-        """Fill memory with the bytes at a position."""
-        while into:
-            count = self._move("read", lambda file, memory, at: os.preadv(file, [memory], at), into, position)
-            if count == 0:
-                raise OSError(errno.EIO, f"the file ends at byte {position}, {len(into)} bytes too early", self.path)
-            into, position = into[count:], position + count
-
-    def _move(self, done: str, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
-        """Make one system call, with direct I/O if possible, and return the number of bytes transferred."""
-        whole = len(memory) // ALIGNMENT * ALIGNMENT
-        try:
-            if self._direct is not None and whole and position % ALIGNMENT == 0:
-                try:
-                    return call(self._direct, memory[:whole], position)
-                except OSError as error:
-                    if error.errno != errno.EINVAL:
-                        raise
-                    self.is_direct = False  # refused for this memory or file system; the next call tries it again
-            return call(self._cached, memory, position)
-        except OSError as error:
-            message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
-            raise OSError(error.errno, message, self.path) from error
-
-    def close(self) -> None:
-        _close(self._open)
-        self._cached, self._direct = -1, None  # the system may reuse the closed descriptors
-
-
-def _close(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
-
-
-def _allocate(descriptor: int, nbytes: int) -> None:
-    if nbytes and hasattr(os, "posix_fallocate"):
-        try:
-            return os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-    os.ftruncate(descriptor, nbytes)

@@ -12,7 +12,10 @@ While ``act`` changes one extent in the calling thread, other threads write earl
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
@@ -20,17 +23,23 @@ from contextlib import suppress
 from itertools import chain
 from typing import Any, NamedTuple
 
-from lightning_zero.io.disk import DirectFile, aligned, huge_memory, make_private_folder
+from lightning_zero.io.disk import aligned, free_bytes, huge_memory, make_private_folder
 from lightning_zero.io.labels import new_label
 
 BUFFERS = 3  # at any time, one is filled, one is changed and one is written
 SLICE = 2**20  # smallest part of an extent, in bytes, that is worth a separate thread
+_DIRECT = getattr(os, "O_DIRECT", 0)  # some operating systems lack direct I/O
 
 
-class SwapFile(DirectFile):
+class SwapFile:
     """An unnamed file. The system removes it once this process and all processes forked from it have ended or crashed.
 
     The file initially contains ``nbytes`` zeros, for which disk space is reserved. Writes beyond its end enlarge it.
+    Several threads may read and write different positions at once.
+
+    Data bypasses the page cache (``O_DIRECT``) where the system and the disk allow it, which saves memory and the time
+    of copying. Addresses, positions and sizes must then be multiples of ``ALIGNMENT``; after a call with others, the
+    file goes through the cache.
 
     Args:
         folder: path of a folder on a local disk; errors name it. A missing folder is created for this user alone.
@@ -40,11 +49,12 @@ class SwapFile(DirectFile):
     """
 
     def __init__(self, folder: str, nbytes: int = 0) -> None:
-        self.nbytes = nbytes
+        self.path, self.nbytes = folder, nbytes
+        path = os.path.join(folder, f".lightning_zero-{new_label()}")
         try:
             make_private_folder(folder)
-            super().__init__(os.path.join(folder, f".lightning_zero-{new_label()}"))
-            os.unlink(self.path)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            os.unlink(path)
         except OSError as error:
             raise type(error)(
                 error.errno,
@@ -52,14 +62,81 @@ class SwapFile(DirectFile):
                 "disk in which this user may create files",
                 folder,
             ) from error
-        self.path = folder
+        self._closed = weakref.finalize(self, os.close, self._file)
+        with suppress(OSError):  # in-memory file systems lack direct I/O
+            self._bypass_cache(True)
         self.reserve(nbytes)
+
+    def _bypass_cache(self, bypasses: bool) -> None:
+        flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT
+        fcntl.fcntl(self._file, fcntl.F_SETFL, flags | _DIRECT if bypasses else flags)
+
+    def reserve(self, nbytes: int) -> None:
+        """Set the size of a new file and allocate its blocks, so that no later write fails on a full disk.
+
+        A file system that cannot allocate blocks in advance must at least have the space now.
+        """
+        free = free_bytes(self._file)
+        try:
+            if nbytes > free:  # an attempt would briefly fill the disk for all users
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            _allocate(self._file, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                error.filename = self.path  # errors from calls on open files have no path
+                raise
+            os.ftruncate(self._file, 0)
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: {nbytes} bytes are required, {free} are available: free some space, or choose a "
+                "folder on a larger disk",
+                self.path,
+            ) from None
+
+    def write(self, data: memoryview, position: int) -> None:
+        """Write bytes at a position."""
+        while data:
+            written = self._move("written", os.pwrite, data, position)
+            data, position = data[written:], position + written
+
+    def read(self, into: memoryview, position: int) -> None:
+        """Fill memory with the bytes at a position."""
+        while into:
+            count = self._move("read", lambda file, memory, at: os.preadv(file, [memory], at), into, position)
+            if count == 0:
+                raise OSError(errno.EIO, f"the file ends at byte {position}, {len(into)} bytes too early", self.path)
+            into, position = into[count:], position + count
+
+    def _move(self, done: str, call: Callable[[int, memoryview, int], int], memory: memoryview, position: int) -> int:
+        """Make one system call, and return the number of bytes transferred."""
+        try:
+            try:
+                return call(self._file, memory, position)
+            except OSError as error:
+                if error.errno != errno.EINVAL:
+                    raise
+                self._bypass_cache(False)  # direct I/O is refused for this memory or file system
+                return call(self._file, memory, position)
+        except OSError as error:
+            message = f"{len(memory)} bytes cannot be {done} at byte {position} ({error.strerror})"
+            raise OSError(error.errno, message, self.path) from error
 
     def close(self) -> None:
         """Free the disk space, even if forked processes have the file open."""
         with suppress(OSError):  # the file was closed before
             self.reserve(0)
-        super().close()
+        self._closed()
+        self._file = -1  # the system may reuse the closed descriptor
+
+
+def _allocate(descriptor: int, nbytes: int) -> None:
+    if nbytes and hasattr(os, "posix_fallocate"):
+        try:
+            return os.posix_fallocate(descriptor, 0, nbytes)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
+                raise
+    os.ftruncate(descriptor, nbytes)
 
 
 class FileRange(NamedTuple):

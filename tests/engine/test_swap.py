@@ -18,12 +18,12 @@ import pytest
 
 from lightning_zero.engine.offload.scratch import Disk
 from lightning_zero.io import swap
-from lightning_zero.io.disk import ALIGNMENT, DirectFile, free_bytes
+from lightning_zero.io.disk import ALIGNMENT, free_bytes
 from lightning_zero.io.swap import BUFFERS, FileRange, Ring, SwapFile, stream
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
 from tests.support.warm import warm_python
-from tests.test_disk import FOLDERS, folder_for, refuse_direct
+from tests.test_disk import FOLDERS, folder_for, is_direct, refuse_direct
 
 SECONDS = 20
 """Seconds after which a wait for another thread fails."""
@@ -56,18 +56,18 @@ def plus_one(index, memory):
 
 
 def before(monkeypatch, method, act):
-    """Do something before each call of a method of `DirectFile`."""
-    real = getattr(DirectFile, method)
+    """Do something before each call of a method of `SwapFile`."""
+    real = getattr(SwapFile, method)
 
     def call(file, memory, position):
         act()
         return real(file, memory, position)
 
-    monkeypatch.setattr(DirectFile, method, call)
+    monkeypatch.setattr(SwapFile, method, call)
 
 
 class Failing:
-    """Lets the system calls that `DirectFile` reads or writes with fail, at positions within a range, while set to."""
+    """Lets the system calls that `SwapFile` reads or writes with fail, at positions within a range, while set to."""
 
     def __init__(self, monkeypatch, method, start, stop, code=errno.EIO):
         self.on, self.calls, self.began = True, 0, threading.Event()
@@ -113,7 +113,7 @@ def test_many_passes_give_the_same_bytes_as_in_memory(tmp_path, monkeypatch, sma
 def test_aligned_extents_on_a_disk_bypass_the_cache(tmp_path):
     file = SwapFile(str(tmp_path), 2**23)
     stream(extents_of(file, 2**21), plus_one, Ring(2**21))
-    assert file.is_direct
+    assert is_direct(file)
     assert contents(file) == b"\1" * 2**23
 
 
@@ -142,7 +142,7 @@ def test_the_next_extent_is_read_and_the_previous_one_written_while_one_is_chang
                 assert began[kind][number].wait(SECONDS), f"{kind} {number} has not begun during {but} {others[but]}"
 
     def watched(kind, offset):
-        real = getattr(DirectFile, kind)
+        real = getattr(SwapFile, kind)
 
         def call(file, memory, position):
             number = position // ALIGNMENT
@@ -150,7 +150,7 @@ def test_the_next_extent_is_read_and_the_previous_one_written_while_one_is_chang
             together(number + offset, kind)
             return real(file, memory, position)
 
-        monkeypatch.setattr(DirectFile, kind, call)
+        monkeypatch.setattr(SwapFile, kind, call)
 
     def act(index, memory):
         began["act"][index].set()

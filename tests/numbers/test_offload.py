@@ -26,7 +26,8 @@ from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update
 from lightning_zero.engine.optim import masters, optimizers, state
-from lightning_zero.io.disk import ALIGNMENT, DirectFile
+from lightning_zero.io.disk import ALIGNMENT
+from lightning_zero.io.swap import SwapFile
 from tests.checkpoint import faults
 from tests.support import models
 from tests.support.training import Recipe, batch, prepare, same_tensors, same_values, trained_once
@@ -764,15 +765,15 @@ def test_a_disk_that_is_too_small_is_reported_at_the_start_and_nothing_is_change
 
 
 def no_room_for_one(folder: Path) -> None:
-    reserve = DirectFile.reserve
+    reserve = SwapFile.reserve
 
-    def refuse(self: DirectFile, nbytes: int) -> None:
+    def refuse(self: SwapFile, nbytes: int) -> None:
         if rank() == 1 and nbytes > 2**15:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         reserve(self, nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(DirectFile, "reserve", refuse)
+        patch.setattr(SwapFile, "reserve", refuse)
         said = refused_for_want_of_room(folder / str(rank()))
     assert ("on rank 1: " in said) == (rank() == 0)
 
