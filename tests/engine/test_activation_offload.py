@@ -831,7 +831,7 @@ def space(folder):
         step_of(model, optimizer, step)
         file = open_files()[0]
         assert file.endswith("(deleted)") and os.listdir(folder / "made" / "by it") == []
-        sizes.append(os.fstat(store_of(engine)._place._file._cached).st_size)
+        sizes.append(os.fstat(store_of(engine)._place._file._file).st_size)
     assert sizes == [12 * LEAST] * 3, "the space is used again"
     engine.close()
     assert open_files() == []
@@ -890,7 +890,7 @@ def unreadable(folder):
     engine, optimizer = engine_for(model, folder)
     loss = model(batch(0))
     place = store_of(engine)._place
-    place._thread.submit(os.ftruncate, place._file._cached, 0).result()  # after the writes
+    place._thread.submit(os.ftruncate, place._file._file, 0).result()  # after the writes
     with pytest.raises(OSError, match="the file ends at byte") as told:
         loss.backward()
     assert told.value.filename == str(folder)

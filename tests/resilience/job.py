@@ -243,11 +243,11 @@ WHAT = {
 
 def in_saves() -> None:
     """Let faults happen in a save: before each value, when a rank has written its file, and when rank 0 commits."""
-    save_piece, write, put_in_place = saving._save_piece, saving._write, Destination.put_in_place
+    piece, write, put_in_place = saving.Entry.piece, saving._write, Destination.put_in_place
 
-    def saving_piece(*arguments):
+    def copied_piece(*arguments):
         act("copy")
-        return save_piece(*arguments)
+        return piece(*arguments)
 
     def writing(*arguments):
         written = write(*arguments)
@@ -258,7 +258,7 @@ def in_saves() -> None:
         act("commit")
         return put_in_place(self)
 
-    saving._save_piece, saving._write, Destination.put_in_place = saving_piece, writing, committing
+    saving.Entry.piece, saving._write, Destination.put_in_place = copied_piece, writing, committing
 
 
 def new_trainer() -> Trainer:
