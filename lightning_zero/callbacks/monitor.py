@@ -26,7 +26,7 @@ from lightning_zero.callbacks.measured import (
     model_state_bytes,
     ranks_with_data,
 )
-from lightning_zero.engine import compat, placement
+from lightning_zero.engine import Report, compat
 from lightning_zero.io.annotations import check_arguments
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
@@ -60,9 +60,7 @@ class Monitor:
         per_second: items per second over all ranks, or samples without ``length_fn``, during training only.
         elements_per_step: elements that this rank communicates per optimizer step, during training only.
         peak_bytes: this rank's peak memory in bytes, by category.
-        formula_bytes: bytes of model states according to the stage's formula for Adam.
-        ddp_bytes: bytes of model states under DDP, which keeps all of them on every rank.
-        units: number of elements of each unit (modules gathered and reduced together), by name; empty without ZeRO.
+        report: the engine's memory and communication at the end of the fit; None without ZeRO.
         waited: seconds per optimizer step that this rank waited for each unit, longest wait first.
         numel: number of elements of all parameters.
         metrics: the figures from the last observation, by name, on rank 0.
@@ -92,16 +90,14 @@ class Monitor:
         self.per_second: float | None = None
         self.elements_per_step: float | None = None
         self.peak_bytes: dict[str, int] = {}
-        self.formula_bytes: int | None = None
-        self.ddp_bytes: int | None = None
-        self.units: dict[str, int] = {}
+        self.report: Report | None = None
         self.waited: dict[str, float] = {}
         self.numel = 0
         self.metrics: dict[str, float] = {}
         self._measured = MeasuredSteps()
         self._observed_at = 0
         self._losses: tuple[Tensor, int] | None = None  # their sum and number since the last observation
-        self._throughput: Throughput | None = None
+        self._throughput = Throughput()
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -165,16 +161,9 @@ class Monitor:
             count = total.samples if self.length_fn is None else total.items
             self.per_second = count * ranks_with_data(trainer) / total.seconds
         if engine is None:
-            # Without ZeRO, every rank holds all parameters, gradients and two moments.
-            self.formula_bytes = self.ddp_bytes = sum(
-                placement.replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad)
-                for p in pl_module.parameters()
-            )
             return
-        report = engine.report()
-        # Peaks within a step are recorded only by the engine.
-        self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
-        self.ddp_bytes, self.units = report.replicated, report.units
+        self.report = engine.report()
+        self.peak_bytes, self.numel = dict(self.report.peak), self.report.numel  # with the peaks within a step
         if total.steps:
             self.elements_per_step = total.elements() / total.steps
             self.waited = {unit: seconds / total.steps for unit, seconds in total.waited_by_unit().most_common()}
@@ -218,22 +207,18 @@ class Monitor:
 
     def _rates(self, module: LightningModule, part: Measured) -> dict[str, float]:
         """Rates since the last observation, and totals, under the names of Lightning's ``Throughput``."""
-        if self._throughput is None:
-            return {}
         flops, total = getattr(module, "flops_per_batch", None), self._measured.total
-        try:
-            self._throughput.update(
-                time=total.seconds,
-                batches=total.batches,
-                samples=total.samples,
-                lengths=None if self.length_fn is None else total.items,
-                flops=None if flops is None else round(flops * part.batches),
-            )
-        except ValueError as error:  # batches without samples, or fewer items than samples
-            step = self._measured.step
-            rank_zero_warn(f"ZeroMonitor logs no throughput from step {step} on: {error}. Set batch_size_fn=...")
-            self._throughput = None
+        lengths = None if self.length_fn is None else total.items
+        if total.samples < total.batches or (lengths is not None and lengths < total.samples):
+            rank_zero_warn("ZeroMonitor logs no throughput of batches without samples or items: set batch_size_fn=...")
             return {}
+        self._throughput.update(
+            time=total.seconds,
+            batches=total.batches,
+            samples=total.samples,
+            lengths=lengths,
+            flops=None if flops is None else round(flops * part.batches),
+        )
         return {f"throughput/{name}": value for name, value in self._throughput.compute().items()}
 
     def _read_loss(self) -> float | None:

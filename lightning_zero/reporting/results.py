@@ -7,43 +7,20 @@ from typing import Any, NamedTuple
 
 from lightning.pytorch import Trainer
 
-from lightning_zero.callbacks.measured import ranks_with_data
 from lightning_zero.callbacks.monitor import ZeroMonitor
 from lightning_zero.callbacks.pruning import Pruning
-from lightning_zero.engine import Report, placement
+from lightning_zero.engine import Report
 from lightning_zero.io.tables import show
-
-
-def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
-    """Expected number of elements that a rank communicates per optimizer step, divided by Psi (ZeRO paper, section 7).
-
-    Psi is the number of parameters. Stage 1 reduces gradients once per step, stages 2 and 3 once per micro-batch.
-    Stages 1 and 2 gather parameters once per step, stage 3 twice per micro-batch. If stage 3 shards within groups of
-    ``within`` ranks, groups also exchange shards once per step.
-    """
-    if world_size == 1:
-        return 0
-    placements = placement.placements_of(stage)
-    reductions = accumulate if placements.gradients.is_sharded else 1
-    gathers = 2 * accumulate if placements.parameters.is_sharded else 1
-    between_groups = 2 / within if within is not None and 1 < within < world_size else 0
-    return reductions + gathers + between_groups
 
 
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
     """Return all results of a fit as plain values; the keys of ``metrics`` have the form ``validation/NAME``."""
-    stage = getattr(trainer.strategy, "stage", None)
-    within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
-    within = trainer.world_size // trainer.num_nodes if within == "node" else within
+    report = monitor.report
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
-    is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
-    expected = None
-    if stage and not is_divided:
-        expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
     return {
-        "strategy": f"ZeRO stage {stage}" if stage else type(trainer.strategy).__name__,
+        "strategy": type(trainer.strategy).__name__ if report is None else f"ZeRO stage {report.stage}",
         "processes": trainer.world_size,
         "precision": str(trainer.precision),
         "parameters": monitor.numel,
@@ -53,11 +30,10 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         "counted": counted,
         "per_second": monitor.per_second,
         "peak_bytes": monitor.peak_bytes,
-        "formula_bytes": monitor.formula_bytes,
-        "ddp_bytes": monitor.ddp_bytes,
-        "units": {name or "root": numel for name, numel in monitor.units.items()},
+        "formula_bytes": None if report is None else report.formula,
+        "ddp_bytes": None if report is None else report.replicated,
+        "units": {} if report is None else {name or "root": numel for name, numel in report.units.items()},
         "communicated_psi": communicated,
-        "expected_psi": expected,
         "waited": monitor.waited,
         "sparsity": next((each.sparsity for each in callbacks if isinstance(each, Pruning)), None),
         "checkpoint": checkpoint,
@@ -96,23 +72,15 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     counted = results["counted"]
     found.append(Figure(f"{counted} a second", f"{counted}/s", "not measured" if rate is None else f"{rate:.0f}"))
     held, formula, ddp = results["peak_bytes"], results["formula_bytes"], results["ddp_bytes"]
-    if formula is None or ddp is None:
-        found.append(Figure("peak memory a rank", "memory", "not measured"))
-    else:
-        total = sum(held.values())
-        buffers = sum(held.get(category, 0) for category in Report.WORKING_BUFFERS)
-        found += [
-            Figure("model states at the peak", "states", _mb(total - buffers), f"formula {_mb(formula)}"),
-            Figure("working buffers at the peak", "", _mb(buffers)),
-            Figure("peak memory a rank", "memory", _mb(total), f"DDP {_mb(ddp)}"),
-        ]
-    if psi is None:
-        found.append(Figure("communicated a step", "traffic", "not counted"))
-    else:
-        expected = results["expected_psi"]
-        formula_psi = "" if expected is None else f"formula {expected} Psi"
-        found.append(Figure("communicated a step", "traffic", f"{psi:.2f} Psi", formula_psi))
-    return found
+    total = sum(held.values())
+    buffers = sum(held.get(category, 0) for category in Report.WORKING_BUFFERS)
+    return [
+        *found,
+        Figure("model states at the peak", "states", _mb(total - buffers), f"formula {_mb(formula)}" if formula else ""),
+        Figure("working buffers at the peak", "", _mb(buffers)),
+        Figure("peak memory a rank", "memory", _mb(total), f"DDP {_mb(ddp)}" if ddp else ""),
+        Figure("communicated a step", "traffic", "not counted" if psi is None else f"{psi:.2f} Psi"),
+    ]
 
 
 def _mb(nbytes: float) -> str:

@@ -51,10 +51,10 @@ def test_output_ends_with_a_plain_text_table_and_the_paths(alone: tuple[Path, st
     for name, value, note in (
         ("model states at the peak", r"\d+\.\d MB", r"formula \d+\.\d MB"),
         ("peak memory a rank", r"\d+\.\d MB", r"DDP \d+\.\d MB"),
-        ("communicated a step", r"\d\.\d\d Psi", "formula 3 Psi"),
     ):
         assert re.fullmatch(value, rows[name][0]) and re.fullmatch(note, rows[name][1])
     assert re.fullmatch(r"\d+\.\d MB", *rows["working buffers at the peak"])
+    assert re.fullmatch(r"\d\.\d\d Psi", *rows["communicated a step"])
     assert checkpoint == f"checkpoint {folder / 'checkpoints' / 'step_6.ckpt'}"
     assert curves == f"curves lightning-zero report {folder}"
 
@@ -102,10 +102,9 @@ def test_stage_3_learns_what_ddp_learns_and_only_stage_3_counts_traffic(sweep: t
     assert ddp["communicated_psi"] is None and re.search(
         "^communicated a step +not counted$", sweep[1], flags=re.MULTILINE
     )
-    assert stage3["expected_psi"] == 3
     # DDP holds 16 bytes a parameter: its value, its gradient and Adam's two moments, 4 bytes each
     assert sum(ddp["peak_bytes"].values()) == pytest.approx(16 * ddp["parameters"], rel=0.01)
-    assert ddp["ddp_bytes"] == ddp["formula_bytes"] == stage3["ddp_bytes"] == 16 * stage3["parameters"]
+    assert stage3["ddp_bytes"] == 16 * stage3["parameters"]
     assert sum(stage3["units"].values()) == stage3["parameters"] and ddp["units"] == {}
 
 
