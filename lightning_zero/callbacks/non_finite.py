@@ -86,9 +86,7 @@ class Finder:
             where += f"; gradients that are not finite: {listed(names)}"
         raise NonFiniteError(f"A loss or gradient is not finite at step {trainer.global_step}: {where}")
 
-    def _search(
-        self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
-    ) -> _Found:
+    def _search(self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]) -> _Found:
         """Return this rank's finding. All ranks stop at the same micro-batch."""
         rank = trainer.global_rank
         found = _Found(len(window), 1, rank, _NOT_FOUND, _broken_gradients(module))

@@ -74,9 +74,10 @@ def figures(results: dict[str, Any]) -> list[Figure]:
     held, formula, ddp = results["peak_bytes"], results["formula_bytes"], results["ddp_bytes"]
     total = sum(held.values())
     buffers = sum(held.get(category, 0) for category in Report.WORKING_BUFFERS)
+    of_formula = f"formula {_mb(formula)}" if formula else ""
     return [
         *found,
-        Figure("model states at the peak", "states", _mb(total - buffers), f"formula {_mb(formula)}" if formula else ""),
+        Figure("model states at the peak", "states", _mb(total - buffers), of_formula),
         Figure("working buffers at the peak", "", _mb(buffers)),
         Figure("peak memory a rank", "memory", _mb(total), f"DDP {_mb(ddp)}" if ddp else ""),
         Figure("communicated a step", "traffic", "not counted" if psi is None else f"{psi:.2f} Psi"),
