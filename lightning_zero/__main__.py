@@ -5,7 +5,7 @@ import importlib
 import itertools
 import sys
 
-from lightning_zero.commands.showing import CLOSED_PIPE, Parser, discard_stdout, stdout_for_json, stdout_is_closed
+from lightning_zero.commands.showing import CLOSED_PIPE, Parser, discard_stdout, stdout_for_json
 from lightning_zero.version import __version__
 
 COMMANDS = {
@@ -22,15 +22,12 @@ COMMANDS = {
 def main() -> int:
     try:
         try:
-            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
-            wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
-            with stdout_for_json() if wants_json else contextlib.nullcontext():
+            ours = itertools.takewhile("--".__ne__, sys.argv[1:])  # arguments after -- belong to a script
+            with stdout_for_json() if "--json" in ours else contextlib.nullcontext():
                 return run(sys.argv[1:])
         finally:
             sys.stdout.flush()  # errors from a closed pipe are raised here, and caught below
     except BrokenPipeError:
-        if not stdout_is_closed():
-            raise
         discard_stdout()
         return CLOSED_PIPE
     except KeyboardInterrupt:

@@ -18,7 +18,6 @@ from lightning_zero.engine import compat, process_group, shard_of
 from lightning_zero.io.names import listed
 from lightning_zero.strategies import lightning_internals as internals
 
-
 _NOT_FOUND = "the cause was not found; find the module with Trainer(detect_anomaly=True)"
 
 

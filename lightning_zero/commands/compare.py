@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -71,15 +70,11 @@ def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
 
 
 def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
-    """Label each job by the overrides that differ between jobs, and by its folder if these overrides are not unique."""
+    """Label each job by the overrides that differ between jobs, and also by its folder if they are not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
         for job, given in overrides.items()
     }
     times = Counter(own.values())
-    depth = next(depth for depth in count(1) if len({job.parts[-depth:] for job in own}) == len(own))
-    places = {job: "/".join(job.parts[-depth:]) for job in own}
-    return {
-        job: label if label and times[label] == 1 else f"{label} {places[job]}".strip() for job, label in own.items()
-    }
+    return {job: label if label and times[label] == 1 else f"{label} {job.name}".strip() for job, label in own.items()}

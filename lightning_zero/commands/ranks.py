@@ -35,7 +35,7 @@ def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
     If a process fails, or on Ctrl-C, all remaining processes are terminated within seconds. SIGTERM is forwarded to the
-    processes, which have as long as they need to end after their step and to save; a second SIGTERM terminates them.
+    processes, which have as long as they need to end after their step and to save.
 
     Raises:
         JobFailed: if a process fails.
@@ -51,19 +51,16 @@ def launch(job: Job, config: DictConfig) -> None:
     # ranks, so no other program can take the port.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    ranks, is_asked_to_end, is_cleaning_up = None, False, False
+    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
+    is_asked_to_end = False
 
     def forward(*_: object) -> None:
         nonlocal is_asked_to_end
-        if not is_cleaning_up:
-            if is_asked_to_end or ranks is None:
-                raise SystemExit(_TERMINATED)
-            for process in ranks.processes:
-                process.terminate()
         is_asked_to_end = True
+        for process in ranks.processes:
+            process.terminate()
 
     before = signal.signal(signal.SIGTERM, forward)
-    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
     try:
         while not ranks.join(grace_period=GRACE):
             pass
@@ -75,7 +72,6 @@ def launch(job: Job, config: DictConfig) -> None:
         how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
         raise JobFailed(f"rank {error.error_index} of {world_size} {how}") from None
     finally:
-        is_cleaning_up, was_asked_to_end = True, is_asked_to_end
         for process in ranks.processes:
             process.terminate()
         deadline = time.monotonic() + GRACE
@@ -83,8 +79,6 @@ def launch(job: Job, config: DictConfig) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
         signal.signal(signal.SIGTERM, before)
-        if is_asked_to_end and not was_asked_to_end:
-            raise SystemExit(_TERMINATED)  # asked during the clean-up
 
 
 def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:

@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import select
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -18,7 +17,10 @@ from tqdm import tqdm
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports errors in one line, without the usage."""
+    """Parser that reports errors in one line, without the usage, and accepts no abbreviated options."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -77,36 +79,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def stdout_is_closed() -> bool:
-    """Whether standard output is a pipe that its reader has closed."""
-    poll = select.poll()
-    poll.register(1, 0)  # poll always reports errors, even without requested events
-    return bool(poll.poll(0))
-
-
 def discard_stdout() -> None:
     """Redirect standard output to /dev/null, so that flushing it at the end of the process cannot fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-class OptionalStdout:
-    """Standard output that discards text after the reader has closed the pipe, so that training continues."""
-
-    def __init__(self) -> None:
-        self._stream = sys.stdout
-
-    def write(self, text: str) -> int:
-        try:
-            return self._stream.write(text)
-        except BrokenPipeError:
-            discard_stdout()
-            return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            discard_stdout()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

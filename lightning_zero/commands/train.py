@@ -1,7 +1,6 @@
 """`lightning-zero train`: a Hydra app that trains one model or, with -m, a sweep of models, and writes reports."""
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -12,7 +11,6 @@ import textwrap
 import time
 import warnings
 from pathlib import Path
-from typing import TextIO, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -25,7 +23,7 @@ from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.compare import CompareJobs, compare
-from lightning_zero.commands.showing import OptionalStdout, Parser, print_json
+from lightning_zero.commands.showing import Parser, print_json
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 
@@ -42,7 +40,6 @@ def train(config: DictConfig) -> None:
     from lightning_zero.engine import engine_of
     from lightning_zero.reporting import RunManifest, results
 
-    sys.stdout = cast(TextIO, OptionalStdout())  # not restored: the process flushes sys.stdout at exit
     # Validating on several ranks is intended, and Lightning itself causes the treespec warning with torch 2.13.
     for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
         warnings.filterwarnings("ignore", message=message)
@@ -169,12 +166,8 @@ def main(arguments: list[str]) -> int:
         try:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
                 show_help(list(map(_quote_stage, given.overrides)))
-            elif given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
-                app()
             else:
-                with contextlib.redirect_stdout(cast(TextIO, OptionalStdout())) as stdout:
-                    app()
-                    stdout.flush()
+                app()
         except JobFailed as error:
             code = error.exit_code
             let_rank_0_complain()
