@@ -22,8 +22,6 @@ EPILOG = "PATH is a Lightning checkpoint file or a torch.distributed.checkpoint 
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments:
-        parser().error("specify a command: inspect, verify, export, convert or import")
     options = parser().parse_args(arguments)
     try:
         options.run(options)
@@ -38,9 +36,6 @@ def main(arguments: list[str]) -> int:
             return 1
         print(f"lightning-zero checkpoint {options.command}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"lightning-zero checkpoint {options.command}: interrupted", file=sys.stderr)
-        return 130  # a shell's exit code after Ctrl-C
 
 
 def parser() -> Parser:

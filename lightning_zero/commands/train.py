@@ -8,7 +8,6 @@ import signal
 import sys
 import tempfile
 import textwrap
-import time
 import warnings
 from pathlib import Path
 
@@ -26,9 +25,6 @@ from lightning_zero.commands.compare import CompareJobs, compare
 from lightning_zero.commands.showing import Parser, print_json
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
-
-_PATIENCE = 10.0
-"""Seconds that ranks other than 0 wait after an error before they exit, so that rank 0 can report the error."""
 
 
 def train(config: DictConfig) -> None:
@@ -105,14 +101,8 @@ def this_rank() -> int:
 
 
 def complain(text: str) -> None:
-    if this_rank() == 0:
-        print(f"lightning-zero train: {text}", file=sys.stderr, flush=True)
-
-
-def let_rank_0_complain() -> None:
-    """Delay the exit of ranks other than 0, since torchrun ends all ranks as soon as one has failed."""
-    if this_rank() != 0:
-        time.sleep(_PATIENCE)
+    """Print an error, on each rank: torchrun ends all ranks as soon as one has failed."""
+    print(f"lightning-zero train: {text}", file=sys.stderr, flush=True)
 
 
 def _quote_stage(argument: str) -> str:
@@ -170,20 +160,14 @@ def main(arguments: list[str]) -> int:
                 app()
         except JobFailed as error:
             code = error.exit_code
-            let_rank_0_complain()
-        except SystemExit:
-            let_rank_0_complain()
-            raise
         except (HydraException, OmegaConfBaseException) as error:
             if wants_traceback:
                 raise
             complain(in_one_line(error))
-            let_rank_0_complain()
             code = 2
         except (YAMLError, UnicodeDecodeError) as error:
             where = given.config_dir or given.config_path or "lightning_zero.conf"
             complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
-            let_rank_0_complain()
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT

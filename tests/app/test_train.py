@@ -146,14 +146,14 @@ def test_under_torchrun_the_command_starts_no_further_ranks(tmp_path: Path, alon
     ("argument", "said"),
     [("model.width=none", "model.width='none' must be an integer"), ("stage=4", "stage=4: no such option")],
 )
-def test_under_torchrun_rank_0_reports_an_error_though_it_is_the_slowest(
+def test_under_torchrun_an_error_is_reported_though_rank_0_is_the_slowest(
     tmp_path: Path, argument: str, said: str
 ) -> None:
     # torchrun ends all other ranks as soon as one rank has failed.
     (tmp_path / "sitecustomize.py").write_text("import os, time\nif os.environ.get('RANK') == '0': time.sleep(3)")
     process = start("train", argument, folder=tmp_path, launcher=(*REAL, *TORCHRUN), path=(tmp_path,))
     code, _, errors = finish(process)
-    assert code != 0 and errors.count(f"lightning-zero train: {said}") == 1, errors
+    assert code != 0 and f"lightning-zero train: {said}" in errors, errors
 
 
 @pytest.mark.parametrize("scheme", ["", "file://"], ids=["path", "URL"])
