@@ -48,8 +48,8 @@ def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]
     """The rows of a sweep's table: the headings, then one row per job."""
     from lightning_zero.reporting.results import figures
 
-    found = {label: {each.heading: each.value for each in figures(results)} for label, results in done.items()}
-    headings = dict.fromkeys(heading for values in found.values() for heading in values if heading)
+    found = {label: figures(results) for label, results in done.items()}
+    headings = dict.fromkeys(heading for values in found.values() for heading in values)
     rows = [("job", *(headings or ["result"]))]
     for label in jobs:
         if label in found:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -30,9 +30,8 @@ NAME = "manifest.json"
 class RunManifest(Callback):
     """Writes ``manifest.json`` on rank 0 when training begins, and completes it when training ends.
 
-    The manifest contains the configuration, the git commit of the working directory, the installed packages, the
-    machine, seeds, the strategy with its options, and a fingerprint of the training data. When training ends, the
-    duration of the fit and the engine's memory and communication are added. ``lightning-zero report`` reads the file.
+    The manifest contains what is needed to repeat the run and, when training ends, the duration of the fit and the
+    engine's memory and communication. ``lightning-zero report`` reads the file.
 
     Arguments:
         folder: where to write the manifest; by default the logger's folder, or the Trainer's ``default_root_dir``.
@@ -80,7 +79,7 @@ class RunManifest(Callback):
             "seeds": {"seed_everything": os.environ.get("PL_GLOBAL_SEED"), "torch": torch.initial_seed()},
             "ranks": trainer.world_size,
             "nodes": trainer.num_nodes,
-            "strategy": _strategy(trainer),
+            "strategy": _strategy(trainer.strategy),
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
@@ -152,16 +151,9 @@ def _hyperparameters(trainer: Trainer, module: LightningModule) -> dict[str, Any
     return {"model": dict(module.hparams)} | ({} if data is None else {"data": dict(data.hparams)})
 
 
-def _strategy(trainer: Trainer) -> dict[str, Any]:
-    """The strategy's class; for ZeRO also the stage, and the options that differ from their defaults."""
-    strategy: Any = trainer.strategy
-    found: dict[str, Any] = {"class": name_of(type(strategy)), "stage": None}
+def _strategy(strategy: Any) -> dict[str, Any]:
+    """The strategy's class; for ZeRO also its options."""
+    found = {"class": name_of(type(strategy))}
     if getattr(strategy, "engine", None) is not None:
-        found["stage"] = strategy.stage
-        found["options"] = {
-            field.name: plain(getattr(options, field.name))
-            for options in (strategy.config, strategy.options)
-            for field in fields(options)
-            if field.name != "stage" and getattr(options, field.name) != field.default
-        }
+        found |= plain(strategy.config) | plain(strategy.options)
     return found

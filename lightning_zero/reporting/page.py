@@ -25,6 +25,8 @@ _DETAILS = ("memory/", "communication/", "time/", "wait/")
 """Prefixes of ZeroMonitor's many metrics, which are drawn last, and not compared."""
 # Text stays text, which is searchable, and a "$" in a name does not begin a formula.
 _FIGURES = {"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "text.parse_math": False, "axes.grid": True}
+
+
 def page_of(runs: Sequence[Run], title: str) -> str:
     """Return a page with a table of the runs, a figure for each metric, and the records of each run."""
     rows = [
