@@ -32,31 +32,21 @@ def compare(folder: Path) -> Path:
     Returns:
         The path of ``comparison.json``.
     """
+    from lightning_zero.reporting.results import figures
+
     jobs = _jobs(folder)
-    done = {label: results for label, results in jobs.items() if results is not None}
     written = folder / "comparison.json"
     written.write_text(json.dumps(jobs, indent=1))
-    print(f"{len(done)} of {len(jobs)} jobs succeeded")
-    rows = _rows(jobs, done)
-    show(rows, right=range(1, len(rows[0])))
+    found = {}
+    for label, results in jobs.items():
+        found[label] = {"status": "failed"} if results is None else {"status": "succeeded", **figures(results)}
+    headings = list(dict.fromkeys(heading for values in found.values() for heading in values))
+    rows = [("job", *headings)]
+    rows += [(label, *(values.get(heading, "") for heading in headings)) for label, values in found.items()]
+    show(rows, right=range(2, len(rows[0])))
     print("comparison", written)
     print("curves lightning-zero report", folder, flush=True)
     return written
-
-
-def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of a sweep's table: the headings, then one row per job."""
-    from lightning_zero.reporting.results import figures
-
-    found = {label: figures(results) for label, results in done.items()}
-    headings = dict.fromkeys(heading for values in found.values() for heading in values)
-    rows = [("job", *(headings or ["result"]))]
-    for label in jobs:
-        if label in found:
-            rows.append((label, *(found[label].get(heading, "") for heading in headings)))
-        else:
-            rows.append((label, "failed", *(len(rows[0]) - 2) * ("",)))
-    return rows
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:

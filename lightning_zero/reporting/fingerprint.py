@@ -82,11 +82,8 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     """
     state, read, length = _Hash(), 0, 0
     for dataset in datasets:
-        if (
-            isinstance(dataset, IterableDataset)
-            or not hasattr(dataset, "__getitem__")
-            or not hasattr(dataset, "__len__")
-        ):
+        has_samples = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if isinstance(dataset, IterableDataset) or not has_samples:
             why = f"{type(dataset).__name__} cannot be indexed: pass its files as RunManifest(data=[...])"
             return {"fingerprint": None, "method": why}
         state.add(len(dataset).to_bytes(8, "little"))
