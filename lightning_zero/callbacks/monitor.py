@@ -134,7 +134,7 @@ class Monitor:
         every: int = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and measured.step - self._observed_at >= every:
             self._observe(trainer)
-        elif not measured.is_measuring:
+        elif measured.began is None:
             engine = engine_of_run(trainer)
             measured.begin(engine)
             if engine is None:
@@ -155,7 +155,6 @@ class Monitor:
         self._measured.end(engine)
         if not self.loss_curve:
             self._read_loss()
-        self._measured.take()
         total = self._measured.total
         if total.steps:
             count = total.samples if self.length_fn is None else total.items
