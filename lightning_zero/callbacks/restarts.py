@@ -214,8 +214,7 @@ class Restarts:
         path = os.path.join(private, job)
         self._folder = os.path.join(path, fit)
         fs, root = url_to_fs(str(trainer.default_root_dir))
-        self._has_disk = isinstance(fs, LocalFileSystem)
-        root = root if self._has_disk else str(trainer.default_root_dir)
+        root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
         self._on_disk = os.path.join(root, f".lightning_zero-{job}")
         self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
         self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
@@ -441,8 +440,12 @@ class Restarts:
                 "a restarted job will not find this checkpoint."
             )
 
+    @property
+    def _is_remote(self) -> bool:
+        return "://" in self._on_disk
+
     def _make_folder_on_disk(self) -> None:
-        if self._has_disk:
+        if not self._is_remote:
             os.makedirs(self._on_disk, 0o700, exist_ok=True)
             _check_own(self._on_disk)
 
@@ -450,7 +453,7 @@ class Restarts:
         """Return the paths of this fit's checkpoints; none if their record belongs to another user."""
         paths: list[str] = []
         with suppress(Exception):
-            if self._has_disk:
+            if not self._is_remote:
                 _check_own(self._on_disk)
             paths.append(self._at_end)
             with fsspec.open(self._record, "r") as file:
