@@ -111,6 +111,4 @@ def _world_size(config: DictConfig) -> int:
         return config.trainer.devices
     if config.trainer.accelerator == "cpu":
         raise ConfigError("trainer.devices=auto: on a CPU, set it to the number of processes")
-    if device_count() == 0:
-        raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
     return device_count()

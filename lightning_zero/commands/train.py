@@ -143,7 +143,6 @@ def main(arguments: list[str]) -> int:
     """Run the app with Hydra's arguments and return the exit code."""
     given = parser().parse_args(arguments)  # reports an error in one line, where Hydra would print its usage
     arguments = [argument for argument in arguments if argument != "--json"]
-    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
         if this_rank() != 0:
@@ -161,8 +160,6 @@ def main(arguments: list[str]) -> int:
         except JobFailed as error:
             code = error.exit_code
         except (HydraException, OmegaConfBaseException) as error:
-            if wants_traceback:
-                raise
             complain(in_one_line(error))
             code = 2
         except (YAMLError, UnicodeDecodeError) as error:
