@@ -3,9 +3,11 @@
 import contextlib
 import importlib
 import itertools
+import os
+import signal
 import sys
 
-from lightning_zero.commands.showing import CLOSED_PIPE, Parser, discard_stdout, stdout_for_json
+from lightning_zero.commands.showing import Parser, stdout_for_json
 from lightning_zero.version import __version__
 
 COMMANDS = {
@@ -28,8 +30,8 @@ def main() -> int:
         finally:
             sys.stdout.flush()  # errors from a closed pipe are raised here, and caught below
     except BrokenPipeError:
-        discard_stdout()
-        return CLOSED_PIPE
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing stdout at the end cannot fail again
+        return 128 + signal.SIGPIPE  # as shells report
     except KeyboardInterrupt:
         return 130  # the exit code that shells use after Ctrl-C
 

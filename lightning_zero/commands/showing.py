@@ -1,4 +1,4 @@
-"""Input and output of commands: errors, JSON, progress of long operations, sizes such as 5GB, and closed pipes."""
+"""Input and output of commands: errors, JSON, progress of long operations, and sizes such as 5GB."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import re
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,8 +18,8 @@ from tqdm import tqdm
 class Parser(argparse.ArgumentParser):
     """Parser that reports errors in one line, without the usage, and accepts no abbreviated options."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, allow_abbrev=False, **options)
+    def __init__(self, prog: str | None = None, **options: Any) -> None:
+        super().__init__(prog, allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -42,10 +41,6 @@ def size_of(text: str) -> int:
     if size < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB, 5GB or 4GiB")
     return size
-
-
-CLOSED_PIPE = 128 + signal.SIGPIPE
-"""Exit code if the reader of stdout has closed the pipe: the code that shells report for a program ended by SIGPIPE."""
 
 
 _stdout_for_json: TextIO | None = None
@@ -77,8 +72,3 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def discard_stdout() -> None:
-    """Redirect standard output to /dev/null, so that flushing it at the end of the process cannot fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
