@@ -97,7 +97,7 @@ class Monitor:
         self._measured = MeasuredSteps()
         self._observed_at = 0
         self._losses: tuple[Tensor, int] | None = None  # their sum and number since the last observation
-        self._throughput = Throughput()
+        self._throughput: Throughput | None = None
 
     # -- hooks ------------------------------------------------------------------------------------------------------
 
@@ -206,18 +206,22 @@ class Monitor:
 
     def _rates(self, module: LightningModule, part: Measured) -> dict[str, float]:
         """Rates since the last observation, and totals, under the names of Lightning's ``Throughput``."""
-        flops, total = getattr(module, "flops_per_batch", None), self._measured.total
-        lengths = None if self.length_fn is None else total.items
-        if total.samples < total.batches or (lengths is not None and lengths < total.samples):
-            rank_zero_warn("ZeroMonitor logs no throughput of batches without samples or items: set batch_size_fn=...")
+        if self._throughput is None:
             return {}
-        self._throughput.update(
-            time=total.seconds,
-            batches=total.batches,
-            samples=total.samples,
-            lengths=lengths,
-            flops=None if flops is None else round(flops * part.batches),
-        )
+        flops, total = getattr(module, "flops_per_batch", None), self._measured.total
+        try:
+            self._throughput.update(
+                time=total.seconds,
+                batches=total.batches,
+                samples=total.samples,
+                lengths=None if self.length_fn is None else total.items,
+                flops=None if flops is None else round(flops * part.batches),
+            )
+        except ValueError as error:  # batches without samples, or fewer items than samples
+            step = self._measured.step
+            rank_zero_warn(f"ZeroMonitor logs no throughput from step {step} on: {error}. Set batch_size_fn=...")
+            self._throughput = None
+            return {}
         return {f"throughput/{name}": value for name, value in self._throughput.compute().items()}
 
     def _read_loss(self) -> float | None:

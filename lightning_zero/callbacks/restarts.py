@@ -358,7 +358,9 @@ class Restarts:
         """Send a file from one rank to those that receive it. Return the reason why this rank could not write it."""
         error = None
         with open(path, "rb") if self._rank == sender else nullcontext() as source:
-            while part := self._strategy.broadcast(source.read(_MESSAGE) if source is not None else None, sender):
+            part = None
+            while part != b"":
+                part = self._strategy.broadcast(source.read(_MESSAGE) if source is not None else None, sender)
                 try:
                     if receives and error is None:
                         with open(path, "ab") as target:
