@@ -349,7 +349,7 @@ def test_a_checkpoint_with_masks_of_other_parameters_is_refused_with_their_names
     trainer.fit(Learner())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
     for names, says in (
-        ((first, second), rf"only in one of both: {second}\)\. Pass the parameters= of that run, or leave ckpt_path out"),
+        ((first, second), rf"only in one of both: {second}\)\. Pass the parameters= of that run, or"),
         ((second,), rf"only in one of both: {second}, {first}\)"),
     ):
         trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=is_chosen(*names))], max_epochs=4)
