@@ -278,7 +278,10 @@ class Restarts:
                 self.is_trying = True
                 resume(source.path, weights_only=weights_only)
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
-                rank_zero_warn(f"{error} Another state is tried, if there is one.")
+                advice = "Another state is tried, if there is one."
+                if source.is_in_memory and len(self._leaders) > 1:
+                    advice = f"Files may be missing, perhaps with a lost machine. {advice}"
+                rank_zero_warn(f"{error} {advice}")
                 continue
             finally:
                 self.is_trying = False
