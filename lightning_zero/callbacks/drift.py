@@ -128,8 +128,9 @@ class DriftMonitor(Callback):
     def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        values = {name: torch.as_tensor(seen.compute()).cpu() for name, seen in self._seen.items()}  # [] if all are NaN
-        recent = {name: np.atleast_1d(value.numpy()) for name, value in values.items()}
+        values = {name: seen.compute() for name, seen in self._seen.items()}  # [] if all are NaN
+        found = {name: torch.as_tensor(each, device=pl_module.device) for name, each in values.items()}
+        recent = {name: np.atleast_1d(values.cpu().numpy()) for name, values in found.items()}
         if not trainer.is_global_zero:
             return
         if self._save_to is not None:

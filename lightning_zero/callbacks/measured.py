@@ -84,8 +84,7 @@ class MeasuredSteps:
     Attributes:
         step: number of the last optimizer step.
         is_within_step: whether micro-batches have been trained on since the last optimizer step.
-        began: when the measurement in progress began; None between measurements.
-        total: sums over all measured steps.
+        total: sums over the steps that ``take`` has returned.
     """
 
     def __init__(self) -> None:
@@ -94,8 +93,12 @@ class MeasuredSteps:
         self.total = Measured()
         self._part = Measured()  # since the last ``take``
         self._running = Measured()  # since ``begin``
-        self.began: float | None = None
+        self._began: float | None = None
         self._traffic_before: Counter[tuple[str, str, str]] = Counter()
+
+    @property
+    def is_measuring(self) -> bool:
+        return self._began is not None
 
     def add_batch(self, samples: int, items: int, step: int) -> None:
         """Count a micro-batch, after which the last optimizer step has the number ``step``."""
@@ -113,15 +116,15 @@ class MeasuredSteps:
             engine.phases.take()
             self._traffic_before = engine.traffic()
         self._running = Measured()
-        self.began = time.perf_counter()
+        self._began = time.perf_counter()
 
     def end(self, engine: Engine | None) -> None:
         """End measuring. After a whole step, keep what was measured; within a step, discard it."""
-        if self.began is None:
+        if self._began is None:
             return
         running = self._running
-        running.seconds = time.perf_counter() - self.began
-        self.began = None
+        running.seconds = time.perf_counter() - self._began
+        self._began = None
         if engine is not None:
             engine.phases.measures = False
             running.waited.update(engine.phases.take())
@@ -129,11 +132,11 @@ class MeasuredSteps:
             running.traffic.subtract(self._traffic_before)
         if running.steps and not self.is_within_step:
             self._part.add(running)
-            self.total.add(running)
 
     def take(self) -> Measured:
-        """Return the sums over the steps that were measured since the last call."""
+        """Return the sums over the steps that were measured since the last call, and add them to ``total``."""
         part, self._part = self._part, Measured()
+        self.total.add(part)
         return part
 
 

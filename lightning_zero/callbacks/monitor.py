@@ -26,7 +26,7 @@ from lightning_zero.callbacks.measured import (
     model_state_bytes,
     ranks_with_data,
 )
-from lightning_zero.engine import Report, compat
+from lightning_zero.engine import compat, placement
 from lightning_zero.io.annotations import check_arguments
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
@@ -60,7 +60,9 @@ class Monitor:
         per_second: items per second over all ranks, or samples without ``length_fn``, during training only.
         elements_per_step: elements that this rank communicates per optimizer step, during training only.
         peak_bytes: this rank's peak memory in bytes, by category.
-        report: the engine's memory and communication at the end of the fit; None without ZeRO.
+        formula_bytes: bytes of model states according to the stage's formula for Adam.
+        ddp_bytes: bytes of model states under DDP, which keeps all of them on every rank.
+        units: number of elements of each unit (modules gathered and reduced together), by name; empty without ZeRO.
         waited: seconds per optimizer step that this rank waited for each unit, longest wait first.
         numel: number of elements of all parameters.
         metrics: the figures from the last observation, by name, on rank 0.
@@ -90,7 +92,9 @@ class Monitor:
         self.per_second: float | None = None
         self.elements_per_step: float | None = None
         self.peak_bytes: dict[str, int] = {}
-        self.report: Report | None = None
+        self.formula_bytes: int | None = None
+        self.ddp_bytes: int | None = None
+        self.units: dict[str, int] = {}
         self.waited: dict[str, float] = {}
         self.numel = 0
         self.metrics: dict[str, float] = {}
@@ -134,7 +138,7 @@ class Monitor:
         every: int = self.every_n_steps or trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and measured.step - self._observed_at >= every:
             self._observe(trainer)
-        elif measured.began is None:
+        elif not measured.is_measuring:
             engine = engine_of_run(trainer)
             measured.begin(engine)
             if engine is None:
@@ -155,14 +159,22 @@ class Monitor:
         self._measured.end(engine)
         if not self.loss_curve:
             self._read_loss()
+        self._measured.take()
         total = self._measured.total
         if total.steps:
             count = total.samples if self.length_fn is None else total.items
             self.per_second = count * ranks_with_data(trainer) / total.seconds
         if engine is None:
+            # Without ZeRO, every rank holds all parameters, gradients and two moments.
+            self.formula_bytes = self.ddp_bytes = sum(
+                placement.replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad)
+                for p in pl_module.parameters()
+            )
             return
-        self.report = engine.report()
-        self.peak_bytes, self.numel = dict(self.report.peak), self.report.numel  # with the peaks within a step
+        report = engine.report()
+        # Peaks within a step are recorded only by the engine.
+        self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
+        self.ddp_bytes, self.units = report.replicated, report.units
         if total.steps:
             self.elements_per_step = total.elements() / total.steps
             self.waited = {unit: seconds / total.steps for unit, seconds in total.waited_by_unit().most_common()}

@@ -18,8 +18,6 @@ from lightning_zero.engine import compat, process_group, shard_of
 from lightning_zero.io.names import listed
 from lightning_zero.strategies import lightning_internals as internals
 
-_NOT_FOUND = "the cause was not found; find the module with Trainer(detect_anomaly=True)"
-
 
 class NonFiniteError(FloatingPointError):
     """A loss or gradient is infinite or not a number. The weights are still those from before the step."""
@@ -78,22 +76,33 @@ class Finder:
             return
         found = self._search(trainer, pl_module, optimizer, window)
         every = process_group.all_gather_objects(found) if trainer.world_size > 1 else [found]
-        # if gradients are sharded, each rank has checked only its own part
-        broken = {name for each in every for name in each.gradients}
-        where = min(every).text
-        if names := [name for name, _ in pl_module.named_parameters() if name in broken]:
-            where += f"; gradients that are not finite: {listed(names)}"
+        found_by_any = [each for each in every if each is not None]
+        where = "the cause was not found"
+        if found_by_any:
+            # if gradients are sharded, each rank has checked only its own part
+            broken = {name for each in found_by_any for name in each.gradients}
+            where = min(found_by_any).text
+            if names := [name for name, _ in pl_module.named_parameters() if name in broken]:
+                where += f"; gradients that are not finite: {listed(names)}"
         raise NonFiniteError(f"A loss or gradient is not finite at step {trainer.global_step}: {where}")
 
-    def _search(self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]) -> _Found:
-        """Return this rank's finding. All ranks stop at the same micro-batch."""
-        rank = trainer.global_rank
-        found = _Found(len(window), 1, rank, _NOT_FOUND, _broken_gradients(module))
-        broken = [name for name, parameter in module.named_parameters() if not are_finite([shard_of(parameter)])]
-        if broken:
+    def _search(
+        self, trainer: Trainer, module: LightningModule, optimizer: Any, window: list[_MicroBatch]
+    ) -> _Found | None:
+        """Return this rank's finding, or None. All ranks stop at the same micro-batch."""
+        rank, found = trainer.global_rank, None
+        names = {parameter: name for name, parameter in module.named_parameters()}
+        if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
             found = _Found(-1, 0, rank, f"rank {rank}: weights that were not finite before the step: {listed(broken)}")
-        if not trainer.strategy.reduce_boolean_decision(not broken):
+        if not trainer.strategy.reduce_boolean_decision(found is None):
             return found
+        if not module.automatic_optimization:
+            broken = _broken_gradients(module)
+            text = (
+                "with manual optimization, the step is not computed again; find the module with "
+                "Trainer(detect_anomaly=True)"
+            )
+            return _Found(0, 1, rank, text, broken) if broken else None
         for buffer, before in self._buffers:
             buffer.detach().copy_(before)
         optimizer.zero_grad()
@@ -104,7 +113,7 @@ class Finder:
                 found = _Found(number, 0, rank, f"rank {rank}, {place}: {recorder.first}", broken)
             elif broken:  # the case on every rank, if gradients are averaged during backward
                 found = _Found(number, 1, rank, f"{place}: all modules' values and the loss are finite", broken)
-            if not trainer.strategy.reduce_boolean_decision(found.text is _NOT_FOUND):
+            if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
         return found
 
@@ -179,7 +188,7 @@ class _Recorder:
 
     first: str | None = None
     _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor id: the innermost module with this input
-    _kept: dict[int, Tensor] = field(default_factory=dict)  # by id, which stays unique as long as the tensor is kept
+    _kept: list[Tensor] = field(default_factory=list)  # keeps the tensors alive, as their ids are keys
 
     def enter(self, name: str, _module: nn.Module, *inputs: Any) -> None:
         for tensor in _floats(inputs):
@@ -198,8 +207,8 @@ class _Recorder:
             self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements) and is the first such value"
 
     def _follow(self, tensor: Tensor, otherwise: str = "") -> None:
-        if tensor.requires_grad and id(tensor) not in self._kept:
-            self._kept[id(tensor)] = tensor
+        if tensor.requires_grad and not any(tensor is other for other in self._kept):
+            self._kept.append(tensor)
 
             def look(gradient: Tensor) -> None:
                 taker = self._inputs_of.get(id(tensor))

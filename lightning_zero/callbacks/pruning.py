@@ -7,7 +7,8 @@ that are not above it. Each rank holds only the masks for its own shards.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from lightning_zero.engine import ShardedTensor, after_updates, process_group, s
 from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.names import listed
 
+_CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -57,7 +59,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
 
 def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
     """Return how many elements each mask prunes, over all ranks. Collective."""
-    return _by_rank([int((~shard_of(mask)).sum()) for mask in masks], masks).sum(0).tolist()
+    return _over_ranks(torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu"), masks).tolist()
 
 
 def _check(amount: float) -> None:
@@ -70,59 +72,65 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     dtype = torch.float16
     for p in parameters:
         dtype = torch.promote_types(dtype, p.dtype.to_real())
-    kept = [shard_of(mask) for mask in masks]
-
-    def magnitudes(number: int) -> Tensor:
-        """This rank's magnitudes of one parameter, as integers in the same order (NaN last)."""
-        p = parameters[number]
-        values = shard_of(p).to(p.dtype)  # round wider masters to the parameter's dtype
-        return values.abs().to(dtype).view(_INTEGERS[dtype.itemsize])
+    chunks = [partial(_chunks, p, mask, dtype) for p, mask in zip(parameters, masks)]
 
     def counts(is_counted: Callable[[Tensor], Tensor]) -> Tensor:
-        """Count by rank and parameter the elements that are chosen, among those that are not pruned."""
-        own = [int((mask & is_counted(magnitudes(number))).sum()) for number, mask in enumerate(kept)]
-        return _by_rank(own, masks)
+        """Count the chosen elements of each tensor on this rank, among those that are not pruned."""
+        own = [sum(int((kept & is_counted(bits)).sum()) for bits, kept in chunks_of()) for chunks_of in chunks]
+        return torch.tensor(own, device="cpu")
 
     def numel_up_to(bound: int) -> int:
-        return int(counts(lambda bits: bits <= bound).sum())
+        return int(_over_ranks(counts(lambda bits: bits <= bound), masks).sum())
 
     largest = torch.iinfo(_INTEGERS[dtype.itemsize]).max
     threshold = bisect_left(range(largest), wanted, hi=largest, key=numel_up_to)
 
     # Of the elements equal to the threshold, prune the first ones.
     need = wanted - numel_up_to(threshold - 1)
-    equal = counts(lambda bits: bits == threshold)
-    for number, mask in enumerate(kept):
-        left = max(0, need - _before_own(equal, masks, number))
-        bits = magnitudes(number)
-        chosen = (mask & (bits == threshold)).nonzero()[:left, 0]
-        mask &= bits >= threshold
-        mask[chosen] = False
+    before = _before_own(counts(lambda bits: bits == threshold), masks)
+    for chunks_of, left in zip(chunks, (need - before).clamp(min=0).tolist()):
+        for bits, kept in chunks_of():
+            chosen = (kept & (bits == threshold)).nonzero()[:left, 0]
+            kept &= bits >= threshold
+            kept[chosen] = False
+            left -= len(chosen)
 
 
-def _by_rank(own: list[int], tensors: Sequence[Tensor]) -> Tensor:
-    """Return every rank's count for each tensor, where the first rank counts ordinary tensors for all ranks.
+def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield chunks of this rank's magnitudes and mask; magnitudes become integers in the same order (NaN last)."""
+    for values, kept in zip(shard_of(parameter).split(_CHUNK), shard_of(mask).split(_CHUNK)):
+        magnitudes = values.to(parameter.dtype).abs().to(dtype)  # round wider masters to the parameter's dtype
+        yield magnitudes.view(_INTEGERS[dtype.itemsize]), kept
 
-    Collective if any tensor is sharded.
-    """
-    slot: Any = next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+
+def _any_slot(tensors: Sequence[Tensor]) -> Any:
+    """Return the slot of one sharded tensor, for reductions over ranks; None if no tensor is sharded."""
+    return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+
+
+def _over_ranks(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """Add up each tensor's count over the ranks that hold its shards. Collective if any tensor is sharded."""
+    slot = _any_slot(tensors)
     if slot is None:
-        return torch.tensor([own], device="cpu")
-    counts = torch.zeros(slot.group.size, len(own), dtype=torch.int64, device="cpu")
-    counts[slot.group.rank] = torch.tensor(own, device="cpu")
-    counts = slot.reduce(counts.to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
+        return own
+    is_sharded = torch.tensor([isinstance(tensor, ShardedTensor) for tensor in tensors], device="cpu")
+    summed = slot.reduce((own * is_sharded).to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
+    return torch.where(is_sharded, summed, own)
+
+
+def _before_own(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+    """For each tensor, add up the counts of all earlier tensors and of the tensor's earlier shards. Collective."""
+    everywhere, slot = _over_ranks(own, tensors), _any_slot(tensors)
+    before = everywhere.cumsum(0) - everywhere
+    if slot is None:
+        return before
+    by_rank = own.new_zeros(slot.group.size, len(own))
+    by_rank[slot.group.rank] = own
+    by_rank = slot.reduce(by_rank.to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
     for number, tensor in enumerate(tensors):
-        if not isinstance(tensor, ShardedTensor):
-            counts[1:, number] = 0
-    return counts
-
-
-def _before_own(counts: Tensor, tensors: Sequence[Tensor], number: int) -> int:
-    """Add up the counts of the tensors before one, and of this one's shards before this rank's."""
-    before, tensor = int(counts[:, :number].sum()), tensors[number]
-    if isinstance(tensor, ShardedTensor):
-        starts = torch.tensor([start for start, _ in tensor.slot.ranges()], device="cpu")
-        before += int(counts[starts < tensor.slot.offset, number].sum())
+        if isinstance(tensor, ShardedTensor):
+            starts = torch.tensor([start for start, _ in tensor.slot.ranges()], device="cpu")
+            before[number] += by_rank[starts < tensor.slot.offset, number].sum()
     return before
 
 
@@ -196,6 +204,9 @@ class Pruning:
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
         self._follow(trainer)
 
+    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        self._follow(trainer)
+
     def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
         self._follow(trainer)
 
@@ -212,12 +223,15 @@ class Pruning:
         self._handles, self._followed = [], []
 
     def _check_loaded(self) -> None:
-        others = sorted(set(self._loaded) ^ set(self._chosen)) if self._loaded else []
-        if others:
+        extra = [name for name in self._loaded if name not in self._chosen]
+        missing = [name for name in self._chosen if name not in self._loaded] if self._loaded else []
+        if extra or missing:
+            found = [f"masks of {listed(extra)}, which parameters= no longer chooses"] if extra else []
+            found += [f"no masks of {listed(missing)}"] if missing else []
             raise ValueError(
-                "MagnitudePruning: the checkpoint has masks of other parameters than parameters= chooses now (only in "
-                f"one of both: {listed(others)}). Pass the parameters= of that run, or leave ckpt_path out and call "
-                "lightning_zero.load_weights(self, path) in configure_model, to start new masks from the saved weights."
+                f"MagnitudePruning: the checkpoint has {', and '.join(found)}. Pass the parameters= of that run, or "
+                "leave ckpt_path out and call lightning_zero.load_weights(self, path) in configure_model, to start new "
+                "masks from the saved weights."
             )
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -237,6 +251,9 @@ class Pruning:
         for p in parameters:
             if (mask := masks.get(id(p))) is not None:
                 p.mul_(mask)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._unfollow()
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

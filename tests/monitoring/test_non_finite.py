@@ -130,7 +130,7 @@ def error_of_other(strategy: str, kind: type[Net]) -> str:
 @pytest.mark.parametrize(
     ("kind", "step", "expected"),
     [
-        (ByHand, 3, "the cause was not found; find the module with Trainer(detect_anomaly=True)"),
+        (ByHand, 3, "the step is not computed again; find the module with Trainer(detect_anomaly=True)"),
         (Poisoned, 0, "weights that were not finite before the step: last.weight"),
     ],
 )
