@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import itertools
 import os
+import select
 import signal
 import sys
 
@@ -24,12 +25,17 @@ COMMANDS = {
 def main() -> int:
     try:
         try:
-            ours = itertools.takewhile("--".__ne__, sys.argv[1:])  # arguments after -- belong to a script
-            with stdout_for_json() if "--json" in ours else contextlib.nullcontext():
+            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
+            wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
+            with stdout_for_json() if wants_json else contextlib.nullcontext():
                 return run(sys.argv[1:])
         finally:
             sys.stdout.flush()  # errors from a closed pipe are raised here, and caught below
     except BrokenPipeError:
+        stdout = select.poll()
+        stdout.register(1, 0)  # poll always reports errors, even without requested events
+        if not stdout.poll(0):
+            raise  # another pipe is broken
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing stdout at the end cannot fail again
         return 128 + signal.SIGPIPE  # as shells report
     except KeyboardInterrupt:

@@ -1,8 +1,10 @@
-"""Find invalid configuration values before any process is started; each error is one line with the key or group."""
+"""Find invalid configuration values before any process is started; each error is one line that names the key."""
 
+import copy
 import importlib.util
 import inspect
 import logging
+import math
 import os
 import re
 from collections.abc import Callable
@@ -28,7 +30,7 @@ class JobFailed(Exception):
 
 
 class ConfigError(JobFailed):
-    """A mistake in the config; the message is one line that names the key or the group."""
+    """A mistake in the config; the message is one line that names the key."""
 
     exit_code = 2
 
@@ -133,6 +135,8 @@ def _check_values(config: DictConfig) -> None:
         if name not in node:
             continue
         value = node[name]
+        if value == math.inf:
+            raise ConfigError(f"{key}={value} must be a finite number.")
         accepts, expected = RULES.get(key, (None, ""))
         if accepts is not None and not accepts(value):
             raise ConfigError(f"{key}={value} must be {expected}.")
@@ -203,7 +207,7 @@ def _check_made(config: DictConfig) -> None:
             try:
                 make(config[group])
             except _REFUSALS as error:
-                raise ConfigError(_with_key(error, group, config)) from error
+                raise ConfigError(_with_key(error, group, config, make)) from error
     finally:
         lightning.setLevel(level)
 
@@ -212,8 +216,8 @@ def _check_made(config: DictConfig) -> None:
 _REFUSALS = (InstantiationException, ValueError, TypeError, LookupError, OSError)
 
 
-def _with_key(error: Exception, group: str, config: DictConfig) -> str:
-    """Return the error as one line that begins with the invalid key, or with the node whose object refuses a value."""
+def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[DictConfig], Any]) -> str:
+    """Return the error as one line that begins with the invalid key: the key without which ``make`` succeeds."""
     from hydra.utils import get_object
 
     text = in_one_line(error)
@@ -221,9 +225,19 @@ def _with_key(error: Exception, group: str, config: DictConfig) -> str:
         return f"{group}.{text}"
     found = re.search(r"^full_key: (.+)$", str(error), flags=re.MULTILINE)
     key = found[1] if found else group
+    node = OmegaConf.select(config, key)
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", text):
-        target = get_object(OmegaConf.select(config, key)._target_)
-        return _unknown(f"{key}.{unknown[1]}", inspect.signature(target).parameters)
+        return _unknown(f"{key}.{unknown[1]}", inspect.signature(get_object(node._target_)).parameters)
+    for name, value in node.items():
+        if name.startswith("_"):
+            continue
+        without = copy.deepcopy(config)
+        del OmegaConf.select(without, key)[name]
+        try:
+            make(without[group])
+        except _REFUSALS:
+            continue
+        return f"{key}.{name}={value}: {text}"
     return f"{key}: {text}"
 
 

@@ -22,6 +22,8 @@ EPILOG = "PATH is a Lightning checkpoint file or a torch.distributed.checkpoint 
 
 
 def main(arguments: list[str]) -> int:
+    if not arguments:
+        parser().error("specify a command: inspect, verify, export, convert or import")
     options = parser().parse_args(arguments)
     try:
         options.run(options)

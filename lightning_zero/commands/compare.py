@@ -54,17 +54,20 @@ def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
     from lightning_zero.reporting.records import OVERRIDES, overrides_of
 
     files = sorted(folder.glob(f"*/{OVERRIDES}"), key=lambda file: (len(file.parts[-3]), file))
-    labels = labels_of({job: overrides_of(job) for job in (file.parent.parent for file in files)})
+    labels = labels_of({job: overrides_of(job) for job in (file.parent.parent for file in files)}, folder)
     results = {label: job / "results.json" for job, label in labels.items()}
     return {label: json.loads(file.read_text()) if file.exists() else None for label, file in results.items()}
 
 
-def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
-    """Label each job by the overrides that differ between jobs, and also by its folder if they are not unique."""
+def labels_of(overrides: Mapping[Path, list[str]], folder: Path) -> dict[Path, str]:
+    """Label each job by the overrides that differ between jobs, and by its path in ``folder`` if they are not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
         for job, given in overrides.items()
     }
     times = Counter(own.values())
-    return {job: label if label and times[label] == 1 else f"{label} {job.name}".strip() for job, label in own.items()}
+    return {
+        job: label if label and times[label] == 1 else f"{label} {job.relative_to(folder)}".strip()
+        for job, label in own.items()
+    }

@@ -84,7 +84,8 @@ def _machine() -> dict[str, Any]:
 
 def _findings(found: dict[str, Any]) -> list[str]:
     """Causes of slow training on this machine, with remedies where there are any."""
-    machine, said = found["machine"], []
+    machine, resources = found["machine"], found["resources"]
+    said = []
     if machine.get("transport") == "gloo" and os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY") != "0":
         said.append(
             "Ranks on this machine cannot read each other's memory (process_vm_readv is not permitted), so they "
@@ -94,6 +95,12 @@ def _findings(found: dict[str, Any]) -> list[str]:
         said.append(
             f"{machine['ranks']} ranks share {machine['processors']} processor(s), so they take turns. "
             "Use no more ranks than processors, or use GPUs."
+        )
+    if not machine["gpus"] and resources["flops"] < 1e12:
+        said.append(
+            f"No GPU is visible. Matrix multiplications reach {resources['flops'] / 1e9:.0f} GFLOP/s per rank, so "
+            "training a model with 10^9 parameters takes "
+            f"{6e9 / resources['flops']:.2g} s per token on each rank."
         )
     return said
 

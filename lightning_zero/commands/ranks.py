@@ -18,6 +18,7 @@ from torch.cuda import device_count
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from lightning_zero.commands.check import ConfigError, JobFailed
+from lightning_zero.commands.showing import optional_stdout
 from lightning_zero.engine import process_group
 from lightning_zero.strategies.lightning_internals import set_num_threads_if_needed
 
@@ -35,7 +36,7 @@ def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
     If a process fails, or on Ctrl-C, all remaining processes are terminated within seconds. SIGTERM is forwarded to the
-    processes, which have as long as they need to end after their step and to save.
+    processes, which have as long as they need to end after their step and to save; a second SIGTERM kills them.
 
     Raises:
         JobFailed: if a process fails.
@@ -56,21 +57,17 @@ def launch(job: Job, config: DictConfig) -> None:
 
     def forward(*_: object) -> None:
         nonlocal is_asked_to_end
-        is_asked_to_end = True
         for process in ranks.processes:
-            process.terminate()
+            process.kill() if is_asked_to_end else process.terminate()
+        is_asked_to_end = True
 
     before = signal.signal(signal.SIGTERM, forward)
+    failure = None
     try:
         while not ranks.join(grace_period=GRACE):
             pass
-        if is_asked_to_end:
-            raise SystemExit(0)  # so that a sweep does not continue with its next job
     except ProcessExitedException as error:
-        if is_asked_to_end:
-            raise SystemExit(_TERMINATED) from None
-        how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
-        raise JobFailed(f"rank {error.error_index} of {world_size} {how}") from None
+        failure = error
     finally:
         for process in ranks.processes:
             process.terminate()
@@ -79,6 +76,12 @@ def launch(job: Job, config: DictConfig) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
         signal.signal(signal.SIGTERM, before)
+    if is_asked_to_end:  # even if only since a failure: a sweep must not continue with its next job
+        raise SystemExit(0 if failure is None else _TERMINATED)
+    if failure is not None:
+        number, name = failure.exit_code, failure.signal_name
+        how = f"was killed by {name}" if name else f"failed with exit code {number}"
+        raise JobFailed(f"rank {failure.error_index} of {world_size} {how}")
 
 
 def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:
@@ -96,6 +99,7 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
         GROUP_RANK="0",
     )
     set_num_threads_if_needed(world_size)
+    sys.stdout = optional_stdout()  # not restored: the process flushes sys.stdout at exit
     try:
         job(config)
     except Exception as error:
@@ -111,4 +115,6 @@ def _world_size(config: DictConfig) -> int:
         return config.trainer.devices
     if config.trainer.accelerator == "cpu":
         raise ConfigError("trainer.devices=auto: on a CPU, set it to the number of processes")
+    if device_count() == 0:
+        raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
     return device_count()

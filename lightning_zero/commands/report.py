@@ -57,6 +57,11 @@ def _write(runs: Sequence[Run], root: Path, output: Path) -> list[Path]:
         if run.manifest or run.results or run.metrics:
             texts[output / run.folder.relative_to(root) / page.CARD] = page.card_of(run)
     for path in texts:
+        if any(each.is_symlink() for each in (path, *path.parents) if each.is_relative_to(output) and each != output):
+            raise ReportError(
+                f"{path} is a link, or is in a folder that is a link, and is not written: choose another folder with "
+                "--output"
+            )
         if path.name == page.CARD and path.exists() and page.MARK not in path.read_text(errors="replace"):
             raise ReportError(f"{path} exists and was not written by this command: choose another folder with --output")
     for path, text in texts.items():

@@ -1,8 +1,9 @@
-"""Input and output of commands: errors, JSON, progress of long operations, and sizes such as 5GB."""
+"""Input and output of commands: errors, JSON, progress of long operations, sizes such as 5GB, and closed pipes."""
 
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -16,10 +17,7 @@ from tqdm import tqdm
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports errors in one line, without the usage, and accepts no abbreviated options."""
-
-    def __init__(self, prog: str | None = None, **options: Any) -> None:
-        super().__init__(prog, allow_abbrev=False, **options)
+    """Parser that reports errors in one line, without the usage."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
@@ -72,3 +70,19 @@ def _finite(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_finite(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class _OptionalStdout(io.FileIO):
+    """Standard output that discards data after its reader has closed the pipe."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            return len(data)
+
+
+def optional_stdout() -> TextIO:
+    """A standard output for training runs, which continue when their output is no longer read."""
+    binary = io.BufferedWriter(_OptionalStdout(1, "w", closefd=False))
+    return io.TextIOWrapper(binary, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)

@@ -1,6 +1,7 @@
 """`lightning-zero train`: a Hydra app that trains one model or, with -m, a sweep of models, and writes reports."""
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -8,6 +9,7 @@ import signal
 import sys
 import tempfile
 import textwrap
+import time
 import warnings
 from pathlib import Path
 
@@ -22,9 +24,13 @@ from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.compare import CompareJobs, compare
-from lightning_zero.commands.showing import Parser, print_json
+from lightning_zero.commands.showing import Parser, optional_stdout, print_json
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
+
+_PATIENCE = 10.0
+"""Seconds that ranks other than 0 wait after an error, so that rank 0 can report it: torchrun ends all ranks as soon as
+one has failed."""
 
 
 def train(config: DictConfig) -> None:
@@ -101,8 +107,11 @@ def this_rank() -> int:
 
 
 def complain(text: str) -> None:
-    """Print an error, on each rank: torchrun ends all ranks as soon as one has failed."""
-    print(f"lightning-zero train: {text}", file=sys.stderr, flush=True)
+    """Print an error on rank 0, for which other ranks wait."""
+    if this_rank() == 0:
+        print(f"lightning-zero train: {text}", file=sys.stderr, flush=True)
+    else:
+        time.sleep(_PATIENCE)
 
 
 def _quote_stage(argument: str) -> str:
@@ -143,6 +152,7 @@ def main(arguments: list[str]) -> int:
     """Run the app with Hydra's arguments and return the exit code."""
     given = parser().parse_args(arguments)  # reports an error in one line, where Hydra would print its usage
     arguments = [argument for argument in arguments if argument != "--json"]
+    wants_traceback = os.environ.get("HYDRA_FULL_ERROR") == "1"
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra then raises errors instead of printing several lines and exiting
     with tempfile.TemporaryDirectory() as nowhere:
         if this_rank() != 0:
@@ -156,10 +166,14 @@ def main(arguments: list[str]) -> int:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
                 show_help(list(map(_quote_stage, given.overrides)))
             else:
-                app()
+                only_informs = given.help or given.hydra_help or given.cfg or given.info or given.shell_completion
+                with contextlib.redirect_stdout(sys.stdout if only_informs else optional_stdout()):
+                    app()
         except JobFailed as error:
             code = error.exit_code
         except (HydraException, OmegaConfBaseException) as error:
+            if wants_traceback:
+                raise
             complain(in_one_line(error))
             code = 2
         except (YAMLError, UnicodeDecodeError) as error:

@@ -23,8 +23,9 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
 
     Supports ``torch.distributed.checkpoint`` folders and ``torch.save`` files with full tensors, written by Lightning's
     ``FSDPStrategy`` and ``ModelParallelStrategy`` or with torch's ``get_state_dict``, under any keys. The weights are
-    recognised as the only mapping from names to tensors, or the only one under a usual key such as ``model``.
-    Optimizers are recognised by ``state`` and ``param_groups``, nested or flattened.
+    recognised as the only mapping from names to tensors. If there are several, the mapping with all parameter names of
+    the optimizers is chosen, otherwise the mapping under a usual key such as ``model``. Optimizers are recognised by
+    ``state`` and ``param_groups``, nested or flattened.
 
     Args:
         path: a local path, or an fsspec URL.
@@ -39,7 +40,7 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     if not any(isinstance(value, (dict, list)) for value in tree.values()):
         tree = {"state_dict": tree}
     optimizers = dict(_optimizers_in(tree))
-    name, weights = _weights_of(opened.path, tree, model)
+    name, weights = _weights_of(opened.path, tree, optimizers, model)
     if any(key.rsplit(".", 1)[-1].startswith("_flat_param") for key in weights):
         raise ValueError(
             f"{opened.path}: '{name}' contains FSDP's flat parameters, which only an identical FSDP setup can "
@@ -61,11 +62,19 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     return replace(opened, checkpoint=with_lightnings_entries(tree), as_saved=tree, names_of_optimizers=names)
 
 
-def _weights_of(path: str, tree: dict[str, Any], chosen: str | None) -> tuple[str, dict[str, Tensor]]:
+def _weights_of(
+    path: str, tree: dict[str, Any], optimizers: dict[str, Any], chosen: str | None
+) -> tuple[str, dict[str, Tensor]]:
     found = dict(_weights_in(tree))
-    likely = [name for name in found if chosen in (None, name)]
-    if len(likely) > 1:
-        likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
+    if chosen is not None:
+        likely = [name for name in found if name == chosen]
+    else:
+        likely = list(found)
+        if len(likely) > 1:
+            trained = {name for optimizer in optimizers.values() for name in _names_in(optimizer, found)}
+            likely = [name for name in likely if trained and trained <= set(found[name])] or likely
+        if len(likely) > 1:
+            likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
     if len(likely) != 1:
         there = [f"'{name}' (tensors: {len(found[name])})" for name in found] or [f"'{key}'" for key in tree]
         wanted = "no weights were found" if chosen is None else f"'{chosen}' is not a mapping from names to tensors"
@@ -102,6 +111,15 @@ def _is_optimizer(value: dict[str, Any]) -> bool:
 def _is_flattened(value: dict[str, Any]) -> bool:
     """Whether keys look like ``state.NAME.exp_avg``; see ``StateDictOptions.flatten_optimizer_state_dict``."""
     return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
+
+
+def _names_in(optimizer: dict[str, Any], weights: dict[str, dict[str, Tensor]]) -> Iterator[str]:
+    if _is_flattened(optimizer):
+        known = {name for entries in weights.values() for name in entries}
+        yield from (name for key in optimizer if (name := _split(key, known)[0]))
+    else:
+        for group in optimizer["param_groups"]:
+            yield from group["params"]
 
 
 def _split(key: str, names: Any) -> tuple[str, str]:

@@ -151,7 +151,7 @@ def test_json_of_a_plan_is_the_only_output_although_the_project_prints(tmp_path:
         "    def configure_optimizers(self):\n"
         "        return torch.optim.Adam(self.parameters())\n"
     )
-    done = run("plan", "project:Net", "--batch", "float32[2,8]", "--stage", "2", "--json", folder=tmp_path)
+    done = run("plan", "project:Net", "--batch", "float32[2,8]", "--stage", "2", "--js", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     (plan,) = json.loads(done.stdout)
     assert plan["stage"] == 2

@@ -1,4 +1,4 @@
-"""An invalid config value ends the command with one line that names its place, before any process is started."""
+"""An invalid config value ends the command with one line that names the key, before any process is started."""
 
 import sys
 from pathlib import Path
@@ -21,21 +21,23 @@ WRONG = [
     ("+model.experts=3", "model.experts: no such key; there are width, depth, heads,"),
     ("+callbacks.checkpoint.monitr=a", "callbacks.checkpoint.monitr: no such key; did you mean callbacks.checkpoint"),
     ("+optimizer.beta=3", "optimizer.beta: no such key; did you mean optimizer.betas?"),
-    ("+stage.prefetc=2", "stage: ZeroStrategy has no option 'prefetc': did you mean 'prefetch'?"),
+    ("+stage.prefetc=2", "stage.prefetc=2: ZeroStrategy has no option 'prefetc': did you mean 'prefetch'?"),
     ("data.batch_size=0", "data.batch_size=0 must be an integer of at least 1."),
     ("data.batch_size=many", "data.batch_size='many' must be an integer of at least 1."),
     ("data.validation_percent=100", "data.validation_percent=100 must be a number between 0 and 100."),
     ("data.path=/no/such/text", "data.path=/no/such/text is neither a file nor a folder"),
     ("data.path=/dev/null", "data.path=/dev/null has 0 bytes of text for training"),
     ("data=digits", "model.context: Interpolation key 'data.context' not found"),
+    ("optimizer.lr=inf", "optimizer.lr=inf must be a finite number."),
+    ("trainer.gradient_clip_val=inf", "trainer.gradient_clip_val=inf must be a finite number."),
     ("optimizer.lr=-1", "optimizer.lr=-1 must be a number of at least 0."),
     ("optimizer.lr=fast", "optimizer.lr='fast' must be a number of at least 0."),
     ("optimizer.lr=null", "optimizer.lr=None must be a number of at least 0."),
     ("optimizer=sgd optimizer.momentum=-1", "optimizer.momentum=-1 must be a number of at least 0."),
-    ("optimizer.betas=[2,3]", "optimizer: Invalid beta parameter at index 0: 2"),
-    ("optimizer.betas=[0.9]", "optimizer: [1]: list index out of range"),
-    ("optimizer.betas=0.9", "optimizer: 'float' object is not subscriptable"),
-    ("+optimizer.eps=-1", "optimizer: Invalid epsilon value: -1"),
+    ("optimizer.betas=[2,3]", "optimizer.betas=[2, 3]: Invalid beta parameter at index 0: 2"),
+    ("optimizer.betas=[0.9]", "optimizer.betas=[0.9]: [1]: list index out of range"),
+    ("optimizer.betas=0.9", "optimizer.betas=0.9: 'float' object is not subscriptable"),
+    ("+optimizer.eps=-1", "optimizer.eps=-1: Invalid epsilon value: -1"),
     ("seed=5000000000", "seed=5000000000 must be an integer from 0 to 4294967295."),
     ("data.batch_size=1000000", "data.batch_size=1000000 exceeds the number of training windows, "),
     ("data=digits model=vit_tiny data.batch_size=9999", "data.batch_size=9999 exceeds the number of training images, "),
@@ -49,7 +51,7 @@ WRONG = [
         "trainer.num_nodes=2",
         "trainer.num_nodes=2 requires a launcher: start one process per rank with torchrun or srun",
     ),
-    ("trainer.accelerator=abacus", "trainer: You selected an invalid accelerator name"),
+    ("trainer.accelerator=abacus", "trainer.accelerator=abacus: You selected an invalid accelerator name"),
     ("trainer.precision=half", "trainer.precision='half' must be 64, 32, 16, "),
     ("trainer.gradient_clip_val=some", "trainer.gradient_clip_val='some' must be a number of at least 0 or None."),
     ("trainer.gradient_clip_val=-1", "trainer.gradient_clip_val=-1 must be a number of at least 0 or None."),
@@ -57,17 +59,17 @@ WRONG = [
         "trainer.check_val_every_n_epoch=0",
         "trainer.check_val_every_n_epoch=0 must be an integer of at least 1 or None.",
     ),
-    ("trainer.val_check_interval=0.5", "trainer: `val_check_interval` should be an integer"),
+    ("trainer.val_check_interval=0.5", "trainer.val_check_interval=0.5: `val_check_interval` should be an integer"),
     ("trainer.max_steps=many", "trainer.max_steps='many' must be an integer."),
     ("trainer.max_steps=1.5", "trainer.max_steps=1.5 must be an integer."),
-    ("trainer.max_steps=-5", "trainer: `max_steps` must be a non-negative integer or -1"),
+    ("trainer.max_steps=-5", "trainer.max_steps=-5: `max_steps` must be a non-negative integer or -1"),
     ("trainer.max_epochs=few", "trainer.max_epochs='few' must be an integer or None."),
     ("trainer.enable_progress_bar=3", "trainer.enable_progress_bar=3 must be True or False or None."),
-    ("trainer.limit_val_batches=1.5", "trainer: You have passed invalid value 1.5"),
+    ("trainer.limit_val_batches=1.5", "trainer.limit_val_batches=1.5: You have passed invalid value 1.5"),
     ("+trainer.deterministic=often", "trainer.deterministic='often' must be True or False, 'warn' or None."),
-    ("+trainer.profiler=simpel", "trainer: When passing string value for the `profiler`"),
+    ("+trainer.profiler=simpel", "trainer.profiler=simpel: When passing string value for the `profiler`"),
     ("+trainer.max_steps=3", "Could not append to config. An item is already at 'trainer.max_steps'. Either remove +"),
-    ("callbacks.checkpoint.save_top_k=-7", "callbacks.checkpoint: Invalid value for save_top_k=-7"),
+    ("callbacks.checkpoint.save_top_k=-7", "callbacks.checkpoint.save_top_k=-7: Invalid value for save_top_k=-7"),
     ("logger=csv +logger.versoin=3", "logger.versoin: no such key; did you mean logger.version?"),
     ("stage.timeout=0", "stage.timeout=0 must be None, or a timedelta or number of seconds above 0"),
     ("stage.prefetch=-1", "stage.prefetch=-1 must be an integer of at least 0"),
@@ -89,7 +91,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("argument", "line"), WRONG, ids=[argument for argument, _ in WRONG])
-def test_wrong_value_ends_with_one_line_that_names_its_place(
+def test_wrong_value_ends_with_one_line_that_names_the_key(
     argument: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -119,7 +121,7 @@ def test_a_damaged_configuration_file_ends_with_one_line_that_names_it(
     (tmp_path / "experiment").mkdir()
     (tmp_path / "experiment" / "own.yaml").write_bytes(content)
     arguments = ["--config-dir", str(tmp_path), "experiment=own"]
-    test_wrong_value_ends_with_one_line_that_names_its_place(
+    test_wrong_value_ends_with_one_line_that_names_the_key(
         " ".join(arguments), line.replace("FOLDER", str(tmp_path)), monkeypatch, tmp_path, capfd
     )
 
@@ -146,6 +148,6 @@ def test_a_job_with_a_wrong_value_does_not_keep_other_jobs_of_a_sweep_from_train
     assert "lightning-zero train: model.heads=3 must divide width=32" in errors and "Traceback" not in errors
     objective = "objective=lossy is not one of the validation metrics, so a search finds nothing to minimize. Write "
     assert f"train: {objective}objective=loss or objective=perplexity.\n" in errors
-    assert " failed" in output and " succeeded" in output
+    assert "1 of 2 jobs" in output and "failed" in output
     assert not (tmp_path / "sweep/0/results.json").exists()
     assert (tmp_path / "sweep/1/results.json").exists()
