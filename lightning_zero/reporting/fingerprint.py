@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,13 @@ from torch.utils.data import IterableDataset
 
 from lightning_zero.engine import compat
 
+MOST_BYTES = 2**30
+"""Maximum number of bytes read from files."""
 MOST_SAMPLES = 2_000
 """Maximum number of samples read from a dataset. Fewer are read if this many samples would exceed ``SAMPLE_BYTES``."""
 LEAST_SAMPLES = 16
 SAMPLE_BYTES = 2**26
+_BLOCK = 2**20
 
 
 class _Hash:
@@ -35,6 +39,41 @@ class _Hash:
             self.nbytes += len(part)
 
 
+def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
+    """Fingerprint files, including all files in folders, by relative path, size and content.
+
+    Of contents, only the first ``MOST_BYTES`` in the order of the names are read.
+
+    Raises:
+        FileNotFoundError: if a path does not exist.
+    """
+    found: list[tuple[str, Path]] = []
+    for path in map(Path, paths):
+        if not path.exists():
+            raise FileNotFoundError(f"data={path} is neither a file nor a folder")
+        if path.is_file():
+            found.append((path.name, path))
+        else:
+            found += [(file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file()]
+    found.sort(key=lambda each: each[0])
+    state, nbytes, left = _Hash(), 0, MOST_BYTES
+    for name, file in found:
+        size = file.stat().st_size
+        state.add(name.encode(), size.to_bytes(8, "little"))
+        nbytes += size
+        with file.open("rb") as stream:
+            while block := stream.read(min(_BLOCK, left)):
+                state.add(block)
+                left -= len(block)
+    return {
+        "fingerprint": state.digest.hexdigest(),
+        "method": "BLAKE2b of file names, sizes and contents",
+        "files": len(found),
+        "bytes": nbytes,
+        "bytes_read": MOST_BYTES - left,
+    }
+
+
 def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     """Fingerprint datasets by their lengths and by evenly spread samples, as ``dataset[index]`` returns them.
 
@@ -45,7 +84,8 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     for dataset in datasets:
         has_samples = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
         if isinstance(dataset, IterableDataset) or not has_samples:
-            return {"fingerprint": None, "method": f"none, since {type(dataset).__name__} cannot be indexed"}
+            why = f"{type(dataset).__name__} cannot be indexed: pass its files as RunManifest(data=[...])"
+            return {"fingerprint": None, "method": why}
         state.add(len(dataset).to_bytes(8, "little"))
         length += len(dataset)
         with isolate_rng():

@@ -8,7 +8,7 @@ import platform
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
@@ -21,7 +21,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.paths import write_anew
 from lightning_zero.io.plain import name_of, plain
-from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets
+from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets, fingerprint_of_files
 from lightning_zero.version import __version__
 
 NAME = "manifest.json"
@@ -30,31 +30,37 @@ NAME = "manifest.json"
 class RunManifest(Callback):
     """Writes ``manifest.json`` on rank 0 when training begins, and completes it when training ends.
 
-    The manifest contains what is needed to repeat the run, with a fingerprint of samples of the training data, and
-    the duration of the fit and the engine's memory and communication. ``lightning-zero report`` reads the file.
+    The manifest contains what is needed to repeat the run and, when training ends, the duration of the fit and the
+    engine's memory and communication. ``lightning-zero report`` reads the file.
 
     Arguments:
         folder: where to write the manifest; by default the logger's folder, or the Trainer's ``default_root_dir``.
+        data: files or folders that rank 0 reads to fingerprint them. By default, samples of the training dataset are
+            fingerprinted, which calls ``dataset[index]`` once more for each sample.
         config: the configuration, such as Hydra's; by default the saved hyperparameters of the module and the data
             module.
 
     Raises:
         ValueError: if an argument has a wrong type.
+        FileNotFoundError: in ``fit``, if a path in ``data`` does not exist.
     """
 
     def __init__(
         self,
         folder: str | Path | None = None,
         *,
+        data: Iterable[str | Path] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
         check_arguments(RunManifest.__init__, locals(), "RunManifest")
-        self._folder, self._config = folder, config
+        self._folder, self._data, self._config = folder, data, config
         self._manifest: dict[str, Any] | None = None  # stays None on all ranks but 0
         self._began = 0.0
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._began, self._manifest = time.monotonic(), None
+        if self._data is not None and trainer.is_global_zero:
+            self._of_files = fingerprint_of_files(self._data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = self._folder or trainer.log_dir or trainer.default_root_dir  # reading log_dir is collective
@@ -104,7 +110,7 @@ class RunManifest(Callback):
         datasets = datasets_of(trainer.train_dataloader)
         names = {"class": ", ".join(name_of(type(dataset)) for dataset in datasets)}
         try:
-            found = fingerprint_of_datasets(datasets)
+            found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
         except Exception as error:  # raised by the user's dataset; training must continue without a fingerprint
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
         return names | found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets
+from lightning_zero.reporting import fingerprint
+from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets, fingerprint_of_files
 
 
 def numbers(count: int = 50, seed: int = 0) -> Tensor:
@@ -121,10 +123,10 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_data_without_samples_by_index_gets_a_reason_instead_of_a_fingerprint():
+def test_data_without_samples_by_index_gets_advice_instead_of_a_fingerprint():
     found = fingerprint_of_datasets([Stream()])
     assert found["fingerprint"] is None
-    assert found["method"] == "none, since Stream cannot be indexed"
+    assert found["method"] == "Stream cannot be indexed: pass its files as RunManifest(data=[...])"
 
 
 def test_datasets_are_found_in_one_loader_in_several_loaders_and_without_a_loader():
@@ -133,3 +135,41 @@ def test_datasets_are_found_in_one_loader_in_several_loaders_and_without_a_loade
     assert datasets_of({"a": DataLoader(one), "b": [DataLoader(two)]}) == [one, two]
     own = Listed(1, 2)
     assert datasets_of(own) == [own]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name, text in {"a.txt": "first", "deep/b.txt": "second", "deep/c.bin": "x" * 5_000}.items():
+        (tmp_path / "data" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "data" / name).write_text(text)
+    return tmp_path / "data"
+
+
+def test_the_fingerprint_of_files_depends_on_name_and_content_not_on_time_or_folder(folder: Path, tmp_path: Path):
+    before = fingerprint_of_files([folder])
+    assert before["files"] == 3 and before["bytes"] == before["bytes_read"] == 5 + 6 + 5_000
+    (folder / "a.txt").touch()
+    folder.rename(tmp_path / "moved")
+    moved = tmp_path / "moved"
+    assert fingerprint_of_files([moved]) == before
+    (moved / "a.txt").write_text("fjrst")
+    changed = fingerprint_of_files([moved])
+    assert changed["fingerprint"] != before["fingerprint"]
+    (moved / "a.txt").write_text("first")
+    (moved / "a.txt").rename(moved / "b.txt")
+    assert fingerprint_of_files([moved])["fingerprint"] != before["fingerprint"]
+
+
+def test_contents_beyond_the_limit_are_not_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fingerprint, "MOST_BYTES", 300)
+    before = fingerprint_of_files([folder])
+    assert before["bytes_read"] == 300 and before["bytes"] == 5_011
+    (folder / "deep/c.bin").write_text("x" * 4_999 + "y")
+    assert fingerprint_of_files([folder])["fingerprint"] == before["fingerprint"]
+    (folder / "deep/c.bin").write_text("x" * 4_999)
+    assert fingerprint_of_files([folder])["fingerprint"] != before["fingerprint"]
+
+
+def test_a_path_that_does_not_exist_is_named(tmp_path: Path):
+    with pytest.raises(FileNotFoundError, match=r"^data=.*/nowhere is neither a file nor a folder$"):
+        fingerprint_of_files([tmp_path / "nowhere"])

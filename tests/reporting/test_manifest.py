@@ -72,6 +72,14 @@ def test_the_fingerprint_changes_with_the_data_and_not_with_the_seed(tmp_path: P
     assert same == again != other
 
 
+def test_files_given_to_the_callback_are_fingerprinted(tmp_path: Path) -> None:
+    (tmp_path / "data.txt").write_text("text")
+    fit(tmp_path, manifest=RunManifest(tmp_path, data=[tmp_path / "data.txt"]))
+    assert manifest_in(tmp_path)["data"]["files"] == 1
+    with pytest.raises(FileNotFoundError, match=r"^data=.*none.txt is neither a file nor a folder$"):
+        fit(tmp_path, manifest=RunManifest(tmp_path, data=[tmp_path / "none.txt"]))
+
+
 def test_training_with_a_manifest_gives_the_same_numbers_as_without(tmp_path: Path) -> None:
     with_one = fit(tmp_path)
     seed_everything(0, verbose=False)
