@@ -60,7 +60,7 @@ def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
 
 
 def labels_of(overrides: Mapping[Path, list[str]], folder: Path) -> dict[Path, str]:
-    """Label each job by the overrides that differ between jobs, and by its path in ``folder`` if they are not unique."""
+    """Label each job by the overrides that differ between jobs, and by its path if these overrides are not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")

@@ -131,7 +131,8 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
 def _folder_of_tag(path: Path) -> Path:
     """Return the folder with the ranks' files: the path itself, or the folder of the tag stored in ``latest``."""
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is no folder: a DeepSpeed checkpoint is a local folder with a 'latest' file.")
+        what = "is a file" if path.is_file() else "does not exist"
+        raise FileNotFoundError(f"{path} {what}: a DeepSpeed checkpoint is a local folder with a 'latest' file.")
     names = sorted(os.listdir(path))
     if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
         return path
@@ -142,9 +143,12 @@ def _folder_of_tag(path: Path) -> Path:
         if not folder.is_dir():
             raise FileNotFoundError(f"{path}/latest names '{name}', but {path} contains no such folder.")
         return folder
+    for tag in (path / name for name in reversed(names)):
+        if tag.is_dir() and any(map(_OPTIMIZER_FILE.fullmatch, os.listdir(tag))):
+            raise FileNotFoundError(f"{path} has no 'latest' file: pass the folder of a tag, such as {tag}.")
     raise FileNotFoundError(
         f"{path} is not a DeepSpeed checkpoint: it has neither a 'latest' file nor an '..._optim_states.pt' file. "
-        f"Pass the folder of a tag if it contains one: {listed(names) or 'nothing'}."
+        f"It contains: {listed(names) or 'nothing'}."
     )
 
 
@@ -258,10 +262,12 @@ def _stage_of(folder: Path, state: dict[str, Any]) -> int:
 
 def _check_only_zero(folder: Path, model: dict[str, Any]) -> None:
     parallel = {"mp_world_size": model.get("mp_world_size"), **(model.get("checkpoint_parallel_dimensions") or {})}
-    others = [f"{name}: {degree}" for name, degree in parallel.items() if isinstance(degree, int) and degree > 1]
-    others += [name for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)]
+    others: dict[str, Any] = {
+        name: degree for name, degree in parallel.items() if isinstance(degree, int) and degree > 1
+    }
+    others |= {name: "yes" for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)}
     if others:
-        raise ValueError(_other_parallelism(folder, others))
+        raise ValueError(_other_parallelism(folder, [f"{name}: {degree}" for name, degree in others.items()]))
     if not isinstance(model["module"], dict) or not model.get("param_shapes"):
         raise ValueError(f"{folder} has no parameter names: pipeline parallelism was used, or no optimizer was saved.")
 
@@ -333,10 +339,13 @@ def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatL
             located = sum(stop - start for fragments in layout.values() for _, start, stop in fragments.ranges)
             fits = located == elements <= sum(held)
         if not fits:
+            advice = "The files come from different models or different saves."
+            if (folder / "offloaded_tensors").is_dir():
+                advice = "The optimizer's state was on NVMe, in files that only DeepSpeed can read."
             raise ValueError(
                 f"{folder} is inconsistent: in '..._model_states.pt', param group {number} "
                 f"({listed(list(layout), 3)}) has {elements} elements, but the element counts by rank are "
-                f"{listed(map(str, held))}. The files come from different models or saves, or states were on NVMe."
+                f"{listed(map(str, held))}. {advice}"
             )
 
 

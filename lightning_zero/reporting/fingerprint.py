@@ -42,7 +42,7 @@ class _Hash:
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """Fingerprint files, including all files in folders, by relative path, size and content.
 
-    Of contents, only the first ``MOST_BYTES`` in the order of the names are read.
+    Beyond ``MOST_BYTES`` in total, only the beginning of large files is read.
 
     Raises:
         FileNotFoundError: if a path does not exist.
@@ -56,21 +56,23 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
         else:
             found += [(file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file()]
     found.sort(key=lambda each: each[0])
-    state, nbytes, left = _Hash(), 0, MOST_BYTES
-    for name, file in found:
-        size = file.stat().st_size
+    sizes = [file.stat().st_size for _, file in found]
+    most = MOST_BYTES if sum(sizes) <= MOST_BYTES else MOST_BYTES // len(found)
+    state, read = _Hash(), 0
+    for (name, file), size in zip(found, sizes):
         state.add(name.encode(), size.to_bytes(8, "little"))
-        nbytes += size
+        left = most
         with file.open("rb") as stream:
             while block := stream.read(min(_BLOCK, left)):
                 state.add(block)
                 left -= len(block)
+        read += most - left
     return {
         "fingerprint": state.digest.hexdigest(),
         "method": "BLAKE2b of file names, sizes and contents",
         "files": len(found),
-        "bytes": nbytes,
-        "bytes_read": MOST_BYTES - left,
+        "bytes": sum(sizes),
+        "bytes_read": read,
     }
 
 

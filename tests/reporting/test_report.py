@@ -271,18 +271,23 @@ def plant(link: Path, target: Path) -> None:
     link.symlink_to(target)
 
 
-@pytest.mark.parametrize("name", ["report.html", "README.md", "0/README.md"])
+@pytest.mark.parametrize("name", ["report.html", "README.md", "0/README.md", "0"])
 @pytest.mark.parametrize("is_there", [True, False])
-def test_a_report_replaces_a_link_and_does_not_write_through_it(name: str, is_there: bool, tmp_path: Path) -> None:
+def test_a_report_is_not_written_through_a_link(name: str, is_there: bool, tmp_path: Path) -> None:
     target = tmp_path / "another"
-    if is_there:
+    if is_there and name == "0":
+        target.mkdir()
+    elif is_there:
         target.write_text("<!-- lightning-zero report writes this file anew as long as this line is in it -->")
-    before = target.read_text() if is_there else None
+    before = target.read_text() if target.is_file() else None
     log_loss(tmp_path / "run" / ("0" if "0" in name else ""))
-    plant(tmp_path / "run" / name, target)
-    assert reported(tmp_path / "run")[0] == 0
-    assert not (tmp_path / "run" / name).is_symlink()
-    assert (target.read_text() if target.exists() else None) == before
+    output = tmp_path / "output" if name == "0" else tmp_path / "run"
+    plant(output / name, target)
+    assert refused(tmp_path / "run", "--output", output).endswith(
+        "is a link, or is in a folder that is a link, and is not written: choose another folder with --output"
+    )
+    assert (target.read_text() if target.is_file() else None) == before
+    assert not target.is_dir() or not os.listdir(target)
 
 
 @pytest.mark.parametrize(
