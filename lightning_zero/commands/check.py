@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import inspect
-import logging
 import math
 import os
 import re
@@ -182,6 +181,8 @@ def _check_made(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
+    from lightning_zero.planning.fake_run import quiet
+
     parameter = torch.nn.Parameter(torch.empty(1, device="cpu"))
 
     def make_model(model: DictConfig) -> None:
@@ -199,17 +200,12 @@ def _check_made(config: DictConfig) -> None:
             trainer, callbacks=[instantiate(callback) for callback in config.callbacks.values()], logger=False
         ),
     }
-    lightning = logging.getLogger("lightning.pytorch")
-    level = lightning.level
-    lightning.setLevel(logging.ERROR)  # the training process will print these messages
-    try:
+    with quiet():  # the training process will print these messages
         for group, make in makers.items():
             try:
                 make(config[group])
             except _REFUSALS as error:
                 raise ConfigError(_with_key(error, group, config, make)) from error
-    finally:
-        lightning.setLevel(level)
 
 
 # Exceptions that constructors raise for invalid values.

@@ -114,7 +114,7 @@ def _world_size(config: DictConfig) -> int:
     if config.trainer.devices != "auto":
         return config.trainer.devices
     if config.trainer.accelerator == "cpu":
-        raise ConfigError("trainer.devices=auto: on a CPU, set it to the number of processes")
+        raise ConfigError("trainer.devices=auto cannot be used on a CPU: set it to the number of processes")
     if device_count() == 0:
         raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
     return device_count()

@@ -6,11 +6,11 @@ import logging
 import re
 import sys
 import warnings
+from collections import UserList
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
 from types import ModuleType
 from typing import Any
 
@@ -291,19 +291,6 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
         ) from error
 
 
-class _Batches:
-    """A loader that repeats one batch. Not a list of batches, which the Trainer would take for a list of loaders."""
-
-    def __init__(self, batch: Any, count: int) -> None:
-        self._batch, self._count = batch, count
-
-    def __len__(self) -> int:  # schedulers may ask the Trainer for the number of steps
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return repeat(self._batch, self._count)
-
-
 class _SecondStep:
     """Mixin for a callback that measures the second step, when optimizer states exist."""
 
@@ -412,7 +399,8 @@ def fake_run(
                 barebones=True,  # no checkpoints, and nothing is logged
             )
             meet_between_batches(trainer, lambda: None, lambda: None)  # instead of Lightning's exchange of signals
-            trainer.fit(module, _Batches(own, 2 * accumulate))
+            batches = UserList([own] * (2 * accumulate))  # the Trainer would take a list for a list of loaders
+            trainer.fit(module, batches)
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
         if stage is not None and transport != "nccl":

@@ -51,10 +51,8 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"data={path} is neither a file nor a folder")
-        if path.is_file():
-            found.append((path.name, path))
-        else:
-            found += [(file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file()]
+        folder, files = (path, path.rglob("*")) if path.is_dir() else (path.parent, [path])
+        found += [(file.relative_to(folder).as_posix(), file) for file in files if file.is_file()]
     found.sort(key=lambda each: each[0])
     sizes = [file.stat().st_size for _, file in found]
     most = MOST_BYTES if sum(sizes) <= MOST_BYTES else MOST_BYTES // len(found)

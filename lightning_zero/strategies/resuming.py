@@ -183,7 +183,8 @@ class DataLoadingState:
         self._saved = self._step = None
         progress = self._epoch_loop.batch_progress
         iterator = internals.iterator_of(fetcher.combined_loader)
-        if data is not None:  # a step may be repeated; or, in manual optimization, be complete before its batch is
+        if data is not None:
+            # Lightning's count may have batches of an unfinished step, or lack a batch whose manual step was finished.
             _set_completed(progress, data["batches"])
             progress.is_last_batch = progress.is_last_batch and not data["repeats"]
         begin(fetcher)

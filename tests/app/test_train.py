@@ -290,21 +290,41 @@ if __name__ == "__main__":
 def test_after_sigterm_ranks_may_take_longer_than_the_grace_period_to_save(
     codes: list[int], code: int, tmp_path: Path
 ) -> None:
-    (tmp_path / "ranks.py").write_text(RANKS.replace("CODES", str(codes)))
-    process = subprocess.Popen(
+    process = launched(RANKS.replace("CODES", str(codes)), tmp_path)
+    expect("begun", process)
+    process.send_signal(signal.SIGTERM)
+    found, output, errors = finish(process)
+    assert found == code and "restarting" not in errors, errors
+    assert output == "saved\n" * 2 or code != 0
+
+
+@pytest.mark.exhaustive
+def test_a_second_sigterm_ends_ranks_that_still_save(tmp_path: Path) -> None:
+    slow = RANKS.replace("time.sleep(1)", "print('saving', flush=True); time.sleep(60)")
+    process = launched(slow.replace("CODES", "[0, 0]"), tmp_path)
+    for line in ("begun", "saving"):
+        expect(line, process)
+        process.send_signal(signal.SIGTERM)
+    found, output, _ = finish(process, timeout=20)
+    assert found == 143 and "saved" not in output and "the next job" not in output
+
+
+def launched(script: str, folder: Path) -> subprocess.Popen[str]:
+    (folder / "ranks.py").write_text(script)
+    return subprocess.Popen(
         [*REAL, "ranks.py"],
-        cwd=tmp_path,
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*LEAN, REPOSITORY]))},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
     )
-    assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
-    process.send_signal(signal.SIGTERM)
-    found, output, errors = finish(process)
-    assert found == code and "restarting" not in errors, errors
-    assert output == "saved\n" * 2 or code != 0
+
+
+def expect(line: str, process: subprocess.Popen[str]) -> None:
+    """Wait until both ranks have printed a line."""
+    assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == [f"{line}\n"] * 2
 
 
 @pytest.mark.exhaustive

@@ -154,7 +154,7 @@ class MasterStates:
             self._measured = len(optimizer.state)
             offloaded = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            # ``dict.items``, since the mapping's own ``items`` would raise errors of updates here
+            # ``dict.items``, since the mapping's own ``items`` waits for background updates and raises their errors
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes for value in tensors_in(in_plain_tensors(state)) if not isinstance(value, LazyTensor)

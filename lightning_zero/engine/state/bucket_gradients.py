@@ -160,7 +160,7 @@ class BucketGradients:
             parameter.grad = None
             resumed.append(index)
         self._resumed = [] if self.reduces else [*self._resumed, *resumed]
-        gradient = None  # so that ``_leave_kept`` does not count it
+        gradient = None  # ``_leave_kept`` counts the tensors that use the buffer, and this variable is not user code's
         if len(self._unsynchronised) < len(before):
             self._leave_kept()
         for index, gradient in changed:

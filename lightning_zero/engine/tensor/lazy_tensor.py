@@ -20,7 +20,7 @@ from lightning_zero.engine.tensor import initialisers
 from lightning_zero.engine.tensor.identity import set_contents
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
 
-_MOST_REPEATED = 64  # writes to a tensor whose values are not held; each write repeats the earlier ones
+_MOST_REPEATED = 64  # recorded writes after which a tensor holds its values: each further one would repeat all of them
 
 
 @dataclass(frozen=True)
