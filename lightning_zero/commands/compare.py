@@ -32,7 +32,7 @@ def compare(folder: Path) -> Path:
     Returns:
         The path of ``comparison.json``.
     """
-    from lightning_zero.reporting.results import figures
+    from lightning_zero.reporting.results import DETAILS, figures
 
     jobs = _jobs(folder)
     written = folder / "comparison.json"
@@ -40,7 +40,7 @@ def compare(folder: Path) -> Path:
     found = {}
     for label, results in jobs.items():
         found[label] = {"status": "failed"} if results is None else {"status": "succeeded", **figures(results)}
-    headings = list(dict.fromkeys(heading for values in found.values() for heading in values))
+    headings = dict.fromkeys(heading for values in found.values() for heading in values if heading not in DETAILS)
     rows = [("job", *headings)]
     rows += [(label, *(values.get(heading, "") for heading in headings)) for label, values in found.items()]
     show(rows, right=range(2, len(rows[0])))

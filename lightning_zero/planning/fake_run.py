@@ -174,7 +174,7 @@ class _PlannedDDP(_Planned):
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: Tensor) -> None:
-        nbytes = parameter.nbytes  # also of a sparse gradient, since fake ones have no rows
+        nbytes = parameter.nbytes  # the size of a sparse gradient, too, since a fake one has no rows
         self.ledger.now["gradients"] = min(self.ledger.now["gradients"] + nbytes, self._trained_bytes)
         if not should_accumulate(self.lightning_module.trainer):
             self._collected += nbytes  # Lightning runs earlier micro-batches of a step in no_sync
@@ -195,7 +195,7 @@ class _PlannedDDP(_Planned):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        # those of no parameter, too
+        # including states under keys that are not parameters
         states = compat.tree_leaves([list(each.state.values()) for each in self.optimizers])
         self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))
         return result

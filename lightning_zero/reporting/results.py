@@ -66,8 +66,12 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     }
 
 
+DETAILS = ("formula", "buffers", "DDP's memory", "traffic's formula")
+"""Names of results that a sweep's table leaves out, so that it is not too wide for a terminal."""
+
+
 def figures(results: dict[str, Any]) -> dict[str, str]:
-    """The main results of a fit as text, by name: rows of a job's table, and columns of a sweep's."""
+    """The main results of a fit as text, by name: a job's table shows all, a sweep's all but ``DETAILS``."""
     found = {}
     if results["training_loss"] is not None:
         found["training loss"] = f"{results['training_loss']:.3f}"

@@ -81,7 +81,7 @@ class MasterStates:
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
         self._views: dict[Any, tuple[Any, int, Any]] = {}
-        self._cleared: set[BucketSlot] = set()  # of parameters that have not been updated since
+        self._cleared: set[BucketSlot] = set()  # parameters without an update since their state was cleared
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 

@@ -211,7 +211,7 @@ class BucketGradients:
             gradient = slot.parameter.grad
             if gradient is not None and not isinstance(gradient, WrapperTensor):
                 self.accumulate(slot.index, gradient)
-                # Autograd would add a late gradient of this backward to it, and it would be reduced a second time.
+                # Otherwise, autograd would add a late gradient to ``p.grad``, and these values would be reduced twice.
                 self._local[slot.index], slot.parameter.grad = gradient, None
 
     def drop(self) -> None:

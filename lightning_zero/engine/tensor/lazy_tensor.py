@@ -359,7 +359,7 @@ def _marked(tensor: Tensor) -> tuple[Tensor, float]:
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8), 2  # no operator writes this value
     limits = torch.iinfo(tensor.dtype)
-    return tensor, limits.min or limits.max - 90  # of unsigned integers, one that is unlikely in all elements
+    return tensor, limits.min or limits.max - 90  # an unsigned number that hardly fills a whole tensor
 
 
 def unset(tensor: Tensor) -> Tensor:
