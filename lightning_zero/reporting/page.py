@@ -29,10 +29,10 @@ _FIGURES = {"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "text.pars
 
 def page_of(runs: Sequence[Run], title: str) -> str:
     """Return a page with a table of the runs, a figure for each metric, and the records of each run."""
-    rows = [
-        {"job": run.name, "overrides": " ".join(run.overrides), "status": _status_of(run), **_last_of(run)}
-        for run in runs
-    ]
+    rows = []
+    for run in runs:
+        status = dict(_flat(run.manifest)).get("end.status", "no end was recorded")
+        rows.append({"job": run.name, "overrides": " ".join(run.overrides), "status": status, **_last_of(run)})
     columns = list(dict.fromkeys(name for row in rows for name in row))
     jobs = [columns, *([row.get(name, "") for name in columns] for row in rows)]
     environment = Environment(autoescape=True)
@@ -71,10 +71,6 @@ def card_of(run: Run) -> str:
         lines = (f"| {as_markdown(key)} | {as_markdown(value)} |\n" for key, value in shown)
         parts.append(f"## {as_markdown(name)}\n\n| | |\n| --- | --- |\n{''.join(lines)}")
     return "\n".join(parts)
-
-
-def _status_of(run: Run) -> str:
-    return dict(_flat(run.manifest)).get("end.status", "no end was recorded")
 
 
 def _last_of(run: Run) -> dict[str, float]:
