@@ -58,7 +58,10 @@ def launch(job: Job, config: DictConfig) -> None:
     def forward(*_: object) -> None:
         nonlocal is_asked_to_end
         for process in ranks.processes:
-            process.kill() if is_asked_to_end else process.terminate()
+            if is_asked_to_end:
+                process.kill()
+            else:
+                process.terminate()
         is_asked_to_end = True
 
     before = signal.signal(signal.SIGTERM, forward)
@@ -76,11 +79,12 @@ def launch(job: Job, config: DictConfig) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
         signal.signal(signal.SIGTERM, before)
-    if is_asked_to_end:  # even if only since a failure: a sweep must not continue with its next job
+    if is_asked_to_end:  # even after another failure, a sweep must not continue with its next job
         raise SystemExit(0 if failure is None else _TERMINATED)
     if failure is not None:
-        number, name = failure.exit_code, failure.signal_name
-        how = f"was killed by {name}" if name else f"failed with exit code {number}"
+        how = f"failed with exit code {failure.exit_code}"
+        if failure.signal_name:
+            how = f"was killed by {failure.signal_name}"
         raise JobFailed(f"rank {failure.error_index} of {world_size} {how}")
 
 

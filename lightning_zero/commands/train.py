@@ -29,8 +29,7 @@ from lightning_zero.commands.showing import Parser, optional_stdout, print_json
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 
 _PATIENCE = 10.0
-"""Seconds that ranks other than 0 wait after an error, so that rank 0 can report it: torchrun ends all ranks as soon as
-one has failed."""
+"""Seconds that ranks other than 0 wait after an error: torchrun ends all ranks, even rank 0, once one has failed."""
 
 
 def train(config: DictConfig) -> None:
