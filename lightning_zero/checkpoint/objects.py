@@ -158,7 +158,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._constant = constant
-        self._memo: dict[int, Any] = {}  # of deep copies: storages that tensors share are copied once
+        self._memo: dict[int, Any] = {}  # for deep copies, so that a storage shared by tensors is copied once
         self._known: dict[int, tuple[int, Tensor]] = {}  # with the tensors, so that no id is used again
 
     def persistent_id(self, value: Any) -> int | None:

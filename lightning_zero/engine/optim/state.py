@@ -81,7 +81,7 @@ class MasterStates:
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
         # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
         self._views: dict[Any, tuple[Any, int, Any]] = {}
-        self._cleared: set[BucketSlot] = set()  # of parameters that have not been updated since
+        self._cleared: set[BucketSlot] = set()  # parameters without an update since their state was cleared
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -154,7 +154,7 @@ class MasterStates:
             self._measured = len(optimizer.state)
             offloaded = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            # ``dict.items``, since the mapping's own ``items`` would raise errors of updates here
+            # ``dict.items``, since the mapping's own ``items`` waits for background updates and raises their errors
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes for value in tensors_in(in_plain_tensors(state)) if not isinstance(value, LazyTensor)
