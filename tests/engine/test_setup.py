@@ -10,6 +10,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zero.engine import Engine
+from tests.support.training import on_meta
 
 
 def with_distributed_weight(module):
@@ -28,8 +29,9 @@ class Scale(nn.Module):
         self.register_buffer("offset", torch.zeros(2))
 
 
-def on_meta(module):
-    module.append(Scale().to("meta"))
+def without_values(module):
+    with on_meta():
+        module.append(Scale())
 
 
 def lazy(module):
@@ -55,7 +57,7 @@ def sparse(module):
 
 
 REFUSED = {
-    "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device without values, and there is no .* in Scale"),
+    "meta": (without_values, r"^2\.factor, 2\.offset: on the meta device without values, and there is no .* in Scale"),
     "lazy": (lazy, r"1\.weight is not initialised yet: run a batch through the lazy module first"),
     "sharded": (sharded, r"1\.weight is sharded already: a module can have only one engine at a time"),
     "distributed": (

@@ -11,16 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from lightning_zero.engine.init.mapped_files import MappedFiles
 from lightning_zero.engine.tensor.identity import set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
-def defer(parameter: nn.Parameter, values: Tensor) -> None:
-    """Turn a parameter into a lazy tensor with the given values; values on the meta device count as missing."""
-    set_contents(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
+def defer(tensor: Tensor, values: Tensor) -> None:
+    """Turn a tensor into a lazy tensor with the given values; values on the meta device count as missing."""
+    lazy = LazyTensor.of(values, tensor.dtype)
+    set_contents(tensor, nn.Parameter(lazy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else lazy)
 
 
 def leave_in_files(module: nn.Module) -> None:
@@ -46,29 +50,37 @@ def awaits_values(module: nn.Module) -> bool:
 
 
 def _is_plain(cls: Any) -> bool:
-    """Whether a class is ``nn.Parameter``, or derived from it without another meaning of operators or ``to``."""
-    return issubclass(cls, nn.Parameter) and all(
-        getattr(cls, name) == getattr(nn.Parameter, name) for name in ("__torch_function__", "__torch_dispatch__", "to")
-    )
+    """Whether a class is torch's own, or derived from it without another meaning of operators or ``to``."""
+    base: Any = nn.Parameter if issubclass(cls, nn.Parameter) else Tensor
+    names = ("__torch_function__", "__torch_dispatch__", "to")
+    return all(getattr(cls, name) == getattr(base, name) for name in names)
 
 
 @contextmanager
 def parameters_await_values(*, only_on_meta: bool = False) -> Iterator[None]:
-    """Context in which new parameters of modules are deferred until they are given values; buffers are not deferred.
+    """Context in which new parameters of modules are deferred until they are given values.
+
+    Buffers are deferred only on the meta device.
 
     Args:
-        only_on_meta: whether only parameters on the meta device are deferred.
+        only_on_meta: whether parameters, too, are deferred only on the meta device.
     """
 
-    def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and _is_plain(type(parameter)) and (parameter.is_meta or not only_on_meta):
-            defer(parameter, torch.empty_like(parameter, device="meta"))
+    def await_values(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is None or isinstance(tensor, LazyTensor) or not _is_plain(type(tensor)):
+            return
+        if tensor.is_meta or (isinstance(tensor, nn.Parameter) and not only_on_meta):
+            defer(tensor, torch.empty_like(tensor, device="meta"))
 
-    hook = register_module_parameter_registration_hook(await_values)
+    hooks = (
+        register_module_parameter_registration_hook(await_values),
+        register_module_buffer_registration_hook(await_values),
+    )
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 _may_wait: ContextVar[bool] = ContextVar("values may wait", default=False)

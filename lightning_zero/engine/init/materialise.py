@@ -190,14 +190,14 @@ class Materialiser:
         return like(parameter, bucket.room(index))
 
     def _repeat_writes(self) -> None:
-        """Repeat user code's writes to parts of new parameters, now that modules have initialised these parameters."""
-        for name, parameter in self._module.named_parameters():
-            if writes := self._sources[name].writes:
-                values = parameter.detach().clone()  # the whole parameter: each write to a shard would gather it
+        """Repeat user code's writes to new tensors, now that modules have initialised these tensors."""
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            if name in self._sources and (writes := self._sources[name].writes):
+                values = tensor.detach().clone()  # the whole parameter: each write to a shard would gather it
                 for write in writes:
                     state = write.state
                     write.repeat(values, None if state is None else _of_rank_0(self._communicator, state))
-                parameter.copy_(values)
+                tensor.copy_(values)
 
     def _check_all_have_values(self) -> None:
         missing = [
