@@ -34,7 +34,7 @@ from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import check_size, load_torch
 from lightning_zero.checkpoint.trees import check_structure, with_versions
 from lightning_zero.engine import LazyTensor
-from lightning_zero.engine import chunks as tiling
+from lightning_zero.engine import share as tiling
 from lightning_zero.io.names import listed
 
 

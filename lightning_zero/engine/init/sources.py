@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
-from lightning_zero.engine.init.deferred_param import is_on_meta
-from lightning_zero.engine.init.mapped_files import MappedFiles
+from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write

@@ -18,19 +18,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import LOAD_HOOKS, call_first, never_traced, running_steps, zero_grad
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
-from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
-from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
-from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States
+from lightning_zero.engine.optim.master import Master, is_alone
+from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
 from lightning_zero.engine.optim.updating import gains_by_chunks, update_offloaded, updated
-from lightning_zero.engine.plan.ownership import balanced_owners
+from lightning_zero.engine.plan.layout import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import shard_of_all
 from lightning_zero.engine.state.slot import repartition, slot_of, slots_of
@@ -43,7 +42,7 @@ class Masters:
 
     Args:
         optimizer: the user's optimizer; only a weak reference is kept.
-        owner: the engine. It is notified before and after each update, and when a closure is called within an update.
+        engine: the engine. It is notified before and after each update, and when a closure is called within an update.
 
     Attributes:
         states: the masters and their state.
@@ -51,10 +50,10 @@ class Masters:
         hooks_after_update: see ``after_updates``.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+    def __init__(self, optimizer: Optimizer, engine: OptimizedEngine) -> None:
         _masters_of[optimizer] = self
         _ZERO_GRAD.hold(self)
-        self.states = MasterStates(optimizer, owner)
+        self.states = MasterStates(optimizer, engine)
         self.is_closed = False
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
         self._replaced: list[list[Any]] | None = None  # during a step: the module's parameters, by group
@@ -64,14 +63,7 @@ class Masters:
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
         self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
-        self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # of ``optimizer.state`` before the step, those of no parameter
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._sparse_rows = {
-            slot: SparseRows(slot)
-            for p in (parameters if isinstance(optimizer, SparseAdam) else ())
-            if (slot := slot_of(p)) is not None and is_alone(slot.bucket) and p.requires_grad
-        }
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -86,9 +78,9 @@ class Masters:
         call_first(self._handles[1])
         self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
-    def join(self, owner: Owner) -> None:
+    def join(self, engine: OptimizedEngine) -> None:
         """Add another engine, whose module's parameters this optimizer also updates. Collective."""
-        self.states.join(owner)
+        self.states.join(engine)
         self._signature = None
         if any(slot_of(key) is not None for key in self.states.by_master):
             self._adopt_by_parameter()
@@ -143,8 +135,8 @@ class Masters:
         def closure_then_swap() -> Any:
             if self._replaced is not None:  # LBFGS calls the closure again, after writing values
                 self._put_back()
-                for owner in self.states.owners:
-                    owner.show(self._buckets)
+                for engine in self.states.engines:
+                    engine.show(self._buckets)
             result = closure() if closure is not None else None
             self._swap_in()
             return result
@@ -159,8 +151,8 @@ class Masters:
         if not isinstance(self.states.by_master, StateMapping):  # user code has replaced ``optimizer.state``
             self._adopt_by_parameter()
         self._begin_update()
-        for owner in self.states.owners:
-            for bucket in owner.buckets:
+        for engine in self.states.engines:
+            for bucket in engine.buckets:
                 if bucket not in self._begun:
                     bucket.before_update()
         groups = self.states.optimizer.param_groups
@@ -200,8 +192,8 @@ class Masters:
     def _begin_update(self) -> None:
         """Before the first update of a step, notify the engines, and wait for background work on the masters."""
         if not self._begun:
-            for owner in self.states.owners:
-                owner.begin_update()
+            for engine in self.states.engines:
+                engine.begin_update()
             self.states.synchronize()
             self._own_entries = of_no_parameter(self.states.by_master)
 
@@ -210,8 +202,8 @@ class Masters:
             self.recover()
             self._call_hooks()
             self.states.updated(self._active)
-            for owner in self.states.owners:
-                owner.updated(self._buckets)
+            for engine in self.states.engines:
+                engine.updated(self._buckets)
 
     def _call_hooks(self) -> None:
         """Call ``hooks_after_update``, which may write to shards before these are gathered."""
@@ -272,17 +264,7 @@ class Masters:
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.states.optimizer)
-        self._warn_of_unsharded(groups)
         self._signature = self._state_of_groups(), signature[1]  # the version may have changed
-
-    def _warn_of_unsharded(self, groups: list[dict[str, Any]]) -> None:
-        unsharded = [p for group in groups for p in group["params"] if p.requires_grad and slot_of(p) is None]
-        new = [p for p in unsharded if id(p) not in self._unsharded]
-        self._unsharded.update(map(id, new))
-        ranks = {owner.communicator.everyone.rank for owner in self.states.owners if owner.communicator.size > 1}
-        if new and ranks == {0}:
-            modules = [owner.module for owner in self.states.owners]
-            warn_of_unsharded(type(self.states.optimizer).__name__, new, modules)
 
     def _state_of_groups(self) -> Any:
         """A value that changes if parameters move between groups, are added or removed, or options come into effect.
@@ -307,8 +289,7 @@ class Masters:
             values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
-        values = values.view(master.tensor.shape)
-        return self._sparse_rows[master.slots[0]].to_sparse(values) if master.slots[0] in self._sparse_rows else values
+        return values.view(master.tensor.shape)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -320,8 +301,6 @@ class Masters:
         """
         self.states.release()
         self.recover()
-        for rows in self._sparse_rows.values():
-            rows.remove()
         for handle in self._handles:
             handle.remove()
         if (optimizer := self.optimizer) is not None:
@@ -367,12 +346,12 @@ def _after_raised_steps(before: Callable[..., None]) -> Callable[..., None]:
 _ZERO_GRAD = zero_grad(_after_raised_steps)
 
 
-def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
+def masters_of(optimizer: Optimizer, engine: OptimizedEngine) -> Masters:
     """Add an engine to an optimizer's masters, creating them if necessary, and return them. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
-        return Masters(optimizer, owner)
-    masters.join(owner)
+        return Masters(optimizer, engine)
+    masters.join(engine)
     return masters
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
@@ -44,15 +44,12 @@ States = dict[Any, dict[str, Any]]
 """For each parameter, the entries of its state by name."""
 
 
-class Owner(Protocol):
+class OptimizedEngine(Protocol):
     """The part of an engine's interface that the masters of optimizers use."""
 
     ledger: Ledger
     background: Updates
     communicator: Communicator
-
-    @property
-    def module(self) -> nn.Module: ...
 
     @property
     def buckets(self) -> list[Bucket]: ...
@@ -72,9 +69,9 @@ class MasterStates:
         version: counts how often masters have been replaced by others.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+    def __init__(self, optimizer: Optimizer, engine: OptimizedEngine) -> None:
         self.reference = weakref.ref(optimizer)
-        self._ledger, self._owners = owner.ledger, [weakref.ref(owner)]
+        self._ledger, self._engines = engine.ledger, [weakref.ref(engine)]
         self._master_of: dict[BucketSlot, Master] = {}
         self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
@@ -97,19 +94,19 @@ class MasterStates:
         return self.optimizer.state if self._own is None else self._own
 
     @property
-    def owners(self) -> list[Owner]:
+    def engines(self) -> list[OptimizedEngine]:
         """The engines of the modules whose parameters the optimizer holds."""
-        return [owner for reference in self._owners if (owner := reference()) is not None]
+        return [engine for reference in self._engines if (engine := reference()) is not None]
 
-    def join(self, owner: Owner) -> None:
+    def join(self, engine: OptimizedEngine) -> None:
         """Add an engine, whose module's parameters the optimizer also holds."""
-        if not self.owners:  # the earlier engines are gone
-            self._ledger, self._bytes = owner.ledger, Counter()
-        self._owners = [weakref.ref(each) for each in (*self.owners, owner)]
+        if not self.engines:  # the earlier engines are gone
+            self._ledger, self._bytes = engine.ledger, Counter()
+        self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
 
     def synchronize(self) -> None:
-        """Wait for all background work, and raise the errors of the ``owners``' work."""
-        synchronize(*(owner.background for owner in self.owners))
+        """Wait for all background work, and raise the errors of the engines' work."""
+        synchronize(*(engine.background for engine in self.engines))
 
     # -- masters ----------------------------------------------------------------------------------------------------
 

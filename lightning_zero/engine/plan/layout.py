@@ -9,7 +9,7 @@ Segments start at multiples of ``ALIGNMENT`` elements, so that views of segments
 (for vector loads and cuBLAS). Shards have equal lengths, with padding at the end, so that one collective moves them.
 
 A *whole* bucket is for optimizers that need whole matrices: each segment has one owner, and a rank's shard is a run of
-segments, which may be empty (see ``ownership``)::
+segments, which may be empty (see ``balanced_owners``)::
 
     bucket   |  weight (segment 0)      |gap| bias |gap|  weight2 (segment 2)       |
     shards   |        rank 0            .   |        rank 2                         |
@@ -22,7 +22,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import overload
 
 import torch
 
@@ -185,10 +184,10 @@ class BucketLayout:
     def _stop(self) -> int:
         return self.segments[-1].stop if self.segments else 0
 
-    @property
+    @cached_property
     def shard_ranges(self) -> Sequence[tuple[int, int]]:
-        """``shard_range`` of every rank, each computed only on access, since there may be thousands of ranks."""
-        return ShardRanges(self)
+        """``shard_range`` of every rank."""
+        return [self.shard_range(rank) for rank in range(self.world_size)]
 
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of a rank's elements in segments ``first`` to ``last`` (inclusive); may be empty."""
@@ -224,25 +223,74 @@ class BucketLayout:
         return sizes
 
 
-class ShardRanges(Sequence[tuple[int, int]]):
-    """``shard_range`` of every rank, computed on access. ``are_equal``: whether all shards have equal lengths."""
-
-    def __init__(self, layout: BucketLayout) -> None:
-        self._layout, self.are_equal = layout, not layout.is_whole
-
-    def __len__(self) -> int:
-        return self._layout.world_size
-
-    @overload
-    def __getitem__(self, rank: int) -> tuple[int, int]: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> list[tuple[int, int]]: ...
-
-    def __getitem__(self, rank: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
-        ranks = range(len(self))[rank]
-        return self._layout.shard_range(ranks) if isinstance(ranks, int) else list(map(self._layout.shard_range, ranks))
-
-
 def _align(numel: int) -> int:
     return -(-numel // ALIGNMENT) * ALIGNMENT
+
+
+# -- owners of segments ------------------------------------------------------------------------------------------------
+
+_SWEEPS = 4
+_CHOICES = 4
+"""Number of candidate owners per segment of a bucket. If there are more ranks, the least loaded ones are candidates."""
+
+
+def balanced_owners(
+    buckets: Sequence[Sequence[int]], ranks: int, loads: Sequence[int] | None = None
+) -> list[list[int]]:
+    """Choose the owner of each segment, as a position in the order of shards. Owners ascend in each bucket.
+
+    Thus a rank's shard of a bucket is one run of consecutive segments, and segments keep their places. Buckets are
+    assigned one after another, those with the largest segments first, each in the best way for the ranks' current
+    loads. Then all buckets are reassigned several times, since loads have changed. With enough candidates, the largest
+    load comes as close to the mean as if segments were assigned freely (largest first, to the least loaded rank).
+
+    Args:
+        buckets: number of elements in each segment, by bucket.
+        ranks: the number of ranks.
+        loads: number of elements that each rank already owns in other buckets.
+
+    Returns:
+        The owner of each segment, by bucket.
+    """
+    loads = list(loads or [0] * ranks)
+    owners: list[list[int]] = [[] for _ in buckets]
+    order = sorted(range(len(buckets)), key=lambda number: -max(buckets[number], default=0))
+    for _ in range(_SWEEPS):
+        for number in order:
+            for rank, numel in zip(owners[number], buckets[number]):
+                loads[rank] -= numel
+            owners[number] = _runs(buckets[number], loads)
+            for rank, numel in zip(owners[number], buckets[number]):
+                loads[rank] += numel
+    return owners
+
+
+def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:
+    """Divide one bucket into runs of segments for ascending ranks, minimising the sum of the ranks' squared loads.
+
+    Uses dynamic programming over the ranks: ``costs[n]`` is the least cost of assigning the first ``n`` segments to
+    the ranks tried so far. Returns the owner of each segment.
+    """
+    tried = range(len(loads))
+    if len(loads) > _CHOICES * len(numels):
+        tried = sorted(sorted(tried, key=lambda rank: loads[rank])[: _CHOICES * len(numels)])  # type: ignore[assignment]
+    ends = [0]
+    for numel in numels:
+        ends.append(ends[-1] + numel)
+    costs = [0.0] + [float("inf")] * len(numels)
+    cuts: list[list[int]] = []  # by tried rank: where its run starts, for each possible end
+    for rank in tried:
+        after, begins = list(costs), list(range(len(ends)))
+        for stop in range(1, len(ends)):
+            for start in range(stop):
+                taken = ends[stop] - ends[start]
+                cost = costs[start] + taken * (taken + 2 * loads[rank])
+                if cost < after[stop]:
+                    after[stop], begins[stop] = cost, start
+        costs = after
+        cuts.append(begins)
+    owners, stop = [0] * len(numels), len(numels)
+    for rank, begins in zip(reversed(tried), reversed(cuts)):
+        owners[begins[stop] : stop] = [rank] * (stop - begins[stop])
+        stop = begins[stop]
+    return owners

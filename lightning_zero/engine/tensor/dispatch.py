@@ -26,8 +26,7 @@ from lightning_zero.engine.compat import (
 )
 from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
-from lightning_zero.engine.tensor.slot import Slot
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, Slot, local_range_of
 from lightning_zero.engine.tensor.wrapper import RecordedView, WrapperTensor
 
 aten = torch.ops.aten
