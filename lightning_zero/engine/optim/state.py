@@ -76,8 +76,6 @@ class MasterStates:
         self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
-        # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
-        self._views: dict[Any, tuple[Any, int, Any]] = {}
         self._cleared: set[BucketSlot] = set()  # of parameters that have not been updated since
         self._measured = 0
         self._bytes: Counter[str] = Counter()
@@ -127,7 +125,6 @@ class MasterStates:
 
     def _split(self, master: Master, wanted: set[BucketSlot]) -> None:
         """Split a master of which only the wanted slots are updated now. Each part keeps its part of the state."""
-        self.forget_views()
         self.version += 1
         state, slots = self.by_master.pop(master.tensor, {}), set(master.slots)
         for run in (*runs_of(list(slots & wanted)), *runs_of(list(slots - wanted))):
@@ -160,12 +157,10 @@ class MasterStates:
 
     def release(self) -> None:
         """Remove the bytes of optimizer state from the ledger."""
-        self.forget_views()
         self._enter(Counter())
 
     def cleared(self) -> None:
         """Note that the state of all parameters has been cleared."""
-        self.forget_views()
         self._cleared = {slot for slot in self._master_of if not is_alone(slot.bucket)}
 
     def updated(self, masters: Sequence[Master]) -> None:
@@ -173,10 +168,6 @@ class MasterStates:
         if self._cleared:
             self._cleared.difference_update(slot for master in masters for slot in master.slots)
         self.measure()
-
-    def forget_views(self) -> None:
-        """Drop the sharded tensors that refer to the masters' entries."""
-        self._views.clear()
 
     def _enter(self, held: Counter[str]) -> None:
         for category in held.keys() | self._bytes.keys():
@@ -315,15 +306,8 @@ class MasterStates:
             return ShardedTensor(slot, torch.empty(0, dtype=entry, device=slot.device), keep=self)
         if (on_disk := slot.bucket.states) is not None:
             return ShardedTensor(slot, on_disk.tensor(key, slot.local_range.start, slot.local_range.stop), keep=self)
-        of_master = self.by_master[master.tensor][key]
-        known = self._views.get((slot, key))
-        if known is not None and known[0] is of_master and known[1] == of_master.data_ptr():
-            return known[2]
-        # ``keep`` is not this object: through ``_views``, the cycle would delay the freeing of memory
-        view = ShardedTensor(slot, of_master.reshape(-1)[master.part_of(slot)], keep=of_master)
-        # An optimizer may replace its tensors at each step: views of these would keep the memory of replaced ones.
-        self._views[slot, key] = (None, 0, None) if known is not None else (of_master, of_master.data_ptr(), view)
-        return view
+        part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
+        return ShardedTensor(slot, part, keep=self)
 
     # -- by master --------------------------------------------------------------------------------------------------
 
@@ -391,7 +375,6 @@ class MasterStates:
         optimizer = self.optimizer
         self._master_of.clear()
         self._cleared.clear()
-        self.forget_views()
         self._measured = -1
         optimizer.state, self._own = StateMapping(self), None
         by_slot: dict[BucketSlot, dict[str, Any]] = {}

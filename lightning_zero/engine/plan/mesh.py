@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import gcd, prod
+from math import prod
 
 NODE, LOCAL = "node", "local"
 """Names of the dimensions: machines, and ranks within a machine."""
@@ -49,20 +49,18 @@ class Topology:
             ValueError: if the ranks cannot be divided into groups of this size.
         """
         ranks, sizes = len(self.machines), [len(node) for node in self.nodes]
-        if size == "node" and len(set(sizes)) > 1:
-            # suggest groups within machines if possible
-            numbers = _proper_divisors(ranks) if gcd(*sizes) == 1 else _divisors(gcd(*sizes))
-            mend = f"write a number of ranks per group ({_listed(numbers, 'or')})" if numbers else "leave it out"
-            raise ValueError(
-                "shard_within='node' needs the same number of ranks on each machine, but the machines run "
-                f"{_listed(sizes, 'and')} ranks: {mend}."
-            )
-        size = sizes[0] if size == "node" else size
+        if size == "node":
+            if len(set(sizes)) > 1:
+                raise ValueError(
+                    "shard_within='node' needs the same number of ranks on each machine, but the machines run "
+                    f"{', '.join(map(str, sizes))} ranks: write a number of ranks that divides {ranks}, or leave it out."
+                )
+            size = sizes[0]
         assert isinstance(size, int)
         if ranks % size:
-            choices = [*_proper_divisors(ranks), *(["'node'"] if len(set(sizes)) == 1 else [])]
-            mend = f"write {_listed(choices, 'or')}" if choices else "leave it out"
-            raise ValueError(f"shard_within={size} does not divide {ranks} ranks: {mend}.")
+            raise ValueError(
+                f"shard_within={size} does not divide {ranks} ranks: write a number that does, or leave it out."
+            )
         number_of = {rank: place // size for place, rank in enumerate(chain.from_iterable(self.nodes))}
         return Topology(tuple(number_of[rank] for rank in range(ranks)))
 
@@ -118,18 +116,3 @@ class Mesh:
         """Each rank's position along the dimensions in ``over``; None if each rank's position is its number."""
         positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
         return None if positions == tuple(range(len(positions))) else positions
-
-
-def _divisors(number: int) -> list[int]:
-    """All divisors except 1, in ascending order."""
-    return [each for each in range(2, number + 1) if number % each == 0]
-
-
-def _proper_divisors(ranks: int) -> list[int]:
-    """All divisors except 1 and the number itself: a single group of all ranks would be plain stage 3."""
-    return _divisors(ranks)[:-1]
-
-
-def _listed(items: Sequence[object], word: str) -> str:
-    *first, last = map(str, items)
-    return f"{', '.join(first)} {word} {last}" if first else last

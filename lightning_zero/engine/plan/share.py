@@ -13,23 +13,6 @@ import torch
 from torch import Tensor
 
 
-class Rows(NamedTuple):
-    """Locates a range of this rank's share in the tensor; both are viewed as 2-D, with the same number of rows.
-
-    Attributes:
-        start, stop: the rows that contain the range.
-        columns: the columns of the whole tensor that belong to this rank.
-        first: the position of the range's first element among the elements in these rows and columns.
-        width: the number of columns of the whole tensor.
-    """
-
-    start: int
-    stop: int
-    columns: slice
-    first: int
-    width: int
-
-
 @dataclass(frozen=True)
 class Share:
     """This rank's share of a tensor that is divided along one dimension, as by ``torch.chunk``.
@@ -89,15 +72,6 @@ class Share:
         if self.dimension is None:
             return value
         return value.narrow(self.dimension, self._start(self.index), self.length(self.index))
-
-    def rows(self, start: int, stop: int) -> Rows:
-        """Locate ``[start, stop)``, a nonempty range of this rank's flattened share, in the whole tensor."""
-        assert self.dimension is not None
-        inner = prod(self.shape[self.dimension + 1 :])
-        begin, width = self._start(self.index) * inner, self.shape[self.dimension] * inner
-        own = self.length(self.index) * inner
-        row = start // own
-        return Rows(row, -(-stop // own), slice(begin, begin + own), start - row * own, width)
 
 
 class Box(NamedTuple):

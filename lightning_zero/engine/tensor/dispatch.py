@@ -69,40 +69,17 @@ _Handler = Callable[[Any, Any, Any], Any]
 
 
 @cache
-def _kind_of(func: Any) -> tuple[_Handler | None, bool]:
-    """How an operator is handled.
-
-    Returns:
-        The operator's handler, or None to run the operator on full values; and whether to bypass the handler if full
-        values need no communication (only for operators that write nothing).
-    """
+def _handler_of(func: Any) -> _Handler | None:
+    """The operator's handler; None to run the operator on full values."""
     if func in _HANDLERS:
-        return _HANDLERS[func], False
+        return _HANDLERS[func]
     if func.namespace == "c10d":
-        return None, False
+        return None
     if torch.Tag.pointwise in func.tags or func in _LOCAL:
-        return _act_locally, not _targets(func)
+        return _act_locally
     if func._schema.name.startswith("aten::_foreach_"):
-        return _act_on_lists, False
-    if _is_view(func):
-        return _views, False
-    return None, not _targets(func)
-
-
-def _at_hand(args: Any) -> list[Any] | None:
-    """An operator's arguments, with full values in place of sharded tensors; None if a value needs communication."""
-    found = []
-    for arg in args:
-        if isinstance(arg, WrapperTensor):
-            whole = arg.whole_at_hand()
-            if whole is None:
-                return None
-            found.append(whole)
-        elif isinstance(arg, (list, tuple)):
-            return None  # the list may contain sharded tensors
-        else:
-            found.append(arg)
-    return found
+        return _act_on_lists
+    return _views if _is_view(func) else None
 
 
 def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
@@ -325,15 +302,6 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     return total.to(tensor.dtype) if tensor.is_floating_point() else total
 
 
-def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = _communicating(args[0])
-    if tensor is None or len(args) > 1 or not tensor.is_floating_point() or not tensor.numel():
-        return NotImplemented
-    sign = 1 if func is aten.max.default else -1
-    part = func(tensor.local) if tensor.local.numel() else tensor.local.new_full((), -sign * float("inf"))
-    return _extreme_over_ranks(part, tensor.slot, sign).to(tensor.dtype)
-
-
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].alias()
 
@@ -411,8 +379,6 @@ _HANDLERS: dict[Any, _Handler] = {
     aten.mean.default: _sum,
     aten.all.default: _sum,
     aten.any.default: _sum,
-    aten.max.default: _extreme,
-    aten.min.default: _extreme,
     **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}
@@ -451,11 +417,9 @@ def _record(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _act(func: Any, args: Any, kwargs: Any) -> Any:
-    handler, only_reads = _kind_of(func)
-    if not only_reads and _targets(func) == [0] and (lazy := _recording(args[0])) is not None:
+    if _targets(func) == [0] and (lazy := _recording(args[0])) is not None:
         return _record(lazy, func, args, kwargs)
-    if only_reads and not kwargs and (at_hand := _at_hand(args)) is not None:
-        return func(*at_hand)
+    handler = _handler_of(func)
     out = handler(func, args, kwargs) if handler is not None else NotImplemented
     return _act_on_whole(func, args, kwargs) if out is NotImplemented else out
 

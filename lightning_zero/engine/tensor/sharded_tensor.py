@@ -291,15 +291,7 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
     if isinstance(value, ShardedTensor) and value.slot is slot:
         return value.local
     value = value if value.shape == slot.shape else value.expand(slot.shape)
-    start, stop = slot.offset, slot.offset + slot.local_numel
-    if not slot.share.is_divided or start == stop:
-        return flat_range(value, start, stop)
-    rows = slot.share.rows(start, stop)
-    if rows.stop == rows.start + 1:
-        start = rows.start * rows.width + rows.columns.start + rows.first
-        return flat_range(value, start, start + slot.local_numel)
-    found = flat_range(value, rows.start * rows.width, rows.stop * rows.width)
-    return found.view(-1, rows.width)[:, rows.columns].reshape(-1)[rows.first : rows.first + slot.local_numel]
+    return flat_range(slot.share.own(value), slot.offset, slot.offset + slot.local_numel)
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
