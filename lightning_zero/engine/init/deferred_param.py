@@ -22,14 +22,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lightning_zero.engine.tensor.identity import set_contents
+from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
 def defer(tensor: Tensor, values: Tensor) -> None:
     """Turn a tensor into a lazy tensor with the given values; values on the meta device count as missing."""
-    lazy = LazyTensor.of(values, tensor.dtype)
-    set_contents(tensor, nn.Parameter(lazy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else lazy)
+    set_contents(tensor, like(tensor, LazyTensor.of(values, tensor.dtype)))
 
 
 def leave_in_files(module: nn.Module) -> None:
@@ -173,7 +172,7 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
             elif wait or isinstance(tensor, LazyTensor):
                 defer(tensor, values)
             else:
-                set_contents(tensor, nn.Parameter(in_memory(values.detach()).to(tensor.dtype), tensor.requires_grad))
+                set_contents(tensor, like(tensor, in_memory(values.detach()).to(tensor.dtype)))
             target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once
 
 

@@ -6,11 +6,9 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.init.sources import Source
-from lightning_zero.engine.tensor.identity import attributes_of_users
 from lightning_zero.engine.tensor.initialisers import APPLIED, OF_ADAPTERS, OWN, label, takes
 from lightning_zero.io.names import listed
 
@@ -97,16 +95,3 @@ def _of_adapters(module: nn.Module, ancestors: list[nn.Module]) -> list[Call]:
 def _has_initialiser(module: nn.Module) -> bool:
     """Whether a module initialises tensors, of its own or of modules in it."""
     return bool(_own(module)) or hasattr(module, OF_ADAPTERS) or takes(getattr(module, APPLIED, None), 1)
-
-
-def on_meta(tensor: Tensor) -> Tensor:
-    """A tensor or parameter on the meta device with the same shape, dtype and attributes."""
-    return like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-
-
-def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """A parameter with other values if ``tensor`` is a parameter, with its attributes; otherwise the values."""
-    if isinstance(tensor, nn.Parameter):
-        values = nn.Parameter(values, tensor.requires_grad)
-        values.__dict__.update(attributes_of_users(tensor))
-    return values

@@ -21,7 +21,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.compat import tree_leaves
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slot_of, slots_of
-from lightning_zero.engine.tensor.identity import set_contents
+from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.io.labels import this_machine
 
@@ -59,8 +59,7 @@ def restore_parameters(
                 continue
             for tensor in tensors:
                 value = values.get(id(tensor), parameters[slot].detach())
-                is_parameter = isinstance(tensor, nn.Parameter)
-                set_contents(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
+                set_contents(tensor, like(tensor, value))
 
 
 def _derived(
@@ -106,7 +105,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
-                set_contents(parameter, nn.Parameter(parameter.whole(), parameter.requires_grad))
+                set_contents(parameter, like(parameter, parameter.whole()))
     left = _left_in(module)
     if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
         raise ValueError(
@@ -141,7 +140,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
                 if name in left:
                     left[name].parameters = []
                     value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    set_contents(parameter, nn.Parameter(value, parameter.requires_grad))
+                    set_contents(parameter, like(parameter, value))
                 communicator.broadcast(parameter.detach(), whole[0])
     finally:
         rendezvous.close()

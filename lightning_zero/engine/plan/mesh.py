@@ -53,7 +53,8 @@ class Topology:
             if len(set(sizes)) > 1:
                 raise ValueError(
                     "shard_within='node' needs the same number of ranks on each machine, but the machines run "
-                    f"{', '.join(map(str, sizes))} ranks: write a number of ranks that divides {ranks}, or leave it out."
+                    f"{', '.join(map(str, sizes))} ranks: write a number of ranks that divides {ranks}, or leave it "
+                    "out."
                 )
             size = sizes[0]
         assert isinstance(size, int)

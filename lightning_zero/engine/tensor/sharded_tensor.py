@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import SlotsOfDTensor
 from lightning_zero.engine.plan.share import Box, Share, boxes_of
-from lightning_zero.engine.tensor.identity import set_contents
+from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.unsharded_param import check_same_shape
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, reader
 
@@ -248,8 +248,7 @@ class ShardedTensor(WrapperTensor):
                     copy = reading.whole(self).clone()
                 else:  # the copy is sharded, too, so that a copied module takes only a shard's memory
                     copy = ShardedTensor(self.slot, self.local.clone(), self.dtype)
-            is_parameter = isinstance(self, torch.nn.Parameter)
-            memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
+            memo[id(self)] = like(self, copy)
         return memo[id(self)]
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
@@ -258,15 +257,7 @@ class ShardedTensor(WrapperTensor):
             is_copy = not self.is_parameter and self.keep is None and self.is_leaf
             if is_copy and isinstance(value, ShardedTensor) and value.slot is self.slot:
                 # ``copied.half()``: the engine does not use the copy, so the copy may have any dtype
-                is_parameter, requires_grad, gradient = (
-                    isinstance(self, torch.nn.Parameter),
-                    self.requires_grad,
-                    self.grad,
-                )
-                other = value.detach()
-                other = (
-                    torch.nn.Parameter(other, requires_grad) if is_parameter else other.requires_grad_(requires_grad)
-                )
+                gradient, other = self.grad, like(self, value.detach())
                 other.grad = gradient.to(value.dtype) if gradient is not None else None
                 set_contents(self, other)
                 return
