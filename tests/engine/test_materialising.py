@@ -258,8 +258,7 @@ def adapters(stage):
     torch.manual_seed(0)
     eager = LlamaForCausalLM(config)
     with on_meta():
-        model = LlamaForCausalLM(config)
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+        model = peft.get_peft_model(LlamaForCausalLM(config), peft.LoraConfig(target_modules=["q_proj"]))
     engine = Engine(model, stage=stage)
     engine.close()
     found, expected = dict(model.base_model.model.named_buffers()), dict(eager.named_buffers())
