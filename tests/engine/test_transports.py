@@ -112,13 +112,9 @@ def exchange_values() -> None:
         size, control = world_size(), group.control
         assert control.any_rank([rank() == 1, False, True], "flags") == [True, False, True]
         assert control.gather_numbers(2**40 + rank(), "numbers") == [2**40 + each for each in range(size)]
-        assert control.numbers_of_first([rank(), 7 - rank()]) == [0, 7]
+        assert control.numbers_of(0, [rank(), 7 - rank()], "numbers") == [0, 7]
+        assert control.numbers_of(2, [rank(), 7 - rank()], "numbers") == [2, 5]
         assert control.is_alike("the same") and not control.is_alike(f"rank {rank()}")
-        if rank() == 0:
-            control.tell([1, 2], [5, -1])
-            control.wait_until_told()
-        else:
-            assert control.hear(0, 2, "what rank 0 tells") == [5, -1]
 
 
 def test_the_control_plane_exchanges_python_values(run_on):

@@ -32,8 +32,6 @@ from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
-_CONTROL_TAG = 7697  # of the control plane's messages; the next tag is for its small messages
-
 _communicators = itertools.count()
 
 
@@ -117,7 +115,7 @@ class Communicator:
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.may_compress = self.size == 1, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
-        self.control = ControlPlane(None, [0], 0, None, self.counters, 0)
+        self.control = ControlPlane(None, [0], 0, None, self.counters)
         self.everyone = Everyone(0, 1, self.control)
         self.watch: Watch | None = None
         if self.size * self.tensor.size > 1:
@@ -147,10 +145,8 @@ class Communicator:
         with explained("setting up the sharded module"):
             dist.broadcast(number, all_ranks[0], control_group)
         name = f"{all_ranks[0]}/{number.item()}"
-        # each engine has its own tags, since the order in which several engines communicate may depend on data
-        control_tag = (int(number) % 2**11 << 20) + _CONTROL_TAG
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
-        control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters, control_tag)
+        control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters)
         others_exist = not process_group.is_fake(everywhere)
         self.everyone = Everyone(rank, len(all_ranks), control, *((self.watch, name) if others_exist else ()))
         self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks as numbered in the watch
@@ -158,13 +154,11 @@ class Communicator:
             self.control = control
             return
         among = self.tensor.group if has_cpu else self._new_group("gloo", self.tensor.groups)
-        self.tensor.begin(self.watch.among(self.tensor.ranks), among, control_tag)
+        self.tensor.begin(self.watch.among(self.tensor.ranks), among)
         self._numbers, self.watch = self._ranks, self.watch.among(self._ranks) if self.size > 1 else None
         if self.size > 1:
             self._control_group = self.group if has_cpu else self._new_group("gloo", self._alike)
-            self.control = ControlPlane(
-                self._control_group, self._ranks, self.rank, self.watch, self.counters, control_tag
-            )
+            self.control = ControlPlane(self._control_group, self._ranks, self.rank, self.watch, self.counters)
 
     def _choose_transports(self, shard_within: Literal["node"] | int | None, cross_memory: bool) -> None:
         """Choose the transports between the ranks. Collective.
@@ -204,7 +198,7 @@ class Communicator:
             self._along[ALL] = self._collectives(within())
             return
         has_levels = self.shards_within or (is_gloo_on_cpu and groups.has_two_levels)
-        if self.tensor.size > 1:  # each tensor-parallel rank has chosen for ranks of its own, in new groups of all ranks
+        if self.tensor.size > 1:  # new groups are collective over all ranks, which have chosen separately
             has_levels = all(self.everyone.control.gather_objects(has_levels))
         if not has_levels:
             elsewhere = [rank for rank in range(self.size) if rank not in machine]
@@ -224,7 +218,7 @@ class Communicator:
         self._along[LOCAL,] = BucketCollectives(within(), self.counters, over, watch, "within")
         self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
         group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
-        control = ControlPlane(group, ranks, place, watch, self.counters, self.control.tag)
+        control = ControlPlane(group, ranks, place, watch, self.counters)
         control.small = exchanges.small if exchanges is not None else None
         self.gathering = Gathering(here, place, control)
 
@@ -238,10 +232,10 @@ class Communicator:
         """
         size, is_nccl = self.size, simulation.transport == "nccl"
         rank, all_ranks = process_group.rank(everywhere), process_group.ranks_of(everywhere)
-        self.everyone = Everyone(rank, len(all_ranks), ControlPlane(None, all_ranks, rank, None, self.counters, 0))
-        self.control = ControlPlane(None, self._ranks, self.rank, None, self.counters, 0)
+        self.everyone = Everyone(rank, len(all_ranks), ControlPlane(None, all_ranks, rank, None, self.counters))
+        self.control = ControlPlane(None, self._ranks, self.rank, None, self.counters)
         if self.tensor.size > 1:
-            self.tensor.begin(None, None, 0, simulation.gathers)
+            self.tensor.begin(None, None, simulation.gathers)
         machines = min(simulation.machines, size)
         topology = Topology(tuple(rank * machines // size for rank in range(size)))
         self.is_on_one_machine, self.may_compress = machines == 1, machines > 1 and not is_nccl

@@ -15,7 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.counters import Counters
-from lightning_zero.engine.comm.cross_memory.small_messages import SMALL, SmallMessages, bytes_of, tensor_of
+from lightning_zero.engine.comm.cross_memory.small_messages import (
+    CONTROL_TAG,
+    SMALL,
+    SmallMessages,
+    bytes_of,
+    tensor_of,
+)
 from lightning_zero.engine.comm.failures import Watch
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
 
@@ -32,20 +38,17 @@ class ControlPlane:
         rank: this rank's number in the group.
         watch: turns failures and deadlocks during waits into errors; None without a group.
         counters: where calls are counted, under the kind "control".
-        tag: the tag of messages; ``tag + 1`` is the tag of small messages.
 
     Attributes:
-        tag: the tag of messages.
         small: a faster channel for messages of up to ``SMALL`` bytes between ranks of one machine, or None.
     """
 
     def __init__(
-        self, group: ProcessGroup | None, ranks: list[int], rank: int, watch: Watch | None, counters: Counters, tag: int
+        self, group: ProcessGroup | None, ranks: list[int], rank: int, watch: Watch | None, counters: Counters
     ) -> None:
         self.small: SmallMessages | None = None
         self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
-        self._watch_or_none, self.tag, self._small_tag = watch, tag, tag + 1
-        self._sent: list[tuple[Tensor, Any]] = []  # keeps messages alive until they have been sent
+        self._watch_or_none = watch
 
     @property
     def _watch(self) -> Watch:
@@ -81,17 +84,24 @@ class ControlPlane:
             if self.small is None or tensor.nbytes > SMALL:
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
             else:
-                key = self.small.send(self._small_tag, [bytes_of(tensor)] * len(self.small.ranks))
+                key = self.small.send(CONTROL_TAG, [bytes_of(tensor)] * len(self.small.ranks))
                 for message in self.small.receive(key):
                     torch.maximum(tensor, tensor_of(message, tensor.shape, tensor.dtype), out=tensor)
         return tensor
 
-    def numbers_of_first(self, numbers: Sequence[int]) -> list[int]:
-        """Broadcast rank 0's numbers, and return them. Every rank passes the same count of numbers."""
+    def numbers_of(self, source: int, numbers: Sequence[int], what: str) -> list[int]:
+        """Broadcast a rank's numbers, and return them. Collective; every rank passes the same count of numbers.
+
+        Args:
+            source: the rank's number in the group.
+            what: a name for this exchange, for error messages.
+        """
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self.copy_from_first([tensor])
+        self._counters.add("control", tensor.numel(), tensor.nbytes)
+        with self._watch.waiting(what):
+            dist.broadcast(tensor, self._ranks[source], self._group)
         return tensor.tolist()
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
@@ -110,10 +120,10 @@ class ControlPlane:
     def _copy_from_first(self, small: SmallMessages, tensors: list[Tensor]) -> None:
         if self._rank == 0:
             message = b"".join(bytes_of(tensor.contiguous()) for tensor in tensors)
-            small.send(self._small_tag, [message] * len(small.ranks))
+            small.send(CONTROL_TAG, [message] * len(small.ranks))
             torch.autograd.graph.increment_version(tensors)  # as ``copy_`` does on the other ranks
             return
-        (message,) = small.receive(small.begin(self._small_tag), [small.ranks.index(0)])
+        (message,) = small.receive(small.begin(CONTROL_TAG), [small.ranks.index(0)])
         values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         parts = values.split_with_sizes([tensor.nbytes for tensor in tensors])
         for tensor, part in zip(tensors, parts):
@@ -131,7 +141,7 @@ class ControlPlane:
         """Gather by small messages; return None on every rank if any rank's value is too long."""
         message = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
         message = message if len(message) <= SMALL else b""
-        messages = small.receive(small.send(self._small_tag, [message] * len(small.ranks)))
+        messages = small.receive(small.send(CONTROL_TAG, [message] * len(small.ranks)))
         if not message or not all(messages):
             return None
         values = dict(zip(small.ranks, map(pickle.loads, messages))) | {self._rank: value}
@@ -144,24 +154,3 @@ class ControlPlane:
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
         extremes = self._maximum(torch.cat([digest, -digest]), "a comparison of values between ranks")
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])
-
-    def tell(self, ranks: list[int], numbers: Sequence[int]) -> None:
-        """Begin to send numbers to ranks that call ``hear``; ``wait_until_told`` waits until the numbers are sent."""
-        message = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._counters.add("control", message.numel(), message.nbytes)
-        for rank in ranks:
-            work = dist.isend(message, self._ranks[rank], self._group, tag=self.tag)
-            self._sent.append((message, work))
-
-    def wait_until_told(self) -> None:
-        """Wait until all numbers passed to ``tell`` have been sent."""
-        sent, self._sent = self._sent, []
-        for _, work in sent:
-            work.wait()
-
-    def hear(self, rank: int, count: int, what: str) -> list[int]:
-        """Receive ``count`` numbers that a rank sends with ``tell``."""
-        message = torch.empty(count, dtype=torch.int64, device="cpu")
-        with self._watch.waiting(what, ordinal=0):
-            dist.recv(message, self._ranks[rank], self._group, tag=self.tag)
-        return message.tolist()

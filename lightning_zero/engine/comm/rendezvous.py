@@ -38,7 +38,7 @@ class Absence:
     Attributes:
         ranks: the absent ranks.
         announce: called with a bucket's number before the bucket is gathered, so that absent ranks take part; None if
-            no rank is absent, or if another rank makes the announcements.
+            no rank is absent.
         is_turn: whether a turn of the join is running. Ranks outside this rank's gather group may then be at
             another point of the program.
     """

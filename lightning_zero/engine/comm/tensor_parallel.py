@@ -89,7 +89,7 @@ class TensorParallel:
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         self.rank, self.size, self.counters = 0, 1, counters
-        self.control = ControlPlane(None, [0], 0, None, counters, 0)
+        self.control = ControlPlane(None, [0], 0, None, counters)
         self._watch: Watch | None = None
         along = self._mesh = mesh[TENSOR] if mesh is not None else None
         if along is not None and along.size() > 1:
@@ -102,7 +102,6 @@ class TensorParallel:
         self,
         watch: Watch | None,
         control_group: ProcessGroup | None,
-        tag: int,
         note: Callable[[int], Callable[[], Any]] | None = None,
     ) -> None:
         """Prepare to communicate; required if there are several ranks.
@@ -110,12 +109,11 @@ class TensorParallel:
         Args:
             watch: detects failed waits and deadlocks among these ranks; None if the other ranks are simulated.
             control_group: a process group of the same ranks, for tensors on the CPU; None if they are simulated.
-            tag: the tag of the control plane's messages.
             note: see the attribute.
         """
         self.note = note
         self._watch, self._control_group = watch, control_group
-        self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters, tag)
+        self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters)
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 

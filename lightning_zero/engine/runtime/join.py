@@ -44,6 +44,7 @@ class Join:
     ) -> None:
         self._ranks, self._place, self._control = communicator.gathering
         self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
+        self._leader = 0  # the first rank that runs in this turn
         self._position = 0  # index of the dataloader that this rank's current batch is from
 
     def take(self, position: int | None) -> None:
@@ -95,12 +96,13 @@ class Join:
             if own == behind:
                 self._begin([place for place, other in enumerate(positions) if other > behind])
                 return
-            self._serve(leader=positions.index(behind))
+            self._leader = positions.index(behind)
+            self._serve()
 
     def _begin(self, absent: list[int]) -> None:
-        announces = absent and self._place == min(set(range(len(self._ranks))).difference(absent))
+        self._leader = min(set(range(len(self._ranks))).difference(absent))
         ranks = [self._ranks[place] for place in absent]
-        self._rendezvous.absence = Absence(ranks, self._announce if announces else None, is_turn=True)
+        self._rendezvous.absence = Absence(ranks, self._announce if absent else None, is_turn=True)
 
     def _end(self) -> None:
         for unit in self._schedule.units:
@@ -108,21 +110,21 @@ class Join:
         absence = self._rendezvous.absence
         if absence.announce is not None:
             self._announce(_OVER)
-            self._control.wait_until_told()
         if absence.is_turn:
             self._rendezvous.absence = Absence()
 
     def _announce(self, number: int) -> None:
-        """Send absent ranks the number of the bucket to gather next, or ``_OVER``, and the expected order of units."""
+        """Tell absent ranks the number of the bucket to gather next, or ``_OVER``, and the expected order of units."""
         order = self._schedule.order
-        blank = [-1] * (len(self._schedule.units) - len(order))
-        absent = [self._ranks.index(rank) for rank in self._rendezvous.absence.ranks]
-        self._control.tell(absent, [number, *order, *blank])
+        self._exchange([number, *order, *[-1] * (len(self._schedule.units) - len(order))])
 
-    def _serve(self, leader: int) -> None:
+    def _exchange(self, numbers: list[int]) -> list[int]:
+        """Broadcast the leader's numbers; the other running ranks, which gather the same, take part."""
+        return self._control.numbers_of(self._leader, numbers, f"what rank {self._ranks[self._leader]} gathers next")
+
+    def _serve(self) -> None:
         while True:
-            count = 1 + len(self._schedule.units)
-            number, *order = self._control.hear(leader, count, f"what rank {self._ranks[leader]} gathers next")
+            number, *order = self._exchange([_OVER] * (1 + len(self._schedule.units)))
             if number == _OVER:
                 self._schedule.order = [unit for unit in order if unit >= 0]
                 return

@@ -411,5 +411,5 @@ class GradientReducer:
             # All ranks adopt rank 0's order of completed buckets. Buckets without gradients on rank 0 come last.
             seen_order = [number for number in backward.completed if number in in_use]
             order = seen_order + sorted(in_use.difference(seen_order), reverse=True)
-            expectation.order = self._communicator.control.numbers_of_first(order)
+            expectation.order = self._communicator.control.numbers_of(0, order, "the order of reductions")
             expectation.observed = True

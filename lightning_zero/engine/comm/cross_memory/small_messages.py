@@ -25,6 +25,9 @@ from torch import Tensor
 SMALL = 2**16
 """An exchange of up to this many bytes per rank is small. A socket's buffer holds a few messages of this size."""
 
+GATHER_TAG, REDUCE_TAG, CONTROL_TAG = 1, 2, 3
+"""The tags of exchanges: parameters, gradients, and the control plane's values."""
+
 Key = tuple[int, int]
 """An exchange's key: its tag, and the number of earlier exchanges with this tag; the same on all ranks."""
 

@@ -7,10 +7,16 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
 from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges
-from lightning_zero.engine.comm.cross_memory.small_messages import SMALL, SmallMessages, bytes_of, fill, tensor_of
+from lightning_zero.engine.comm.cross_memory.small_messages import (
+    GATHER_TAG,
+    REDUCE_TAG,
+    SMALL,
+    SmallMessages,
+    bytes_of,
+    fill,
+    tensor_of,
+)
 from lightning_zero.engine.comm.transport import Ranges, Started, Transport, add_up, in_order_of_ranks, slices_of
-
-_GATHER_TAG, _REDUCE_TAG = 1, 2
 
 
 class CrossMemoryTransport(Transport):
@@ -30,8 +36,8 @@ class CrossMemoryTransport(Transport):
     def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
         slices, small = slices_of(full, ranges), self._small
         if small is None or max(map(len, slices)) * full.itemsize > SMALL:
-            return Started([self._exchanges.gather(_GATHER_TAG, slices).wait], [full], ends_by_itself=True)
-        key = small.send(_GATHER_TAG, [bytes_of(slices[self._rank])] * len(small.ranks))
+            return Started([self._exchanges.gather(GATHER_TAG, slices).wait], [full], ends_by_itself=True)
+        key = small.send(GATHER_TAG, [bytes_of(slices[self._rank])] * len(small.ranks))
 
         def receive() -> None:
             for rank, message in zip(small.ranks, small.receive(key)):
@@ -43,10 +49,10 @@ class CrossMemoryTransport(Transport):
         sent = slices_of(codec.encode(flat), ranges)
         own, small = slices_of(flat, ranges[self._rank : self._rank + 1])[0], self._small
         if small is None or max(map(len, sent)) * codec.dtype.itemsize > SMALL:
-            exchange, total = self._exchanges.reduce(_REDUCE_TAG, own, sent)
+            exchange, total = self._exchanges.reduce(REDUCE_TAG, own, sent)
             return Started([exchange.wait], [], lambda: total, ends_by_itself=True)
         total = torch.empty_like(own)
-        key = small.send(_REDUCE_TAG, [bytes_of(sent[rank]) for rank in small.ranks])
+        key = small.send(REDUCE_TAG, [bytes_of(sent[rank]) for rank in small.ranks])
 
         def receive() -> None:
             messages = (tensor_of(message, (len(own),), codec.dtype) for message in small.receive(key))
