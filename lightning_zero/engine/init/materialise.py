@@ -102,11 +102,10 @@ class Materialiser:
 
     def _place_buffers(self) -> None:
         """Move all buffers to the device. Those without values get memory that is marked as unset."""
-        device, placed = self._communicator.device, {}
-        source_of = {id(buffer): self._sources[name] for name, buffer in self._module.named_buffers()}
-        originals = list(self._module.buffers())  # kept alive, so that their ids stay unique as keys
-        for buffer in originals:
-            source = source_of[id(buffer)]
+        device, placed = self._communicator.device, dict[int, Tensor]()
+        originals = dict(self._module.named_buffers())  # kept alive, so that their ids stay unique as keys
+        for buffer_name, buffer in originals.items():
+            source = self._sources[buffer_name]
             if source.values is not None:
                 placed[id(buffer)] = in_memory(source.values).to(device)
             else:
