@@ -57,6 +57,9 @@ PACKAGES = {
     "zero1": "lightning_zero.engine",
     "zero2": "lightning_zero.engine",
     "zero3": "lightning_zero.engine",
+    "zero1_gloo": "lightning_zero.engine",
+    "zero2_gloo": "lightning_zero.engine",
+    "zero3_gloo": "lightning_zero.engine",
     "zero3_node": "lightning_zero.engine",
 }
 """The systems in `systems.py`, and the package that a project imports for each."""

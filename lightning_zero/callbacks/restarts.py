@@ -13,7 +13,6 @@ restarted by torchrun, SLURM or Ray Train.
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import os
@@ -25,7 +24,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.util import Finalize
@@ -39,20 +38,16 @@ from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import Destination, remove
-from lightning_zero.checkpoint.form import MANIFEST, Manifest
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.io.annotations import check_fields, shown
 from lightning_zero.io.disk import make_own_folder
-from lightning_zero.io.names import listed
 from lightning_zero.io.options import config_of
-from lightning_zero.io.paths import write_anew
 
 _MEMORY = "/dev/shm"
 _FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when the user's next job removes it
 _MESSAGE = 2**26  # maximum size of a message between machines, in bytes
-_PATIENCE = 15.0  # seconds to wait for the processes of an earlier attempt to end
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
 
 
@@ -181,25 +176,6 @@ def _check_own(path: str) -> None:
         raise PermissionError(f"{path} is a link, or another user's, or open to others, so it is not read")
 
 
-def _lock(path: str, patience: float) -> int:
-    """Lock a job's folder until the returned descriptor is closed or this process ends.
-
-    Raises:
-        BlockingIOError: if another process has locked it for longer than ``patience``, in seconds.
-    """
-    lock = os.open(os.path.join(path, "lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike ``flock``, not inherited by forked workers
-            return lock
-        except OSError:
-            if time.monotonic() > deadline:
-                os.close(lock)
-                raise BlockingIOError("another run of a job of this name is using it") from None
-        time.sleep(0.1)
-
-
 def _remove_forgotten(private: str, own: str) -> None:
     for name in os.listdir(private):
         job = os.path.join(private, name)
@@ -207,9 +183,7 @@ def _remove_forgotten(private: str, own: str) -> None:
             _check_own(job)
             folders = [job, *(os.path.join(job, each) for each in os.listdir(job))]
             if name != own and time.time() - max(os.lstat(each).st_mtime for each in folders) > _FORGOTTEN:
-                lock = _lock(job, patience=0)
                 shutil.rmtree(job, ignore_errors=True)
-                os.close(lock)
 
 
 class KeptState(NamedTuple):
@@ -260,7 +234,7 @@ class Restarts:
         self._last: int | None = None  # step of the last save, or from which the fit has continued
         self._saving: int | None = None  # step of the save in progress
         self._whole: list[int] = []  # step of the newest whole generation; empty if there is none
-        self._held: list[dict[int, tuple[list[str], list[str]]]] = []
+        self._held: list[dict[int, list[str]]] = []  # by rank, the generations on its machine
         self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
 
     def _make_folders(self) -> None:
@@ -285,16 +259,13 @@ class Restarts:
         ranks = self._strategy.ranks
         try:
             place = ranks.alike(self._make_place)
-            everyone = ranks.all_gather_values((place, secrets.token_hex(8)))
-            places = [each for each, _ in everyone]
-            locks = path not in _jobs and self._rank == places.index(place)
-            ranks.alike(lambda: _lock(path, _PATIENCE) if locks else None)  # until this process ends
         except OSError as error:
             raise ValueError(
                 f"resilience: {path} cannot be used ({error}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
             ) from None
-        return places, everyone[0][1]
+        everyone = ranks.all_gather_values((place, secrets.token_hex(8)))
+        return [each for each, _ in everyone], everyone[0][1]
 
     def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
         """In place of Lightning's ``resume_start``, its first argument: continue from the newest whole state."""
@@ -307,7 +278,10 @@ class Restarts:
                 self.is_trying = True
                 resume(source.path, weights_only=weights_only)
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
-                rank_zero_warn(f"{error} Another state is tried, if there is one.")
+                advice = "Another state is tried, if there is one."
+                if source.is_in_memory and len(self._leaders) > 1:
+                    advice = f"Files may be missing, perhaps with a lost machine. {advice}"
+                rank_zero_warn(f"{error} {advice}")
                 continue
             finally:
                 self.is_trying = False
@@ -332,11 +306,11 @@ class Restarts:
     def _path_of(self, step: int) -> str:
         return os.path.join(self._folder, f"step-{step}")
 
-    def _generations(self) -> dict[int, tuple[list[str], list[str]]]:
-        """Return, by step, the names of a generation's files on this machine, and of all that it needs, if known."""
+    def _generations(self) -> dict[int, list[str]]:
+        """Return, by step, the names of a generation's files on this machine."""
         found = {}
         for step in self._steps():
-            path, needed = self._path_of(step), []
+            path = self._path_of(step)
             try:
                 _check_own(path)
                 names = os.listdir(path)
@@ -345,9 +319,7 @@ class Restarts:
             except OSError as error:
                 print(f"A kept state is not continued from: {error}", file=sys.stderr, flush=True)
                 continue
-            with suppress(Exception):  # the manifest is missing or damaged, as will be found when the state is opened
-                needed = [MANIFEST, *Manifest.of_bytes(Path(path, MANIFEST).read_bytes()).files]
-            found[step] = names, needed
+            found[step] = names
         return found
 
     def _steps(self) -> list[int]:
@@ -373,39 +345,31 @@ class Restarts:
 
     def _bring(self, source: KeptState) -> None:
         """Receive the files of a generation that are on other machines only. Errors are raised on every rank."""
-        held = {rank: self._held[rank].get(source.step, ([], [])) for rank in self._leaders}
-        files = {rank: set(names) for rank, (names, _) in held.items()}
-        every = set().union(*files.values())
-        if lacking := {name for _, needed in held.values() for name in needed} - every:
-            raise DamagedCheckpointError(f"{source.path} lacks {listed(sorted(lacking))}, perhaps with a lost machine.")
+        files = {rank: self._held[rank].get(source.step, []) for rank in self._leaders}
         error = None
         if self._leads:
             os.makedirs(source.path, 0o700, exist_ok=True)
-        for name in sorted(every):
-            if any(name not in names for names in files.values()):
-                sender = next(rank for rank, names in files.items() if name in names)
-                receives = self._leads and name not in files[self._rank]
-                error = self._send(os.path.join(source.path, name), sender, receives) or error
+        for name in sorted(set().union(*files.values())):
+            holders = [rank for rank, names in files.items() if name in names]
+            if len(holders) < len(files):
+                receives = self._leads and self._rank not in holders
+                error = self._send(os.path.join(source.path, name), holders[0], receives) or error
         if errors := [each for each in self._strategy.ranks.all_gather_values(error) if each is not None]:
             raise DamagedCheckpointError(f"{source.path} cannot be sent to all machines ({errors[0]}).")
 
     def _send(self, path: str, sender: int, receives: bool) -> str | None:
         """Send a file from one rank to those that receive it. Return the reason why this rank could not write it."""
-        error = target = None
-        with ExitStack() as files:
-            source = files.enter_context(open(path, "rb")) if self._rank == sender else None
-            size = self._strategy.broadcast(os.path.getsize(path) if source is not None else None, sender)
-            try:
-                if receives:
-                    target = files.enter_context(open(path, "xb"))
-                    os.posix_fallocate(target.fileno(), 0, max(size, 1))
-                    target.truncate(size)
-            except OSError as raised:
-                error = f"on rank {self._rank}: {raised}"
-            for _ in range(0, size, _MESSAGE):
+        error = None
+        with open(path, "rb") if self._rank == sender else nullcontext() as source:
+            part = None
+            while part != b"":
                 part = self._strategy.broadcast(source.read(_MESSAGE) if source is not None else None, sender)
-                if target is not None and error is None:
-                    target.write(part)
+                try:
+                    if receives and error is None:
+                        with open(path, "ab") as target:
+                            target.write(part)
+                except OSError as raised:
+                    error = f"on rank {self._rank}: {raised}"
         return error
 
     def loaded(self, path: Any) -> bool:
@@ -471,31 +435,32 @@ class Restarts:
         place = str(path) if "://" in str(path) else os.path.abspath(path)
         paths = [*[each for each in self._recorded() if each not in (place, self._at_end)][-7:], place]
         try:
-            if "://" in self._record:
-                fs, record = url_to_fs(self._record)
-                fs.pipe_file(record, json.dumps(paths).encode())
-            else:
-                self._make_folder_on_disk()
-                write_anew(Path(self._record), json.dumps(paths))
+            self._make_folder_on_disk()
+            fs, record = url_to_fs(self._record)
+            fs.pipe_file(f"{record}.new", json.dumps(paths).encode())
+            fs.mv(f"{record}.new", record)
         except Exception as error:  # libraries for object stores raise errors of their own
             rank_zero_warn(
                 f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "
                 "a restarted job will not find this checkpoint."
             )
 
+    @property
+    def _is_remote(self) -> bool:
+        return "://" in self._on_disk
+
     def _make_folder_on_disk(self) -> None:
-        os.makedirs(self._on_disk, 0o700, exist_ok=True)
-        _check_own(self._on_disk)
+        if not self._is_remote:
+            os.makedirs(self._on_disk, 0o700, exist_ok=True)
+            _check_own(self._on_disk)
 
     def _recorded(self) -> list[str]:
         """Return the paths of this fit's checkpoints; none if their record belongs to another user."""
         paths: list[str] = []
         with suppress(Exception):
-            if "://" not in self._record:
+            if not self._is_remote:
                 _check_own(self._on_disk)
             paths.append(self._at_end)
-            if "://" not in self._record:
-                _check_own(self._record)
             with fsspec.open(self._record, "r") as file:
                 paths += [str(path) for path in json.load(file)]
         return paths
@@ -503,9 +468,8 @@ class Restarts:
     def save_before_end(self) -> None:
         """Save a checkpoint to disk when a signal ends the job: the states in memory may be lost."""
         self._finish()
-        makes_folder = self._rank == 0 and "://" not in self._on_disk
         try:
-            self._strategy.ranks.alike(lambda: self._make_folder_on_disk() if makes_folder else None)
+            self._strategy.ranks.alike(lambda: self._make_folder_on_disk() if self._rank == 0 else None)
             self._strategy.checkpoints.save_last(self._at_end)
         except Exception as error:  # for example, if another rank has been killed meanwhile
             rank_zero_warn(f"{error} A signal is ending this job, and its state is kept only in {self._folder}.")

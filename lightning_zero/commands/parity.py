@@ -8,6 +8,7 @@ from typing import Any
 
 from lightning_zero.commands.projects import add_project, project_of, split_arguments, strategy_options
 from lightning_zero.commands.showing import Parser, print_json
+from lightning_zero.io.names import listed
 
 USAGE = """lightning-zero parity package.module:Module [width=64 ...] --batch package.module:make_batch [options]
        lightning-zero parity train.py [options] [-- arguments of the script]
@@ -78,7 +79,6 @@ def _said(comparison: Any, parsed: Any) -> str:
         parts.append(f"the ranks' losses are {ours} under ZeRO, but {theirs} under DDP")
     if comparison.weights:
         worst = sorted(comparison.weights, key=lambda name: -comparison.weights[name])
-        listed = ", ".join(f"{name} by up to {comparison.weights[name]:.3g}" for name in worst[:3])
-        rest = f", and {len(worst) - 3} more" if len(worst) > 3 else ""
-        parts.append(f"weights differ after this micro-batch: {listed}{rest}")
+        differences = listed((f"{name} by up to {comparison.weights[name]:.3g}" for name in worst), 3)
+        parts.append(f"weights differ after this micro-batch: {differences}")
     return f"zero{comparison.stage}: differs from DDP at micro-batch {comparison.step}: {'; '.join(parts)}."

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import product
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_zero.engine import compat
+from lightning_zero.engine import compat, placement
 from lightning_zero.io.sizes import in_gb
-from lightning_zero.planning.fake_run import fake_run
+from lightning_zero.planning.fake_run import Footprint, fake_run
 from lightning_zero.planning.timeline import Resources, replay
 
 ROOM = 0.9
@@ -29,8 +29,8 @@ _OFFLOADS: dict[str, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class Plan:
+@dataclass(frozen=True, kw_only=True)
+class Plan(Footprint):
     """Memory per rank and time per step under one combination of choices.
 
     Attributes:
@@ -41,16 +41,13 @@ class Plan:
         micro_batch: samples per rank and micro-batch; None if the batch's tensors differ in their first dimension.
         accumulate: micro-batches per step.
         activation_checkpointing: whether units are recomputed in backward.
-        parameters: number of elements in all parameters.
-        peak_bytes: bytes on the device at the peak, by category, and their sum under ``"total"``.
-        host_bytes, disk_bytes, traffic_bytes, leaving_bytes, assumptions: as in ``FakeRun``.
+        peak_bytes: as in ``Footprint``, and the sum under ``"total"``.
         seconds_per_step: an estimate; None if the machine's speed is unknown.
         waiting_seconds: the part of ``seconds_per_step`` in which the device waits for communication or the host.
         samples_per_second: the sum over all ranks; None if ``seconds_per_step`` or ``micro_batch`` is None.
         fits: whether the peak is within 90 % of the device's memory; None if the device's memory is unknown.
         partition_activations: as in ``ZeroStrategy``.
         options: other options of ``ZeroStrategy``.
-        replicas: number of ranks that compute different batches; with tensor parallelism fewer than ``ranks``.
     """
 
     stage: int
@@ -59,20 +56,12 @@ class Plan:
     micro_batch: int | None
     accumulate: int
     activation_checkpointing: bool
-    parameters: int
-    peak_bytes: dict[str, int]
-    host_bytes: int
-    disk_bytes: int
-    traffic_bytes: dict[str, int]
-    leaving_bytes: int
     seconds_per_step: float | None
     waiting_seconds: float | None
     samples_per_second: float | None
     fits: bool | None
-    assumptions: tuple[str, ...]
     partition_activations: bool = False
     options: Mapping[str, Any] = field(default_factory=dict)
-    replicas: int = 1
 
     @property
     def name(self) -> str:
@@ -177,8 +166,9 @@ def _plan(
 ) -> Plan:
     given = {**_options(offload, checkpointing), **options, **settings}
     run = fake_run(make_module, batch, ranks=ranks, stage=stage or None, accumulate=accumulate, **given)
-    times = replay(run.events, resources) if resources is not None else {}
-    seconds, samples = times.get("total"), samples_of(batch)
+    seconds, waiting = replay(run.events, resources) if resources is not None else (None, None)
+    samples = samples_of(batch)
+    held = {each.name: getattr(run, each.name) for each in fields(Footprint)}
     return Plan(
         stage=stage,
         offload=offload,
@@ -186,20 +176,13 @@ def _plan(
         micro_batch=samples,
         accumulate=accumulate,
         activation_checkpointing=bool(checkpointing),
-        parameters=run.numel,
-        peak_bytes={**run.peak_bytes, "total": run.total_bytes},
-        host_bytes=run.host_bytes,
-        disk_bytes=run.disk_bytes,
-        traffic_bytes=run.traffic,
-        leaving_bytes=run.leaving,
         seconds_per_step=seconds,
-        waiting_seconds=times.get("waiting"),
+        waiting_seconds=waiting,
         samples_per_second=samples * run.replicas * accumulate / seconds if samples and seconds else None,
         fits=None if memory is None else run.total_bytes <= ROOM * memory,
-        assumptions=run.assumptions,
         partition_activations=checkpointing == "partitioned",
         options=options,
-        replicas=run.replicas,
+        **{**held, "peak_bytes": {**run.peak_bytes, "total": run.total_bytes}},
     )
 
 
@@ -313,6 +296,6 @@ def _largest(plan: Plan) -> str:
 def _way_out(plan: Plan) -> str:
     if _largest(plan) == "activations":
         return "Use smaller micro-batches (--micro-batch) or activation checkpointing (--checkpointing on)."
-    if plan.stage == 3 and plan.offload != "none":
+    if plan.stage and placement.placements_of(plan.stage).parameters.is_sharded and plan.offload != "none":
         return "Use more ranks, or wrap smaller units."
     return "Use stage 3 (--stage 3), more ranks, or offload (--offload cpu)."

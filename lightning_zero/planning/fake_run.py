@@ -148,10 +148,7 @@ class _PlannedZero(_Planned):
 
 
 class _PlannedDDP(_Planned):
-    """Mixin that simulates a rank under ``DistributedDataParallel``, which holds all states and all-reduces gradients.
-
-    Arguments: see ``_PlannedZero``.
-    """
+    """Mixin for a rank under ``DistributedDataParallel``, which holds all states and all-reduces gradients."""
 
     optimizers: list[torch.optim.Optimizer]
     lightning_module: LightningModule
@@ -219,42 +216,56 @@ def zero_strategy_of(package: ModuleType, *mixins: type) -> Any:
     return made
 
 
-@dataclass(frozen=True)
-class FakeRun:
-    """Memory and events of one rank in the second step of a fake run.
+@dataclass(frozen=True, kw_only=True)
+class Footprint:
+    """What one rank holds and sends in a step.
 
     Attributes:
         peak_bytes: bytes on the training device by category, when their sum is highest: ``parameters`` (with master
             weights), ``gathered``, ``gradients``, ``reduction``, ``optimizer``, and ``activations`` (with the batch,
             buffers, and all other tensors that the project creates).
-        report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
-            run.
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps.
         disk_bytes: bytes offloaded to a disk.
-        traffic: bytes of communicated buffers per step, by kind of collective.
-        leaving: bytes per step that all ranks of a machine send to other machines; 0 on one machine.
-        numel: number of elements in all parameters.
+        traffic_bytes: bytes of communicated buffers, by kind of collective.
+        leaving_bytes: bytes that all ranks of a machine send to other machines; 0 on one machine.
+        parameters: number of elements in all parameters.
         replicas: number of ranks that compute different batches; with tensor parallelism fewer than all ranks.
-        events: events of the step; see ``replay``.
         assumptions: values assumed where the project reads tensors, since fake tensors have no values; and parts of the
             project that did not run.
     """
 
     peak_bytes: dict[str, int]
-    report_peak: dict[str, int]
     host_bytes: int
     disk_bytes: int
-    traffic: dict[str, int]
-    leaving: int
-    numel: int
-    replicas: int
-    events: list[Event]
+    traffic_bytes: dict[str, int]
+    leaving_bytes: int
+    parameters: int
+    replicas: int = 1
     assumptions: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeRun(Footprint):
+    """One rank in the second step of a fake run.
+
+    Attributes:
+        report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
+            run.
+        events: events of the step; see ``replay``.
+    """
+
+    report_peak: dict[str, int]
+    events: list[Event]
 
     @property
     def total_bytes(self) -> int:
         return sum(self.peak_bytes.values())
+
+
+def packages() -> list[ModuleType]:
+    """``lightning.pytorch`` and ``pytorch_lightning``, as far as they have been imported."""
+    return [sys.modules[name] for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
 
 
 def package_of(module: Any) -> ModuleType:
@@ -263,9 +274,9 @@ def package_of(module: Any) -> ModuleType:
     Raises:
         ValueError: if the object is not a LightningModule.
     """
-    for name in ("lightning.pytorch", "pytorch_lightning"):
-        if name in sys.modules and isinstance(module, sys.modules[name].LightningModule):
-            return sys.modules[name]
+    for package in packages():
+        if isinstance(module, package.LightningModule):
+            return package
     raise ValueError(f"The module must be a LightningModule, but its type is {type(module).__name__}.")
 
 
@@ -286,7 +297,7 @@ class _Batches:
     def __init__(self, batch: Any, count: int) -> None:
         self._batch, self._count = batch, count
 
-    def __len__(self) -> int:
+    def __len__(self) -> int:  # schedulers may ask the Trainer for the number of steps
         return self._count
 
     def __iter__(self) -> Iterator[Any]:
@@ -411,9 +422,9 @@ def fake_run(
             report_peak=second.report_peak,
             host_bytes=tracker.host_peak + offloaded + buffers,
             disk_bytes=on_disk,
-            traffic=second.traffic,
-            leaving=round(sum(event.leaving for event in second.events)),
-            numel=sum(parameter.numel() for parameter in module.parameters()),
+            traffic_bytes=second.traffic,
+            leaving_bytes=round(sum(event.leaving for event in second.events)),
+            parameters=sum(parameter.numel() for parameter in module.parameters()),
             replicas=ranks // together,
             events=second.events,
             assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),

@@ -13,12 +13,7 @@ TABLE_1_RANKS = (1, 4, 16, 64, 256, 1024)
 
 
 class Cell(NamedTuple):
-    """One cell of the table, in GB (10^9 bytes) per rank.
-
-    Attributes:
-        formula_gb: the paper's figure, with 2-byte parameters and gradients and 12 bytes of fp32 states per parameter.
-        engine_gb: the model states in this engine after backward, with gradients in fp32.
-    """
+    """One cell of the table, in GB (10^9 bytes) per rank: by the paper's formula, and in this engine after backward."""
 
     ranks: int
     parameters: float
@@ -28,7 +23,10 @@ class Cell(NamedTuple):
 
 
 def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
-    """Bytes of model states per rank by the paper's Figure 1, with Adam in mixed precision (K = 12)."""
+    """Bytes of model states per rank by the paper's Figure 1, with Adam in mixed precision (K = 12).
+
+    Gradients have 2 bytes per parameter; in this engine, they have 4.
+    """
     psi, shard = parameters, parameters / ranks
     return {1: 4 * psi + 12 * shard, 2: 2 * psi + 14 * shard, 3: 16 * shard}[stage]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
+import importlib
 import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -20,6 +20,8 @@ from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.utilities import CombinedLoader
 from torch.nn import Parameter
+
+from lightning_zero.planning.fake_run import packages
 
 
 @dataclass(frozen=True)
@@ -82,13 +84,13 @@ def of_script(script: Path, arguments: list[str]) -> Project:
 
     made: dict[Any, dict[str, Any]] = {}
     with _run_as(script, arguments), ExitStack() as patches:
-        for trainer_class in _trainer_classes():
+        with suppress(ImportError):
+            importlib.import_module("pytorch_lightning")  # the script may import it
+        for trainer_class in (package.Trainer for package in packages()):
             patches.enter_context(_made_on_this_machine(trainer_class, made))
             patches.enter_context(patch.object(trainer_class, "fit", fit))
-        try:
+        with suppress(_FitCalled, SystemExit):
             runpy.run_path(str(script), run_name="__main__")
-        except (_FitCalled, SystemExit):
-            pass
     if not given:
         raise ValueError(f"{script} ended without a call to Trainer.fit, so there is nothing to plan")
     model = getattr(given["model"], "_orig_mod", given["model"])
@@ -116,8 +118,7 @@ def batches_of(data: Any) -> Iterator[Any]:
         if hasattr(data, "setup"):
             data.setup("fit")
         data = data.train_dataloader()
-    packages = [sys.modules[name] for name in ("lightning.pytorch", "pytorch_lightning") if name in sys.modules]
-    is_combined = isinstance(data, tuple(package.utilities.CombinedLoader for package in packages))
+    is_combined = isinstance(data, tuple(package.utilities.CombinedLoader for package in packages()))
     for batch, _, _ in data if is_combined else CombinedLoader(data, "max_size_cycle"):
         yield move_data_to_device(batch, torch.device("cpu"))
 
@@ -135,13 +136,6 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
         settings |= {"ranks": int(devices) * nodes, "machines": nodes}
     names = {"accumulate_grad_batches": "accumulate", "precision": "precision", "gradient_clip_val": "clip"}
     return settings | {names[name]: trainer[name] for name in names if trainer.get(name) is not None}
-
-
-def _trainer_classes() -> list[Any]:
-    """The Trainer classes of both Lightning packages; ``pytorch_lightning`` need not be installed."""
-    if importlib.util.find_spec("pytorch_lightning") is None:
-        return [Trainer]
-    return [Trainer, importlib.import_module("pytorch_lightning").Trainer]
 
 
 @contextmanager

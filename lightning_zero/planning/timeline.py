@@ -96,7 +96,6 @@ class Recorder(compat.TorchDispatchMode):
             these collectives.
 
     Attributes:
-        events: recorded events in order.
         group: the process group of the tensor-parallel ranks, if there are several.
         on_host: whether operators are recorded as part of an update in the host's memory.
         tensor_parallel_bytes: total size of the full buffers in collectives that are dispatched as operators.
@@ -169,18 +168,14 @@ _aten = torch.ops.aten
 _FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.default, _aten.empty_strided.default}
 
 
-def replay(events: list[Event], resources: Resources) -> dict[str, float]:
-    """Compute the seconds that the events take, in total and by kind.
+def replay(events: list[Event], resources: Resources) -> tuple[float, float]:
+    """Compute the seconds that the events take, and those in which no operator runs, since something is awaited.
 
     Operators run one after another; each takes the time for its arithmetic plus the time for its bytes, but at least
     ``operator_seconds``. Collectives, updates in the host's memory and disk accesses form three more queues, which run
     in parallel with operators (without ``overlaps``, only disk accesses do). A wait lasts until its collective is done.
-
-    Returns:
-        ``total``; ``compute``, the time of operators; ``communication``, the time of collectives; ``waiting``, the part
-        of the total in which no operator runs, because a collective, an update or a disk is awaited.
     """
-    now = network_free = host_free = disk_free = compute = communication = 0.0
+    now = network_free = host_free = disk_free = compute = 0.0
     ends: dict[int, float] = defaultdict(float)
     for event in events:
         if event.kind == "compute":
@@ -198,10 +193,9 @@ def replay(events: list[Event], resources: Resources) -> dict[str, float]:
                 seconds = max(seconds, event.leaving / resources.machine_bandwidth)
             seconds += resources.link_seconds
             network_free = max(network_free, now) + seconds
-            communication += seconds
             ends[event.number] = network_free
             now = now if resources.overlaps else network_free
         else:
             now = max(now, ends[event.number])
     now = max(now, network_free, host_free, disk_free)
-    return {"total": now, "compute": compute, "communication": communication, "waiting": now - compute}
+    return now, now - compute

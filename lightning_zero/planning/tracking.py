@@ -24,13 +24,12 @@ class MemoryTracker(compat.TorchDispatchMode):
     A storage is counted at its current size, which is zero for a buffer that the engine has resized to zero.
 
     Args:
-        by_category: function that returns the engine's bytes by category; ``peak`` excludes ``"host"`` bytes.
-        on_host: function that returns whether new storages are in the host's memory; if so, no peak is updated.
+        by_category: returns the engine's bytes by category; ``peak`` excludes ``"host"`` bytes.
+        on_host: returns whether new storages are in the host's memory; if so, no peak is updated.
 
     Attributes:
-        peak: maximum number of bytes on the device since the last ``reset``.
-        at_peak: the result of ``by_category`` at the peak.
-        host_peak: maximum number of ``"host"`` bytes in ``by_category`` since the last ``reset``.
+        peak, host_peak: maximum number of bytes on the device, and of ``"host"`` bytes, since the last ``reset``.
+        at_peak: the result of ``by_category`` at ``peak``.
     """
 
     def __init__(self, by_category: Callable[[], Counter[str]], on_host: Callable[[], bool]) -> None:
@@ -101,9 +100,7 @@ class MemoryTracker(compat.TorchDispatchMode):
 
 
 class Assumptions(compat.TorchDispatchMode):
-    """Assumes results for operators that depend on tensors' values, since fake tensors have no values.
-
-    An operator is executed if all its tensors are real, such as a batch's token ids and masks.
+    """Assumes results for operators that depend on the values of fake tensors, which have none.
 
     Attributes:
         made: the assumptions, as keys; each includes the line of the project's code that reads the values.
@@ -117,7 +114,7 @@ class Assumptions(compat.TorchDispatchMode):
         if tensor_parallel.are_divided(types):
             return NotImplemented
         kwargs = kwargs or {}
-        if _are_real(args, kwargs):
+        if _are_real(args, kwargs):  # such as a batch's token ids and masks
             with compat.unset_fake_temporarily():
                 return func(*args, **kwargs)
         try:

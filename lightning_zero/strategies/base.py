@@ -112,9 +112,8 @@ class BaseStrategy(ParallelStrategy):
         )
         if own and not self._files.has_default_io:
             raise ValueError(
-                f"{own} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the "
-                "strategy writes such checkpoints itself. Remove the plugin, or leave out "
-                f"{own}."
+                f"{own} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the strategy writes "
+                f"such checkpoints itself. Remove the plugin, or leave out {own}."
             )
         if self.ranks.is_single:
             return
@@ -158,25 +157,31 @@ class BaseStrategy(ParallelStrategy):
             with internals.EmptyInit(), deferred_param.parameters_await_values():
                 yield
         else:
-            device = nullcontext() if self._is_sharded else self.root_device
-            with (
-                device,
-                nullcontext()
-                if self.ranks.mesh is not None
-                else deferred_param.parameters_await_values(only_on_meta=True),
-            ):
+            device: Any = nullcontext() if self._is_sharded else self.root_device
+            waiting: Any = nullcontext()
+            if self.ranks.mesh is None:
+                waiting = deferred_param.parameters_await_values(only_on_meta=True)
+            with device, waiting:
                 yield
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        self.ranks.barrier(name)
+        if not self.ranks.is_alone:
+            with self.ranks.blocked_in(f"the barrier {name or ''}".strip()):
+                process_group.barrier(self.root_device)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        return self.ranks.broadcast(obj, src)
+        if self.ranks.is_alone:
+            return obj
+        with self.ranks.blocked_in("Strategy.broadcast"):
+            return process_group.broadcast_object(obj, src)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        return self.ranks.reduce(tensor, group, reduce_op)
+        if self.ranks.is_cut_off or not isinstance(tensor, Tensor):
+            return tensor
+        with self.ranks.blocked_in("Strategy.reduce", everyone=process_group.is_default(group)):
+            return internals.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
 
     all_reduce = reduce  # Fabric's name for it
 
@@ -186,21 +191,14 @@ class BaseStrategy(ParallelStrategy):
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
-    def _finish_saving(self) -> None:
-        """Wait for background saves. An error is raised on every rank, or only logged if the run has failed."""
-        if self.ranks.ended_by is None:
-            if self.options.async_save:
-                self.ranks.alike(self._files.saver.close)
-            return
-        try:
-            self._files.saver.close(abandon=self.ranks.is_cut_off)
-        except Exception as error:
-            log.warning(_SECOND_ERROR, error)
-
     def teardown(self) -> None:
         """Wait for background saves, and close the engines. Collective, except after a failure."""
         try:
-            self._finish_saving()
+            self._files.close()
+        except Exception as error:
+            if self.ranks.ended_by is None:
+                raise
+            log.warning(_SECOND_ERROR, error)
         finally:
             self._teardown()
 

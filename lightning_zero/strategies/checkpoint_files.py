@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.objects import Ranks, on_rank_0
+from lightning_zero.checkpoint.objects import Ranks, on_rank_0, snapshot
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.engine import Engine, process_group, sharded_tree
@@ -79,10 +78,6 @@ class CheckpointFiles:
         strategy = self._strategy
         return type(strategy.checkpoint_io) is strategy.lightning.plugins.TorchCheckpointIO
 
-    def is_written_here(self, mode: SaveMode, storage_options: Any) -> bool:
-        """Whether the strategy writes a checkpoint itself; otherwise Lightning and its ``CheckpointIO`` write it."""
-        return mode is SaveMode.SHARDED or (self.has_default_io and storage_options is None)
-
     @property
     def are_opened_here(self) -> bool:
         """Whether the strategy reads checkpoints: the ``CheckpointIO`` at most changes how Lightning writes them."""
@@ -92,25 +87,57 @@ class CheckpointFiles:
             io = io.checkpoint_io
         return type(io).load_checkpoint is plugins.TorchCheckpointIO.load_checkpoint
 
-    def save(self, job: SaveJob, engine: Engine | None, storage_options: Any = None) -> None:
+    def save(
+        self,
+        mode: SaveMode,
+        path: Any,
+        contents: dict[str, Any],
+        tree_in: Callable[[dict[str, Any]], dict[str, Any]],
+        engine: Engine | None,
+        storage_options: Any,
+    ) -> None:
         """Save a checkpoint. Every rank raises if this save, or an earlier background save, failed.
 
         Args:
+            contents: the checkpoint's entries; see ``SaveJob``.
+            tree_in: removes and returns the entries that a sharded checkpoint stores in DCP's format.
             engine: the engine of the checkpoint's sharded tensors.
-            storage_options: those that the user has given.
+            storage_options: those that the user has given, for a ``CheckpointIO`` of the user's.
         """
+        if mode is not SaveMode.SHARDED and (storage_options is not None or not self.has_default_io):
+            whole, io = self.gathered(contents), self._strategy.checkpoint_io
+            writes_later = isinstance(io, getattr(self._strategy.lightning.plugins, "AsyncCheckpointIO", ()))
+            self.on_rank_0(
+                lambda: io.save_checkpoint(
+                    snapshot(whole) if writes_later else whole, path, storage_options=storage_options
+                )
+            )
+            return
         if storage_options is not None:
             raise TypeError(
                 f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
                 "write checkpoint='full' with a CheckpointIO that accepts them."
             )
-        self._strategy.ranks.alike(self.saver.finish)
+        self.finish()
+        tree = tree_in(contents) if mode is SaveMode.SHARDED else {}
         group = None
-        if job.mode is SaveMode.ASSEMBLED and engine is not None:
+        if mode is SaveMode.ASSEMBLED and engine is not None:
             group = engine.background_group()
-        elif job.mode is not SaveMode.SHARDED:
-            job = replace(job, contents=self.gathered(job.contents))
-        self.saver.save(job, self.ranks(group))
+        elif mode is not SaveMode.SHARDED:
+            contents = self.gathered(contents)
+        self.saver.save(SaveJob(mode, path, contents, tree, self.written_by), self.ranks(group))
+
+    def finish(self) -> None:
+        """Wait for background saves. An error is raised on every rank."""
+        self._strategy.ranks.alike(self.saver.finish)
+
+    def close(self) -> None:
+        """End a run: wait for background saves, but after a failure not for other ranks."""
+        ranks = self._strategy.ranks
+        if ranks.ended_by is not None:
+            self.saver.close(abandon=ranks.is_cut_off)
+        elif self._strategy.options.async_save:
+            ranks.alike(self.saver.close)
 
     def ranks(self, group: process_group.ProcessGroup | None = None) -> Ranks:
         """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""

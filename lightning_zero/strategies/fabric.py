@@ -7,11 +7,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any, ClassVar
 
-import torch
 from lightning import fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
 from torch import Tensor, nn
@@ -20,12 +20,11 @@ from torch.optim import Optimizer
 from lightning_zero.checkpoint.fitting import check_module
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
-from lightning_zero.checkpoint.saver import SaveJob, SaveMode
+from lightning_zero.checkpoint.saver import SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
 from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.options import StrategyOptions, takes_options
-from lightning_zero.strategies.same_batches import SameBatches
 
 
 @takes_options(StrategyOptions, ParallelStrategy)
@@ -45,10 +44,9 @@ class FabricStrategy(BaseStrategy):
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         super().__init__(stage=stage, **options)
-        # Both lists are in set-up order, the same on every rank. The references are weak: users own the objects. A
-        # deleted module in a reference cycle may be freed on one rank earlier than on another.
-        self._set_up: list[tuple[weakref.ref[nn.Module], weakref.ref[Engine]]] = []
-        self._optimizers: list[weakref.ref[Optimizer]] = []
+        # Both lists are in set-up order, the same on every rank. The references are weak, since users own the objects.
+        self._modules_set_up: list[weakref.ref[nn.Module]] = []
+        self._optimizers_set_up: list[weakref.ref[Optimizer]] = []
         self._backward_sync_control: Any = _BackwardSyncControl()
 
     # -- the processes ----------------------------------------------------------------------------------------------
@@ -69,13 +67,8 @@ class FabricStrategy(BaseStrategy):
 
     def _modules_and_engines(self) -> list[tuple[nn.Module, Engine]]:
         """Return the modules that have not been deleted and whose engines have not been closed, with their engines."""
-        # A user may keep an engine after its module was deleted or its engine closed.
-        alive = ((module(), engine()) for module, engine in self._set_up)
-        return [
-            (module, engine)
-            for module, engine in alive
-            if module is not None and engine is not None and engine_of(module) is engine
-        ]
+        modules = [module for reference in self._modules_set_up if (module := reference()) is not None]
+        return [(module, engine) for module in modules if (engine := engine_of(module)) is not None]
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module to the device, unless parameters are sharded or deferred: ``setup_module`` moves those."""
@@ -96,15 +89,16 @@ class FabricStrategy(BaseStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard, in place, a module and the states of optimizers already set up for its parameters. Collective."""
         consolidate(module, self.options.handshake_timeout)
-        engine = Engine(
+        known = [each for each, _ in self._modules_and_engines()]
+        # Hooks of the module keep the engine.
+        Engine(
             module,
             [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
             config=self._config_of_run(),
             device=self.root_device,
             mesh=self.ranks.mesh,
         )
-        known = (*self._modules_and_engines(), (module, engine))
-        self._set_up = [(weakref.ref(module), weakref.ref(engine)) for module, engine in known]
+        self._modules_set_up = [weakref.ref(each) for each in (*known, module)]
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -112,14 +106,14 @@ class FabricStrategy(BaseStrategy):
         compatibility.check_optimizers([optimizer], self.config, ranks=self.world_size)
         known = self._known_optimizers()
         if not any(optimizer is each for each in known):
-            self._optimizers = [weakref.ref(each) for each in (*known, optimizer)]
+            self._optimizers_set_up = [weakref.ref(each) for each in (*known, optimizer)]
             for module, engine in self._modules_and_engines():
                 if _hold_in_common(optimizer, module):
                     engine.set_optimizers([*engine.optimizers, optimizer])
         return optimizer
 
     def _known_optimizers(self) -> list[Optimizer]:
-        return [optimizer for reference in self._optimizers if (optimizer := reference()) is not None]
+        return [optimizer for reference in self._optimizers_set_up if (optimizer := reference()) is not None]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -188,17 +182,10 @@ class FabricStrategy(BaseStrategy):
                     masters[key] = {name: value for name, value in masters[key].items() if keeps(name, value)}
             about = {CHECKPOINT_KEY: {"masters": masters}} if masters else {}
             collected = {key: self._state_of(value, leaf) for key, value in state.items()}
-            if not self._files.is_written_here(mode, storage_options):
-                whole, save = self._files.gathered({**collected, **about}), super().save_checkpoint
-                self._files.on_rank_0(lambda: save(path, whole, storage_options, filter))
-                return
-            converted = self._convert_stateful_objects_in_state(collected, filter=filter or {})
-            contents = {**converted, **about}
-            tree = self._tree_in(contents, state) if mode is SaveMode.SHARDED else {}
-            job = SaveJob(mode, path, contents, tree, self._files.written_by)
-            self._files.save(job, engine, storage_options)
+            contents = {**self._convert_stateful_objects_in_state(collected, filter=filter or {}), **about}
+            self._files.save(mode, path, contents, partial(self._tree_in, state), engine, storage_options)
 
-    def _tree_in(self, contents: dict[str, Any], state: dict[str, Any]) -> dict[str, Any]:
+    def _tree_in(self, state: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
         """Remove and return the entries that are stored in DCP's format: weights, and optimizer states by name."""
         tree = {}
         for key, value in state.items():
@@ -212,7 +199,7 @@ class FabricStrategy(BaseStrategy):
         self, path: str | Path, state: Any = None, strict: bool = True, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
-        self.ranks.alike(self._files.saver.finish)
+        self._files.finish()
         if not self._files.are_opened_here:
             remainder = super().load_checkpoint(path, state, strict, weights_only)
         else:
@@ -239,7 +226,7 @@ class FabricStrategy(BaseStrategy):
     def _teardown(self) -> None:
         gc.collect()  # closing is collective, so no rank may be left with a deleted module in a reference cycle
         engines = self.engines
-        self._set_up = []
+        self._modules_set_up = []
         try:
             self._close(engines)
         finally:
@@ -252,15 +239,17 @@ class _Sharded(nn.Module):
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.module = module
-        self._same_inputs = SameBatches(
-            "leave use_distributed_sampler=True in fabric.setup_dataloaders(...), or create the sampler with "
-            "DistributedSampler(dataset, **fabric.strategy.distributed_sampler_kwargs)"
-        )
+        self._has_compared = False  # the first inputs between tensor-parallel ranks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if (engine := engine_of(self.module)) is not None:
-            step = "training_step" if self.module.training and torch.is_grad_enabled() else "other"
-            self._same_inputs.compare(engine.tensor_parallel, self.module, (*args, kwargs), step)
+        engine = engine_of(self.module)
+        if engine is not None and not self._has_compared:
+            self._has_compared = True
+            engine.tensor_parallel.check_same(
+                (*args, kwargs),
+                "leave use_distributed_sampler=True in fabric.setup_dataloaders(...), or create the sampler with "
+                "DistributedSampler(dataset, **fabric.strategy.distributed_sampler_kwargs)",
+            )
         return self.module(*args, **kwargs)
 
 

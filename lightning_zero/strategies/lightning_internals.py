@@ -48,8 +48,6 @@ INHERITED = {
     "_convert_stateful_objects_in_state": "fabric.save converts objects as every other strategy does",
     "_launcher": "set by _configure_launcher",
     "_layer_sync": "sync_batchnorm",
-    "_lightning_optimizers": "the setter of optimizers also tells the engine",
-    "_optimizers": "the setter of optimizers also tells the engine",
 }
 """Private attributes of Lightning's strategy classes that ours override, set or read on ``self``, with the reason."""
 
@@ -69,9 +67,6 @@ multiprocessing_launcher = attrgetter("strategies.launchers._MultiProcessingLaun
 
 tuner_exit = attrgetter("utilities.exceptions._TunerExitException")
 """A package's exception by which the tuner ends a run on every rank: it is not a failure."""
-
-to_lightning_optimizer = attrgetter("core.optimizer.LightningOptimizer._to_lightning_optimizer")
-"""A package's function that wraps an optimizer for a strategy; the setter of ``optimizers`` must do the same."""
 
 
 def is_absent(optimizer: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import timedelta
 from typing import Any, Literal, TypeVar, get_type_hints
@@ -116,14 +117,11 @@ def split_options(
 def _timedelta_of(timeout: Any) -> timedelta | None:
     """Convert the option ``timeout``. Raises a ValueError for a value that is not allowed."""
     check_value("timeout", timeout, timedelta | float | None)
-    try:
+    with suppress(ValueError, OverflowError):  # from timedelta, for NaN and too large a number
         converted = timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout
-        is_above_0 = converted is None or converted > timedelta(0)
-    except (ValueError, OverflowError):  # from timedelta, for NaN and too large a number
-        is_above_0 = False
-    if not is_above_0:
-        raise ValueError(f"timeout={timeout!r} must be None, or a timedelta or number of seconds above 0.")
-    return converted
+        if converted is None or converted > timedelta(0):
+            return converted
+    raise ValueError(f"timeout={timeout!r} must be None, or a timedelta or number of seconds above 0.")
 
 
 def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callable[[_Class], _Class]:
@@ -134,36 +132,27 @@ def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callabl
     """
 
     def decorate(cls: _Class) -> _Class:
-        configs: list[Any] = [
-            EngineConfig,
-            *(each for each in reversed(strategy_options.__mro__) if issubclass(each, StrategyOptions)),
-        ]
-        types = {name: kind for config in configs for name, kind in get_type_hints(config).items()}
-        options = {each.name: each.default for config in configs for each in fields(config)}
-        for each in (each for config in configs for each in fields(config) if "given" in each.metadata):
-            types[each.name] |= each.metadata["given"]
-        of_base = {name: kind for name, kind in get_type_hints(base.__init__).items() if name != "return"}
-        shown = [name for name in options if name not in (*SET_BY_STRATEGIES, "stage")]
-        parameters = [
-            inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY),
-            _parameter("stage", options["stage"], types["stage"], inspect.Parameter.POSITIONAL_OR_KEYWORD),
-            *(_parameter(name, options[name], types[name]) for name in shown),
-            *(_parameter(name, None, kind) for name, kind in of_base.items()),
-        ]
-        cls._arguments_of_base = tuple(of_base)  # type: ignore[attr-defined]
-        cls.__init__.__signature__ = inspect.Signature(parameters)  # type: ignore[misc]
-        documented = {name: text for config in configs for name, text in _documented(config).items()}
+        types = get_type_hints(EngineConfig) | get_type_hints(strategy_options)
+        parameters = []
+        for each in (*fields(EngineConfig), *fields(strategy_options)):
+            if each.name not in SET_BY_STRATEGIES:
+                by = inspect.Parameter.POSITIONAL_OR_KEYWORD if each.name == "stage" else inspect.Parameter.KEYWORD_ONLY
+                kind = types[each.name] | each.metadata["given"] if "given" in each.metadata else types[each.name]
+                parameters.append(inspect.Parameter(each.name, by, default=each.default, annotation=kind))
+        documented = _documented(EngineConfig) | _documented(StrategyOptions) | _documented(strategy_options)
         assert cls.__doc__ is not None
-        cls.__doc__ = cls.__doc__.replace(
-            "        {options}\n", "".join(documented[name] for name in ("stage", *shown))
-        )
+        described = "".join(documented[parameter.name] for parameter in parameters)
+        cls.__doc__ = cls.__doc__.replace("        {options}\n", described)
+        of_base = {name: kind for name, kind in get_type_hints(base.__init__).items() if name != "return"}
+        for name, kind in of_base.items():
+            by = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(inspect.Parameter(name, by, default=None, annotation=kind))
+        first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        cls._arguments_of_base = tuple(of_base)  # type: ignore[attr-defined]
+        cls.__init__.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[misc]
         return cls
 
     return decorate
-
-
-def _parameter(name: str, default: Any, kind: Any, by: Any = inspect.Parameter.KEYWORD_ONLY) -> inspect.Parameter:
-    return inspect.Parameter(name, by, default=default, annotation=kind)
 
 
 def _documented(config: type) -> dict[str, str]:

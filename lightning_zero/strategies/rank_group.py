@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pickle import PicklingError
 from typing import Any, TypeVar
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
-from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.pickles import UnsafeFileError
@@ -18,15 +17,16 @@ from lightning_zero.strategies import lightning_internals as internals
 
 _Result = TypeVar("_Result")
 
+_OF_CHECKPOINTS = DamagedCheckpointError, NoCheckpointError, UnsafeFileError, CheckpointNotSavedError
+_KINDS = (*_OF_CHECKPOINTS, FileNotFoundError, OSError, RuntimeError, TypeError, AttributeError, PicklingError)
+"""Kinds of errors that the other ranks raise as well; instead of other kinds, they raise a ValueError."""
+
 
 class RankGroup:
-    """The ranks of a strategy's runs, as this rank sees them.
-
-    Args:
-        strategy: the strategy that holds this object; Lightning sets its devices, environment and numbers of processes.
+    """The ranks of the runs of the strategy that holds this object, as this rank sees them.
 
     Attributes:
-        mesh: the mesh of ranks; None without ``tensor_parallel_size``, and before the processes have started.
+        mesh: the mesh of ranks; None without ``tensor_parallel_size``, and before the processes start.
         ended_by: the message of the exception that ended the run; None if there was none.
         is_cut_off: whether this rank must not communicate, since the run has failed.
     """
@@ -61,33 +61,20 @@ class RankGroup:
         """Join the process group, or renew the one in which a run has failed, and create the mesh. Collective."""
         if self.is_single:
             return
-        if process_group.is_initialized() and failures.failure() is not None:
-            failures.renew(**self._group_options)
+        environment, device = self._strategy.cluster_environment, self._strategy.root_device
+        timeout = self._strategy.options.timeout
+        options: dict[str, Any] = {"timeout": timeout, "device_id": device if device.type != "cpu" else None}
+        if not process_group.is_initialized():
+            address = environment.main_address, environment.main_port
+            rank, size = environment.global_rank(), environment.world_size()
+            store = store_of_attempt(*address, rank, size, timeout or default_pg_timeout)
+            options |= {"store": store} if store is not None else {}
+            internals.init_dist_connection(environment, self._strategy.process_group_backend, **options)
+        elif failures.failure() is not None:
+            failures.renew(**options)
             self.mesh = None  # the mesh's groups have failed, too
-        options, strategy = self._group_options_at_start, self._strategy
-        internals.init_dist_connection(strategy.cluster_environment, strategy.process_group_backend, **options)
         failures.notices()
         self.make_mesh()
-
-    @property
-    def _group_options(self) -> dict[str, Any]:
-        """Arguments with which torch creates the process group."""
-        device = self._strategy.root_device
-        return {
-            "timeout": self._strategy.options.timeout,
-            "device_id": device if device.type != "cpu" else None,
-        }
-
-    @property
-    def _group_options_at_start(self) -> dict[str, Any]:
-        if process_group.is_initialized():
-            return {}
-        environment, timeout = self._strategy.cluster_environment, self._strategy.options.timeout
-        assert environment is not None
-        address = environment.main_address, environment.main_port
-        rank, size = environment.global_rank(), environment.world_size()
-        store = store_of_attempt(*address, rank, size, timeout or default_pg_timeout)
-        return self._group_options | ({"store": store} if store is not None else {})
 
     # -- the mesh ---------------------------------------------------------------------------------------------------
 
@@ -116,8 +103,8 @@ class RankGroup:
         """Raise a ValueError if the number of ranks does not fit the requested mesh."""
         if self.mesh_shape is None:
             return
-        strategy, size = self._strategy, self.size_of_mesh
-        data, tensor = strategy.options.data_parallel_size, strategy.options.tensor_parallel_size
+        strategy, options, size = self._strategy, self._strategy.options, self.size_of_mesh
+        data, tensor = options.data_parallel_size, options.tensor_parallel_size
         if size == 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor!r} requires several ranks, but this run has one: leave the option out, "
@@ -137,31 +124,12 @@ class RankGroup:
         """The communicator of the strategy's first engine; None if there is no engine."""
         return next((engine.communicator for engine in self._strategy.engines), None)
 
-    @contextmanager
-    def blocked_in(self, what: str, everyone: bool = True) -> Iterator[None]:
+    def blocked_in(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
         """Context of the operation ``what``, which waits for other ranks. If a rank fails, the error says why."""
         communicator = self.communicator
-        with communicator.waiting(what, everyone) if communicator is not None else failures.explained(what):
-            yield
-
-    def barrier(self, name: str | None) -> None:
-        if not self.is_alone:
-            with self.blocked_in(f"the barrier {name or ''}".strip()):
-                process_group.barrier(self._strategy.root_device)
-
-    def broadcast(self, value: Any, source: int = 0) -> Any:
-        """Broadcast a picklable value."""
-        if self.is_alone:
-            return value
-        with self.blocked_in("Strategy.broadcast"):
-            return process_group.broadcast_object(value, source)
-
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """All-reduce a tensor; return other values unchanged."""
-        if self.is_cut_off or not isinstance(tensor, Tensor):
-            return tensor
-        with self.blocked_in("Strategy.reduce", everyone=process_group.is_default(group)):
-            return internals.sync_ddp_if_available(tensor, group, reduce_op=reduce_op)
+        if communicator is None:
+            return failures.explained(what)
+        return communicator.waiting(what, everyone)
 
     def all_gather_values(self, value: Any) -> list[Any]:
         """All-gather a picklable value, and return the values in the order of ranks."""
@@ -171,23 +139,16 @@ class RankGroup:
             return process_group.all_gather_objects(value)
 
     def alike(self, act: Callable[[], _Result]) -> _Result:
-        """Call ``act`` on every rank and return its result. If a call fails, raise on every rank. Collective."""
-        error = None
+        """Call ``act`` on every rank and return its result. If it fails, every rank raises an error of one kind."""
+        error = kind = None
         try:
             result = act()
         except Exception as raised:
-            error = raised
-        kinds: list[type[Exception]] = [DamagedCheckpointError, NoCheckpointError, UnsafeFileError]
-        kinds += [CheckpointNotSavedError, FileNotFoundError, OSError]
-        kinds += [RuntimeError, TypeError, AttributeError, PicklingError]
-        kind = next((kind for kind in kinds if isinstance(error, kind)), ValueError)
-        said = self.all_gather_values(None if error is None else (kind, str(error)))
-        if error is not None:
-            raise error
-        for rank, failed in enumerate(said):
+            error, kind = raised, next((kind for kind in _KINDS if isinstance(raised, kind)), ValueError)
+        said = self.all_gather_values((kind, str(error)))
+        for rank, (failed, message) in enumerate(said):
             if failed is not None:
-                kind, message = failed
-                raise kind(f"On rank {rank}: {message}")
+                raise error if error is not None and kind is failed else failed(f"On rank {rank}: {message}")
         return result
 
     # -- failures ---------------------------------------------------------------------------------------------------
@@ -211,11 +172,7 @@ class RankGroup:
             self._have_all_failed = failures.fail(reason, state)
 
     def come_back(self, rejoin: Callable[[], None]) -> None:
-        """If all ranks have failed alike, let them communicate again. Collective; only the first call tries.
-
-        Args:
-            rejoin: connects the engine to the process group again.
-        """
+        """If all ranks have failed alike, ``rejoin`` the process group. Collective; only the first call tries."""
         if self._have_all_failed:
             self._have_all_failed = False
             with suppress(RuntimeError):  # another rank does not save, and has ended

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import random
-import sys
 import warnings
 from collections.abc import Iterator
 from itertools import chain, islice
 from typing import Any
 
+import numpy
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.fabric.utilities.rank_zero import rank_zero_info
@@ -19,13 +18,7 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_zero.engine import compat
 from lightning_zero.strategies import lightning_internals as internals
-from lightning_zero.strategies.epoch_state import (
-    EpochState,
-    epoch_state,
-    set_epoch,
-    set_logged,
-    set_modules,
-)
+from lightning_zero.strategies.epoch_state import EpochState, epoch_state, set_epoch, set_logged, set_modules
 from lightning_zero.strategies.loops import WrappedMethod
 
 Rng = dict[str, Any]
@@ -33,11 +26,8 @@ Rng = dict[str, Any]
 
 
 def rng_state(device: torch.device) -> Rng:
-    """Return the states of the generators of Python, torch (CPU and device) and, if it has been imported, NumPy."""
-    state: Rng = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        state["numpy"] = numpy.random.get_state(legacy=False)
+    """Return the states of the generators of Python, NumPy and torch (CPU and device)."""
+    state: Rng = internals.collect_rng_states(include_cuda=False)
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state()
     return state
@@ -45,20 +35,14 @@ def rng_state(device: torch.device) -> Rng:
 
 def set_rng_state(state: Rng, device: torch.device) -> None:
     """Restore states that ``rng_state`` or ``in_tensors`` returned. Generators without a saved state do not change."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in state:
-        numpy.random.set_state(compat.tree_map_only(Tensor, lambda t: t.numpy().view(f"u{t.itemsize}"), state["numpy"]))
+    words = compat.tree_map_only(Tensor, lambda t: t.numpy().view(f"u{t.itemsize}"), state.get("numpy"))
+    internals.set_rng_states({**state, "numpy": words} if words is not None else state)
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type])
 
 
 def in_tensors(states: Any) -> Any:
     """Replace NumPy arrays with tensors, which ``torch.load(weights_only=True)`` accepts."""
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return states
     # View the arrays as signed integers, since torch does not pickle unsigned integers.
     return compat.tree_map_only(numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), states)
 

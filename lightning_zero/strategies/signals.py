@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -20,7 +19,7 @@ from lightning_zero.strategies import lightning_internals as internals
 
 _ASKED = "asked to end"
 _BETWEEN_LOOKS = 1e-3  # seconds
-_runs = itertools.count()  # numbers for the store keys of runs without an engine
+_runs = itertools.count()
 
 
 class Signals:
@@ -29,7 +28,7 @@ class Signals:
     def __init__(self, trainer: Any, communicator: Communicator | None, restarts: Restarts | None) -> None:
         self._trainer, self._connector, self._communicator = trainer, internals.signal_connector(trainer), communicator
         self._restarts = restarts
-        run = f"without/{next(_runs)}" if communicator is None else communicator.everyone.name
+        run = trainer.strategy.broadcast(next(_runs))  # no run finds what an earlier one has stored
         self._is_asked_to_end = self._is_asked_to_requeue = False
         self._rank, self._size = process_group.rank(), process_group.world_size()
         self._store = process_group.named_store(f"lightning_zero/signals/{run}")
@@ -65,7 +64,7 @@ class Signals:
         if requeues:
             self._is_asked_to_requeue = False
             environment = self._trainer.strategy.cluster_environment
-            with self._trainer.strategy.checkpoints.saving_epoch_state():
+            with self._trainer.strategy.checkpoints.for_restart(is_sharded=False):
                 internals.requeue(self._connector, environment.requeue_signal, None)
         if ends:
             self._end()
@@ -132,7 +131,5 @@ class Signals:
 
     def close(self) -> None:
         """Restore Lightning's handlers."""
-        with suppress(RuntimeError):  # the process with the store may have ended
-            self._store.delete_key(_ASKED)  # a later run may use the same engine
         for name in internals.SIGNAL_HANDLERS:
             vars(self._connector).pop(name, None)

@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
 
-import torch
 from lightning import pytorch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.seed import reset_seed
@@ -34,20 +33,17 @@ from lightning_zero.engine import (
 )
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy
-from lightning_zero.strategies.checkpoint_files import CheckpointFiles
-from lightning_zero.strategies.loops import (
-    WrappedMethod,
-    attend,
-    leave,
-    meet_between_batches,
-    take_turns,
-)
+from lightning_zero.strategies.loops import WrappedMethod, attend, leave, meet_between_batches, take_turns
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.resuming import DataLoadingState
-from lightning_zero.strategies.same_batches import SameBatches
 from lightning_zero.strategies.signals import Signals
 from lightning_zero.strategies.trainer_checkpoints import TrainerCheckpoints
+
+_SAMPLER = (
+    "keep use_distributed_sampler=True, or create the sampler with DistributedSampler(dataset, "
+    "**trainer.strategy.distributed_sampler_kwargs)"
+)
 
 
 def _in_window(step: str) -> Callable[..., Any]:
@@ -55,7 +51,9 @@ def _in_window(step: str) -> Callable[..., Any]:
         engine, module, run_step = self.engine, self.lightning_module, getattr(super(TrainerStrategy, self), step)
         if engine is None:
             return run_step(*args, **kwargs)
-        self._same_batches.compare(engine.tensor_parallel, module, args[0] if args else kwargs, step)
+        if step not in self._compared:
+            self._compared.add(step)
+            engine.tensor_parallel.check_same(args[0] if args else kwargs, _SAMPLER)
         with engine.window():
             output = run_step(*args, **kwargs)
         # Lightning uses DDP only in a fit, and with manual optimization disables DDP's synchronisation after each step.
@@ -92,10 +90,7 @@ class TrainerStrategy(BaseStrategy):
         self.engine: Engine | None = None
         self.last_report: Report | None = None
         self._signals: Signals | None = None
-        self._same_batches = SameBatches(
-            "keep use_distributed_sampler=True, or create the sampler with DistributedSampler(dataset, "
-            "**trainer.strategy.distributed_sampler_kwargs)"
-        )
+        self._compared: set[str] = set()  # steps whose first batch has been compared between tensor-parallel ranks
         self._was_sharded = False  # whether this run reuses the engine of an earlier run
         self._restarts: Restarts | None = None
         super().__init__(stage=stage, **options)
@@ -158,10 +153,11 @@ class TrainerStrategy(BaseStrategy):
         self.engine = self._kept_engine(fitting=fitting)
         self._was_sharded = self.engine is not None
         if self.engine is None:
-            if fitting and self._layer_sync:
-                self.model = self._layer_sync.apply(self.model)
-                _layer_syncs[self.lightning_module] = self._layer_sync
+            sync = self._layer_sync if fitting else None
+            if sync is not None:
+                self.model = sync.apply(self.model)
             self._convert_module()
+            _made_for[self.lightning_module] = sync, self.precision_plugin.precision
             self.model_to_device()
         if fitting:
             self.setup_optimizers(trainer)
@@ -189,21 +185,22 @@ class TrainerStrategy(BaseStrategy):
         self.checkpoints.masters = {}
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
-        self._same_batches.restart()
+        self._compared.clear()
         self.setup_precision_plugin()
         if fitting:
             self.checkpoints.data_loading = DataLoadingState(trainer, self.root_device)
 
     def _kept_engine(self, *, fitting: bool) -> Engine | None:
-        """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot reuse it."""
+        """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot use it."""
         engine = engine_of(self.lightning_module)
         if engine is None:
             return None
+        sync, precision = _made_for.get(self.lightning_module, (None, None))
         if (
             engine.config == self._config_of_run()
             and engine.holds_all_of(self.lightning_module)
-            and (not fitting or type(_layer_syncs.get(self.lightning_module)) is type(self._layer_sync))
-            and self._has_dtype_of_run
+            and (not fitting or type(sync) is type(self._layer_sync))
+            and precision == self.precision_plugin.precision
         ):
             engine.sync_buffers()
             return engine
@@ -213,43 +210,26 @@ class TrainerStrategy(BaseStrategy):
 
     def _convert_module(self) -> None:
         """Convert the module to the Trainer's precision."""
-        if self._converts_module:
+        precisions = self.lightning.plugins.precision
+        if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
             deferred_param.leave_in_files(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
 
-    @property
-    def _converts_module(self) -> bool:
-        """Whether the Trainer's precision converts all parameters to one dtype."""
-        precisions = self.lightning.plugins.precision
-        return isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision))
-
-    @property
-    def _has_dtype_of_run(self) -> bool:
-        """Whether ``_convert_module`` would leave the parameters as they are."""
-        if not self._converts_module:
-            return True
-        with self.precision_plugin.tensor_init_context():
-            dtype = torch.get_default_dtype()
-        return all(p.dtype == dtype for p in self.lightning_module.parameters() if p.is_floating_point())
-
     def _revert_layers(self) -> None:
         """Undo ``sync_batchnorm``, also of an earlier run after which the module has stayed sharded."""
-        sync = _layer_syncs.pop(self.lightning_module, None)
+        sync, _ = _made_for.pop(self.lightning_module, (None, None))
         if sync is not None:
             self.model = sync.revert(self.model)
 
     @property
     def optimizers(self) -> list[Optimizer]:
-        return self._optimizers
+        return super().optimizers
 
     @optimizers.setter
     def optimizers(self, optimizers: list[Optimizer]) -> None:
         if self.engine is not None:  # `trainer.optimizers = [...]`, or a second call to `setup_optimizers`
             self.engine.set_optimizers(_real(optimizers))
-        self._optimizers = optimizers
-        self._lightning_optimizers = [
-            internals.to_lightning_optimizer(self.lightning)(each, self) for each in optimizers
-        ]
+        super(TrainerStrategy, type(self)).optimizers.fset(self, optimizers)
 
     def _cuts(self, trainer: Trainer) -> bool:
         """Whether this run needs an engine: it is a fit, or parameters are sharded, DTensors or deferred."""
@@ -274,11 +254,8 @@ class TrainerStrategy(BaseStrategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
         """Context of ``configure_model`` and ``Trainer.init_module``, in which modules are created."""
-        with (
-            deferred_param.values_may_wait(),
-            self._making_module(empty_init),
-            self.precision_plugin.tensor_init_context(),
-        ):
+        precision = self.precision_plugin.tensor_init_context()
+        with deferred_param.values_may_wait(), self._making_module(empty_init), precision:
             yield
 
     # -- a step -----------------------------------------------------------------------------------------------------
@@ -300,10 +277,8 @@ class TrainerStrategy(BaseStrategy):
         say_who_holds_memory(exception, self.engine)
         super().on_exception(exception)
 
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        with self.engine.no_sync() if self.engine is not None else nullcontext():
-            yield
+    def block_backward_sync(self) -> Any:
+        return self.engine.no_sync() if self.engine is not None else nullcontext()
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -313,27 +288,26 @@ class TrainerStrategy(BaseStrategy):
         return self.ranks.mesh is not None
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self.checkpoints.module_state(super().lightning_module_state_dict)
+        return self.checkpoints.module_state()
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return self.checkpoints.optimizer_state(optimizer, super().optimizer_state)
+        return self.checkpoints.optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        can_resume = self.checkpoints.save(checkpoint, filepath, storage_options, super().save_checkpoint)
+        can_resume = self.checkpoints.save(checkpoint, filepath, storage_options)
         if self._restarts is not None and can_resume:
             self._restarts.note(filepath)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self.checkpoints.remove(filepath)
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None, **options: Any) -> dict[str, Any]:
-        ordinary = partial(super().load_checkpoint, checkpoint_path, weights_only, **options)
-        return self.checkpoints.load(checkpoint_path, weights_only, self._restarts, ordinary)
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        return self.checkpoints.load(checkpoint_path, weights_only, self._restarts)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._restarts is not None and self.engine is None:
             self._convert_module()  # before loading: in 64-true, fp32 parameters would round the loaded values
-        self.checkpoints.load_module_state(checkpoint, strict, super().load_model_state_dict)
+        self.checkpoints.load_module_state(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.checkpoints.load_optimizer_states(checkpoint)
@@ -385,24 +359,26 @@ class TrainerStrategy(BaseStrategy):
             signals.close()
         if self.checkpoints.data_loading is not None:
             self.checkpoints.data_loading.close()
-        if self.engine is not None:
+        engine, stays_sharded, error = self.engine, False, None
+        if engine is not None:
             if self.lightning_module is not None:
                 leave(self.lightning_module.trainer)
-            self.last_report = self.engine.report()
-        stays_sharded, error = False, None
-        try:
-            stays_sharded = self.engine is not None and self._stays_sharded(self.engine)
-        except Exception as raised:
-            error = raised
+            self.last_report = engine.report()
+            try:
+                stays_sharded = self._stays_sharded(engine)
+                if engine.optimizers and not stays_sharded:
+                    self.checkpoints.keep_masters(engine, are_reachable=not self.ranks.is_cut_off)
+            except Exception as raised:
+                error = raised
         if stays_sharded:
             if self.options.start_method != "popen":
                 self._gather_for_main_process()
             self._teardown_but_for_module()
             return
-        engine, self.engine = self.engine, None
+        self.engine = None
         try:
             if engine is not None:
-                self._end(engine, error)
+                self._close([engine], error, device="cpu")
         finally:
             self._teardown_but_for_engine()
 
@@ -418,34 +394,18 @@ class TrainerStrategy(BaseStrategy):
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
                 f"suffice for an ordinary module and its optimizer states on every rank. {shortages[0]}{others}. Every "
-                "rank must take part in every use of the sharded module, which the next run reuses. To write all "
-                "weights to one file, call trainer.save_checkpoint('last.ckpt') on every rank and run 'lightning-zero "
-                "checkpoint export last.ckpt model.safetensors'. For an ordinary module, write after_fit='full'."
+                "rank must take part in every use of the sharded module, which the next run reuses. For an ordinary "
+                "module, set after_fit='full'; for one file, save a checkpoint and run 'lightning-zero checkpoint "
+                "export' on it."
             )
         return bool(shortages)
 
     def _gather_for_main_process(self) -> None:
-        """Make the module's state dict full on each host's first rank.
-
-        Processes spawned by Lightning end with the run; before, that rank sends the main process its state dict.
-        """
+        """Make the state dict that each host's first rank sends to the main process full: spawned processes end now."""
         leaf = sharded_tree.on_cpu if self.local_rank == 0 else sharded_tree.on_meta
         self.lightning_module.register_state_dict_post_hook(
             lambda _, state, *__: state.update(sharded_tree.walk({**state}, leaf))
         )
-
-    def _end(self, engine: Engine, error: Exception | None) -> None:
-        """Turn the module back into an ordinary module. Keep the master weights, which a later checkpoint may need.
-
-        Args:
-            error: an earlier error, or None. After an error, ranks do not communicate.
-        """
-        try:
-            if engine.optimizers:
-                self.checkpoints.keep_masters(engine, are_reachable=not self.ranks.is_cut_off and error is None)
-        except Exception as raised:
-            error = raised
-        self._close([engine], error, device="cpu")
 
     def _teardown_but_for_engine(self) -> None:
         if self.lightning_module is not None and self.model is not None:
@@ -465,17 +425,11 @@ class TrainerStrategy(BaseStrategy):
 
     def __getstate__(self) -> dict[str, Any]:
         # Users copy trainers and strategies; these attributes belong only to the original.
-        own = "engine", "checkpoints", "_files", "_signals", "_restarts"
-        return {**super().__getstate__(), **dict.fromkeys(own)}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._files = CheckpointFiles(self)
-        self.checkpoints = TrainerCheckpoints(self, self._files)
+        return {**super().__getstate__(), **dict.fromkeys(("engine", "_signals", "_restarts"))}
 
 
-_layer_syncs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
-"""The plugin that has synchronised the layers of a module (``sync_batchnorm``), by module."""
+_made_for: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
+"""By module, the plugin that has synchronised its layers (``sync_batchnorm``), if any, and the precision of its run."""
 
 
 def _real(optimizers: list[Optimizer]) -> list[Optimizer]:

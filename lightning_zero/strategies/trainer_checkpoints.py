@@ -18,7 +18,6 @@ from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckp
 from lightning_zero.checkpoint.commit import Destination, remove
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
-from lightning_zero.checkpoint.objects import snapshot
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, deferred_param, engine_of, sharded_tree, tensor_parallel
@@ -34,10 +33,6 @@ log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may fil
 class TrainerCheckpoints:
     """Saves, loads and resumes the Trainer's checkpoints for the strategy that holds this object.
 
-    Args:
-        strategy: the strategy.
-        files: saves and opens the strategy's checkpoint files.
-
     Attributes:
         data_loading: the fit's random states and position in the data; None before and after a fit.
         masters: master weights of a loaded checkpoint, by name, until the module is sharded.
@@ -49,11 +44,14 @@ class TrainerCheckpoints:
         self._strategy, self._files = strategy, files
         self.masters: dict[str, Tensor] = {}
         self.data_loading: DataLoadingState | None = None
-        self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] | None = None
-        self._saves_epoch_state = False
+        self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
         self._loaded: dict[str, Any] | None = None
         self._leniency: Any = None  # the handle of a hook; see ``_let_frozen_be_missing``
-        self._is_for_restart = False  # whether ``_for_restart`` is in effect
+        self._saves_epoch_state = self._is_for_restart = False  # see ``for_restart``
+
+    def __reduce__(self) -> Any:
+        # Users copy trainers and strategies; the state of the running fit belongs only to the original.
+        return TrainerCheckpoints, (self._strategy, self._files)
 
     def start(self) -> None:
         """Forget what concerned earlier runs."""
@@ -64,15 +62,12 @@ class TrainerCheckpoints:
         self._loaded = self._loaded or {}
 
     def _can_save(self) -> bool:
-        """Whether the ranks can save a checkpoint.
-
-        Saving requires all ranks, so after a failure it is possible only if all have failed alike.
-        """
+        """Whether the ranks can save a checkpoint: after a failure, only if all have failed alike."""
         ranks, engine = self._strategy.ranks, self._strategy.engine
         if not ranks.is_cut_off:
             return True
         if ranks.mesh is not None:
-            return False
+            return False  # the mesh's process groups have failed, too
         if engine is None:
             return True
         ranks.come_back(engine.rejoin)
@@ -96,20 +91,17 @@ class TrainerCheckpoints:
         """Return what converts tensors that the project's hooks read. With hooks, every rank needs the values."""
         return self._files.leaf(mode, everywhere=self._has_hooks)
 
-    def module_state(self, ordinary: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def module_state(self) -> dict[str, Any]:
         """Return the full state dict on rank 0, and meta tensors of the same names and shapes on the other ranks.
 
         If the project overrides ``on_save_checkpoint``, which runs on every rank, every rank receives the full state
         dict. Where ranks write or copy their shards, the tensors stay sharded.
-
-        Args:
-            ordinary: Lightning's own method, for a module that is not sharded.
         """
         if not self._can_save():
             return {}
         if self._strategy.engine is not None:
             return self._strategy.engine.full_state_dict(leaf=self._leaf(self._mode), without=self._left_out)
-        state = ordinary()
+        state = self._strategy.lightning_module.state_dict()
         for name in self._left_out & set(state):
             del state[name]
         return sharded_tree.walk(state, self._in_full, tensor_parallel.is_dtensor)
@@ -126,7 +118,7 @@ class TrainerCheckpoints:
         parameters = self._strategy.lightning_module.named_parameters(remove_duplicate=False)
         return {name for name, parameter in parameters if not parameter.requires_grad}
 
-    def optimizer_state(self, optimizer: Optimizer, ordinary: Callable[[Optimizer], dict[str, Any]]) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state; see ``module_state``."""
         if isinstance(optimizer, self._strategy.lightning.core.optimizer.LightningOptimizer):
             optimizer = optimizer.optimizer
@@ -134,16 +126,12 @@ class TrainerCheckpoints:
             return {}
         engine = self._strategy.engine
         if engine is None or is_absent(optimizer):
-            return sharded_tree.walk(ordinary(optimizer), self._in_full, tensor_parallel.is_dtensor)
+            return sharded_tree.walk(optimizer.state_dict(), self._in_full, tensor_parallel.is_dtensor)
         with engine.have_met() if self._is_for_restart else nullcontext():
             return engine.full_optimizer_state_dict(optimizer, leaf=self._leaf(self._mode))
 
-    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any, ordinary: Callable[..., None]) -> bool:
-        """Save a checkpoint, and return whether a fit can resume from it.
-
-        Args:
-            ordinary: Lightning's own method, which calls the Trainer's ``CheckpointIO``.
-        """
+    def save(self, checkpoint: dict[str, Any], path: Any, storage_options: Any) -> bool:
+        """Save a checkpoint, and return whether a fit can resume from it."""
         if not self._can_save():
             log.warning(
                 "%s was not written: after the exception, the other ranks, which hold shards of the model and of the "
@@ -153,16 +141,9 @@ class TrainerCheckpoints:
             )
             return False
         to_resume = "optimizer_states" in checkpoint  # false with ``save_weights_only=True``
-        mode, files = self._mode, self._files
+        mode = self._mode
         contents = {**checkpoint, CHECKPOINT_KEY: self._about_checkpoint(mode, to_resume=to_resume)}
-        if not files.is_written_here(mode, storage_options):
-            whole = files.gathered(contents)
-            plugins = self._strategy.lightning.plugins
-            writes_later = isinstance(self._strategy.checkpoint_io, plugins.AsyncCheckpointIO)
-            files.on_rank_0(lambda: ordinary(snapshot(whole) if writes_later else whole, path, storage_options))
-        else:
-            tree = self._tree_in(contents) if mode is SaveMode.SHARDED else {}
-            files.save(SaveJob(mode, path, contents, tree, files.written_by), self._strategy.engine, storage_options)
+        self._files.save(mode, path, contents, self._tree_in, self._strategy.engine, storage_options)
         return to_resume
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -176,20 +157,24 @@ class TrainerCheckpoints:
         return tree
 
     @contextmanager
-    def _for_restart(self) -> Iterator[None]:
-        """Context in which checkpoints are sharded and contain everything from which a restarted job continues."""
-        before, self._is_for_restart = self._is_for_restart, True
+    def for_restart(self, *, is_sharded: bool = True) -> Iterator[None]:
+        """Context in which checkpoints contain the state of the running epoch, from which the job continues.
+
+        Args:
+            is_sharded: whether checkpoints are sharded and complete, whatever the options say.
+        """
+        self._saves_epoch_state, self._is_for_restart = True, is_sharded
         try:
             yield
         finally:
-            self._is_for_restart = before
+            self._saves_epoch_state = self._is_for_restart = False
 
     def state_to_keep(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the entries of a checkpoint that are stored in DCP's format, and all others. Tensors stay sharded.
 
-        Collective. The ranks must have synchronized just before.
+        Collective; the ranks must have synchronized just before.
         """
-        with self._for_restart(), self.saving_epoch_state():
+        with self.for_restart():
             checkpoint = dump_checkpoint(self._strategy.lightning_module.trainer)
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(SaveMode.SHARDED, to_resume=True)
             return self._tree_in(checkpoint), checkpoint
@@ -197,11 +182,10 @@ class TrainerCheckpoints:
     def save_generation(
         self, saver: Saver, path: str, folders: list[int], before: Callable[[Destination], None]
     ) -> None:
-        """Begin to save the state to a folder in each machine's memory. Collective.
+        """Begin to save the state to a folder on each machine. Collective.
 
         Args:
-            folders: the first rank of each machine.
-            before: called on these ranks before files are written.
+            folders: the first rank of each machine, which calls ``before`` before files are written.
         """
         tree, contents = self.state_to_keep()
         ranks = self._files.ranks()
@@ -209,24 +193,10 @@ class TrainerCheckpoints:
         saver.save(SaveJob(SaveMode.SHARDED, path, contents, tree, self._files.written_by, folders, first), ranks)
 
     def save_last(self, path: Any) -> None:
-        """Save the last checkpoint of a job that a signal ends. Collective.
-
-        It is sharded if there is one machine, and otherwise as in ``options.checkpoint``.
-        """
-        strategy = self._strategy
-        with self._for_restart() if strategy.num_nodes == 1 else nullcontext(), self.saving_epoch_state():
-            strategy.lightning_module.trainer.save_checkpoint(path)
-        # At the end of the run, a save in the background may be abandoned.
-        strategy.ranks.alike(self._files.saver.finish)
-
-    @contextmanager
-    def saving_epoch_state(self) -> Iterator[None]:
-        """Context in which checkpoints contain the state of the running epoch, from which the job continues."""
-        self._saves_epoch_state = True
-        try:
-            yield
-        finally:
-            self._saves_epoch_state = False
+        """Save the last checkpoint of a job that a signal ends, sharded if there is one machine. Collective."""
+        with self.for_restart(is_sharded=self._strategy.num_nodes == 1):
+            self._strategy.lightning_module.trainer.save_checkpoint(path)
+        self._files.finish()  # at the end of the run, a save in the background may be abandoned
 
     def _about_checkpoint(self, mode: SaveMode, *, to_resume: bool) -> dict[str, Any]:
         """Return this package's entry for a checkpoint: versions, and state that Lightning does not save."""
@@ -234,21 +204,22 @@ class TrainerCheckpoints:
         module, engine = self._strategy.lightning_module, self._strategy.engine
         if left_out := self._left_out:
             about[LEFT_OUT] = sorted(left_out)
-        if to_resume and mode is not SaveMode.SHARDED:  # sharded checkpoints store optimizer states by name
+        if configs := configs_of_models(module):
+            about["transformers"] = configs
+        if not to_resume:
+            return about
+        if mode is not SaveMode.SHARDED:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
-        if to_resume and self.data_loading is not None:
-            loading = self.data_loading
+        if (loading := self.data_loading) is not None:
             ranks = self._strategy.ranks.all_gather_values(
                 in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
             )
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
-        masters = (self.masters_after_fit or {}).get(module, {})
-        if engine is not None and to_resume:
+        masters = self.masters_after_fit.get(module, {})
+        if engine is not None:
             masters = engine.masters_by_name(leaf=self._files.leaf(mode))
-        if masters and to_resume:
+        if masters:
             about["masters"] = masters
-        if configs := configs_of_models(module):
-            about["transformers"] = configs
         return about
 
     def _names_in_optimizers(self) -> list[list[str]]:
@@ -257,12 +228,8 @@ class TrainerCheckpoints:
         return [names_in(optimizer, names) for optimizer in self._strategy.optimizers]
 
     def keep_masters(self, engine: Engine, *, are_reachable: bool) -> None:
-        """Keep the master weights of an engine that will be closed, which a later checkpoint may need.
-
-        Args:
-            are_reachable: whether the ranks can still communicate.
-        """
-        self.masters_after_fit = WeakKeyDictionary()
+        """Keep the master weights of an engine that will be closed, if ranks can communicate, for later checkpoints."""
+        self.masters_after_fit.clear()
         if are_reachable:
             leaf = self._files.leaf(SaveMode.GATHERED)
             self.masters_after_fit[engine.module] = engine.masters_by_name(leaf=leaf)
@@ -273,16 +240,11 @@ class TrainerCheckpoints:
             act = remove if self._files.has_default_io else self._strategy.checkpoint_io.remove_checkpoint
             self._files.saver.then(partial(act, path))
 
-    def load(
-        self, path: Any, weights_only: bool | None, restarts: Restarts | None, ordinary: Callable[[], dict[str, Any]]
-    ) -> dict[str, Any]:
+    def load(self, path: Any, weights_only: bool | None, restarts: Restarts | None) -> dict[str, Any]:
         """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards.
 
         Checksums detect damage here. If ``ckpt_path="last"`` resolved to a damaged checkpoint, or to something that is
         not a checkpoint, the newest undamaged checkpoint of the Trainer's callbacks is loaded instead.
-
-        Args:
-            ordinary: Lightning's own method, for a ``CheckpointIO`` that reads checkpoints itself.
 
         Raises:
             FileNotFoundError: if there is nothing at the path.
@@ -291,44 +253,36 @@ class TrainerCheckpoints:
             UnsafeFileError: if the checkpoint contains more than data.
             ValueError: if a newer version wrote the checkpoint.
         """
-        self._strategy.ranks.alike(self._files.saver.finish)
+        strategy = self._strategy
+        self._files.finish()
         is_kept = restarts is not None and restarts.loaded(path)
         if not (self._files.are_opened_here or is_kept):
-            return ordinary()
+            return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
         try:
             return self._files.opened(path, weights_only).checkpoint
-        except Exception as error:  # raised on every rank, but the errors may differ
-            trainer = self._strategy.lightning_module.trainer
+        except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:  # the last: an empty folder
+            trainer = strategy.lightning_module.trainer
             if not is_last(trainer, path) or (restarts is not None and restarts.is_trying):
                 raise
-            # FileNotFoundError means an empty folder here.
-            is_spoilt = isinstance(error, (DamagedCheckpointError, NoCheckpointError, FileNotFoundError))
-            others = others_by_age(trainer, path) if self._strategy.is_global_zero else []
-            of_ranks = self._strategy.ranks.all_gather_values((is_spoilt, others))
-            if not all(spoilt for spoilt, _ in of_ranks):
-                raise
-            _, others = of_ranks[0]
+            others = strategy.broadcast(others_by_age(trainer, path) if strategy.is_global_zero else [])
             for other in others:
                 with suppress(Exception):
                     checkpoint = self._files.opened(other, weights_only).checkpoint
                     rank_zero_warn(f"{error} Resuming instead from {other}, the newest undamaged checkpoint.")
                     return checkpoint
             if others:
-                raise DamagedCheckpointError(
-                    f"{error} All other checkpoints are damaged, too: {listed(others)}."
-                ) from error
+                damaged = f"{error} All other checkpoints are damaged, too: {listed(others)}."
+                raise DamagedCheckpointError(damaged) from error
             raise
 
-    def load_module_state(
-        self, checkpoint: Mapping[str, Any], strict: bool, ordinary: Callable[[Mapping[str, Any], bool], None]
-    ) -> None:
+    def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of a checkpoint; see ``module_state``."""
         module = self._strategy.lightning_module
         about = checkpoint.get(CHECKPOINT_KEY, {})
         self._let_frozen_be_missing(about)
         check_module(module, checkpoint["state_dict"], strict)
         with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
-            ordinary(checkpoint, strict)
+            module.load_state_dict(checkpoint["state_dict"], strict=strict)
         deferred_param.give_values(targets, wait=True)
         if self._loaded is None:  # otherwise a callback is restoring a checkpoint of this run
             self._loaded = checkpoint.get(CHECKPOINT_KEY)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engine import Engine
@@ -44,17 +42,21 @@ class Net(nn.Module):
         return self.head(x)
 
 
+_meshes: dict[int, Any] = {}
+
+
 def mesh_of(tensor_parallel_size: int) -> Any:
-    return _mesh_over(dist.group.WORLD, tensor_parallel_size)
-
-
-@cache
-def _mesh_over(group: Any, tensor_parallel_size: int) -> Any:
-    """A mesh for each process group: a case that fails on purpose may have ended the previous group."""
+    """The case's mesh; the groups of an earlier case's mesh have been destroyed."""
     from torch.distributed.device_mesh import init_device_mesh
 
+    if tensor_parallel_size in _meshes:
+        with contextlib.suppress(RuntimeError):
+            _meshes[tensor_parallel_size].get_group(0)
+            return _meshes[tensor_parallel_size]
     shape = world_size() // tensor_parallel_size, tensor_parallel_size
-    return init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "tensor_parallel"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data_parallel", "tensor_parallel"))
+    _meshes[tensor_parallel_size] = mesh
+    return mesh
 
 
 def parallelised(model: nn.Module, mesh: Any) -> nn.Module:

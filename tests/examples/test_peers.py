@@ -143,16 +143,13 @@ def test_live_bytes_are_the_peak_bytes_of_storages() -> None:
     assert view.numel() == 990 and last.numel() == 100
 
 
-def test_a_stage_that_became_more_than_15_percent_slower_is_reported() -> None:
-    def turns(**medians: float) -> dict[str, list[float]]:
-        return {system: [median + 0.01 * turn for turn in range(-3, 4)] for system, median in medians.items()}
-
-    told = ["zero3 takes 2.31 times DDP's step, where it was 2.00"]
-    for stored in (turns(zero1=1.0, zero2=1.0, zero3=2.0), {"zero1": [1.0], "zero2": [1.0], "zero3": [2.0]}):
-        assert slower_ones(turns(zero1=1.14, zero2=0.5, zero3=2.29), stored) == []
-        assert slower_ones(turns(zero1=1.0, zero2=1.0, zero3=2.31), stored) == told
-    scattered = {"zero1": [0.5, 1.3, 1.2, 0.6, 1.3]}
-    assert slower_ones(scattered, {"zero1": [0.5, 1.4, 1.0, 1.1, 0.4]}) == [], "what scatters so far says nothing"
+def test_a_stage_that_became_more_than_15_percent_slower_in_each_pair_of_processes_is_reported() -> None:
+    stored = {"zero1": [0.9, 1.1, 1.0], "zero3": [2.0, 1.9, 2.2]}
+    assert slower_ones([{"zero1": 1.14, "zero3": 2.29}], stored) == []
+    assert slower_ones([{"zero1": 0.5, "zero3": 2.41}, {"zero1": 0.5, "zero3": 2.31}], stored) == [
+        "zero3 takes 2.31 times DDP's step or more, where it was 2.00"
+    ]
+    assert slower_ones([{"zero1": 1.5, "zero3": 2.31}, {"zero1": 1.0, "zero3": 2.29}], stored) == []
 
 
 @pytest.mark.alone

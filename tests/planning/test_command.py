@@ -278,7 +278,25 @@ def test_the_table_ends_with_advice(capsys):
 def plan_of(stage: int, micro_batch: int, total: float, fits: bool | None, seconds: float) -> Plan:
     rate = 4 * micro_batch / seconds
     needs = {"parameters": int(total), "total": int(total)}
-    return Plan(stage, "none", 4, micro_batch, 1, False, 10, needs, 0, 0, {}, 0, seconds, 0.0, rate, fits, ())
+    return Plan(
+        stage=stage,
+        offload="none",
+        ranks=4,
+        micro_batch=micro_batch,
+        accumulate=1,
+        activation_checkpointing=False,
+        seconds_per_step=seconds,
+        waiting_seconds=0.0,
+        samples_per_second=rate,
+        fits=fits,
+        peak_bytes=needs,
+        host_bytes=0,
+        disk_bytes=0,
+        traffic_bytes={},
+        leaving_bytes=0,
+        parameters=10,
+        assumptions=(),
+    )
 
 
 def test_advice_compares_with_the_fastest_ddp_plan_that_fits_or_says_what_the_smallest_needs():

@@ -46,7 +46,7 @@ def test_fake_tensors_take_as_many_bytes_as_real_tensors(stage, offload):
     ]
     assert runs[0].peak_bytes == runs[1].peak_bytes and runs[0].host_bytes == runs[1].host_bytes
     assert runs[0].disk_bytes == runs[1].disk_bytes and bool(runs[0].disk_bytes) == (offload == "nvme")
-    assert runs[0].traffic == runs[1].traffic
+    assert runs[0].traffic_bytes == runs[1].traffic_bytes
     assert runs[0].events == runs[1].events
 
 
@@ -68,7 +68,7 @@ def test_resilience_keeps_three_copies_of_a_ranks_states(stage, precision, bytes
             for options in ({}, {"resilience": "memory"})
         )
         kept = keeping.host_bytes - plain.host_bytes
-        assert kept == pytest.approx(3 * bytes_of_state * plain.numel / 4, rel=0.01)
+        assert kept == pytest.approx(3 * bytes_of_state * plain.parameters / 4, rel=0.01)
         assert keeping.peak_bytes == plain.peak_bytes
 
 
@@ -82,13 +82,13 @@ def test_states_in_files_take_as_many_bytes_as_their_elements(precision):
     ]
     assert runs[1].peak_bytes == runs[2].peak_bytes and runs[1].events == runs[2].events
     copy = 2 if precision == "bf16-true" else 0  # the copy is in the file, too, since the masters are fp32
-    shard = runs[1].numel / 2
+    shard = runs[1].parameters / 2
     assert runs[1].disk_bytes == pytest.approx((12 + copy) * shard, rel=0.02)
     assert runs[1].host_bytes == 3 * (12 + copy) * 2**14, "a ring of three pieces"
     assert runs[1].peak_bytes["optimizer"] == 0 and runs[1].peak_bytes["parameters"] == 0
     assert runs[1].total_bytes < runs[0].total_bytes - 0.8 * 12 * shard
     moved = sum(event.nbytes for event in runs[1].events if event.kind == "disk")
-    gathers = (4 - copy) * runs[1].numel  # a rank reads its half for forward and backward, the last unit's only once
+    gathers = (4 - copy) * runs[1].parameters  # in forward and backward, the last unit once
     assert 0.85 * gathers < moved - 2 * runs[1].disk_bytes < 0.95 * gathers
 
 
@@ -154,9 +154,9 @@ def test_planned_memory_of_sharding_within_groups_is_what_real_ranks_hold(run_on
 )
 def test_traffic_that_leaves_a_machine_is_planned(options, elements):
     run = fake_run(Net, batch(), ranks=4, machines=2, accumulate=2, transport="shared memory", unit_numel=0, **options)
-    whole = 0.5 * 4 * elements * run.numel
-    assert 0.85 * whole < run.leaving < 1.02 * whole  # the last unit of forward is still gathered when backward starts
-    assert fake_run(Net, batch(), ranks=4, accumulate=2, transport="shared memory", **options).leaving == 0
+    whole = 0.5 * 4 * elements * run.parameters
+    assert 0.85 * whole < run.leaving_bytes < 1.02 * whole  # backward starts with a gathered unit
+    assert fake_run(Net, batch(), ranks=4, accumulate=2, transport="shared memory", **options).leaving_bytes == 0
 
 
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
@@ -173,25 +173,25 @@ def test_ddp_takes_sixteen_bytes_a_parameter_plus_its_buckets():
     numel = sum(parameter.numel() for parameter in Net().parameters())
     states = sum(run.peak_bytes[category] for category in ("parameters", "gradients", "reduction", "optimizer"))
     steps = 4 * len(list(Net().parameters()))  # Adam's step counts
-    assert run.numel == numel and states == 20 * numel + steps
-    assert run.traffic == {"all_reduce": 4 * numel}
+    assert run.parameters == numel and states == 20 * numel + steps
+    assert run.traffic_bytes == {"all_reduce": 4 * numel}
 
 
 def test_ddp_reduces_gradients_once_a_step_or_in_each_backward_of_manual_optimization():
     numel = sum(parameter.numel() for parameter in Net().parameters())
     run = fake_run(Net, batch(), ranks=2, stage=None, accumulate=8)
     sent = sum(event.nbytes for event in run.events if event.kind == "launch")  # in a ring of two ranks, each byte once
-    assert run.traffic == {"all_reduce": 4 * numel} and sent == 4 * numel
+    assert run.traffic_bytes == {"all_reduce": 4 * numel} and sent == 4 * numel
     made = Adversaries()
     generator, critic = (sum(p.numel() for p in each.parameters()) for each in (made.generator, made.critic))
     # the second backward of a step also gives gradients to the critic
     by_hand = fake_run(Adversaries, pictures(), ranks=2, stage=None)
-    assert by_hand.traffic == {"all_reduce": 4 * (2 * critic + generator)}
+    assert by_hand.traffic_bytes == {"all_reduce": 4 * (2 * critic + generator)}
 
 
 def test_states_of_no_parameter_are_counted_under_ddp():
     run = fake_run(WithStepCount, batch(), ranks=2, stage=None)
-    assert run.peak_bytes["optimizer"] == 4 * run.numel + 8  # momentum, and the count of steps
+    assert run.peak_bytes["optimizer"] == 4 * run.parameters + 8  # momentum, and the count of steps
 
 
 class WithSparseGradients(Net):
@@ -209,8 +209,8 @@ class WithSparseGradients(Net):
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_sparse_gradients_are_counted_as_dense_ones(stage):
     run = fake_run(WithSparseGradients, batch(), ranks=2, stage=stage)
-    reduced = run.traffic["reduce_scatter" if stage else "all_reduce"]
-    assert 4 * run.numel <= reduced < 4 * run.numel + 2**10  # with padding
+    reduced = run.traffic_bytes["reduce_scatter" if stage else "all_reduce"]
+    assert 4 * run.parameters <= reduced < 4 * run.parameters + 2**10  # with padding
 
 
 class Watch(Callback):
@@ -248,7 +248,7 @@ def compare_with_real_ranks(
         for held in of_ranks:
             numel, peak = held[number]
             real = {category: nbytes for category, nbytes in peak.items() if nbytes}
-            assert run.numel == numel
+            assert run.parameters == numel
             assert set(real) == {category for category, nbytes in run.report_peak.items() if nbytes}
             for category, nbytes in real.items():
                 assert run.report_peak[category] == pytest.approx(nbytes, rel=0.02), (
@@ -287,7 +287,7 @@ def test_unmodified_projects_are_planned(project, stage):
     make_module, make_batch = PROJECTS[project]
     sample = make_batch()
     runs = [fake_run(make_module, sample, ranks=4, stage=stage, with_values=real) for real in (False, True)]
-    assert runs[0].numel == sum(parameter.numel() for parameter in make_module().parameters())
+    assert runs[0].parameters == sum(parameter.numel() for parameter in make_module().parameters())
     assert runs[0].peak_bytes == runs[1].peak_bytes and runs[0].peak_bytes["optimizer"] > 0
     left_out = ["training needs the most memory (validation_step did not run)"] if project == "llama" else []
     assert list(runs[0].assumptions) == left_out

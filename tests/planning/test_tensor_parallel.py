@@ -111,12 +111,12 @@ def test_planned_bytes_are_those_of_real_ranks(run_on):
 def test_sums_over_tensor_parallel_ranks_are_planned(together):
     run = fake_run(Divided, batch(), ranks=8, stage=3, tensor_parallel_size=together)
     sums = 2 * DEPTH - 1  # one in each layer's forward and backward; the first layer's input has no gradient
-    assert run.traffic["tensor_parallel"] == sums * SAMPLES * WIDTH * 4
+    assert run.traffic_bytes["tensor_parallel"] == sums * SAMPLES * WIDTH * 4
     sent = sums * SAMPLES * WIDTH * 4 * 2 * (together - 1) / together
     whole = fake_run(Divided, batch(), ranks=8, stage=3)
-    assert run.numel == whole.numel
+    assert run.parameters == whole.parameters
     of_zero = sum(
-        run.traffic[kind] * (8 // together - 1) / (8 // together) for kind in ("all_gather", "reduce_scatter")
+        run.traffic_bytes[kind] * (8 // together - 1) / (8 // together) for kind in ("all_gather", "reduce_scatter")
     )
     assert sum(event.nbytes for event in run.events if event.kind == "launch") == pytest.approx(sent + of_zero)
     assert sum(event.flops for event in run.events) == pytest.approx(
@@ -193,8 +193,8 @@ def test_partitioned_activations_add_a_tenth_to_the_traffic_of_tensor_parallelis
                 partition_activations=is_partitioned,
             )
             sent.append(sum(event.nbytes for event in run.events if event.kind == "launch"))
-            gathered.append(run.traffic.get("activations", 0))
-            reduced.append(run.traffic["tensor_parallel"])
+            gathered.append(run.traffic_bytes.get("activations", 0))
+            reduced.append(run.traffic_bytes["tensor_parallel"])
     tokens, part = 2 * 64 * WIDTH * 4, (together - 1) / together
     assert gathered == [0, 2 * tokens, 0, 5 * tokens], "the last layer's input is still there"
     assert reduced[0] == reduced[1] and reduced[2] == reduced[3]
@@ -209,9 +209,9 @@ def test_partitioned_activations_add_a_tenth_to_the_traffic_of_tensor_parallelis
 def test_tensor_parallel_ranks_are_consecutive(together, crossing):
     """On two machines with two ranks each, pairs stay within a machine, and groups of four do not."""
     run = fake_run(Divided, batch(), ranks=4, machines=2, stage=2, tensor_parallel_size=together)
-    leaving = run.traffic["tensor_parallel"] * 2 * 3 / 4 * 2 if crossing else 0  # both ranks of a machine send it
-    of_zero = 0 if crossing else 2 * 4 * run.numel / 2 * 2 * 1 / 2  # two rings, each with half of the parameters
-    assert run.leaving == pytest.approx(leaving + of_zero)
+    leaving = run.traffic_bytes["tensor_parallel"] * 2 * 3 / 4 * 2 if crossing else 0  # both ranks of a machine send it
+    of_zero = 0 if crossing else 2 * 4 * run.parameters / 2 * 2 * 1 / 2  # two rings, each with half of the parameters
+    assert run.leaving_bytes == pytest.approx(leaving + of_zero)
 
 
 @pytest.mark.parametrize("together", [2, 4])

@@ -209,18 +209,6 @@ def test_the_folder_of_checkpoints_may_be_a_url(uninterrupted, folder):
     assert not (folder / "file:").exists() and not list((folder / "root").glob(".lightning_zero-*"))
 
 
-@pytest.mark.exhaustive
-def test_a_record_of_another_user_is_not_read(uninterrupted, folder):
-    if os.geteuid() != 0:
-        pytest.skip("only root can give a file to another user")
-    options = stopped_after_kills(folder, {"saves": 3}, 8)
-    shutil.rmtree(memory_of(folder))
-    os.chown(on_disk(folder) / "fit-0.json", 12345, 12345)
-    found = ended(folder, started(folder, options | {"faults": []}).wait(90))
-    assert found.continued == [], found.output
-    found.same_as(uninterrupted({}))
-
-
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 

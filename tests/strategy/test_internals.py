@@ -116,10 +116,6 @@ def test_each_package_has_both_launchers(package):
 @pytest.mark.parametrize("package", TRAINERS, ids=lambda package: package.__name__)
 def test_each_package_with_a_trainer_has_the_tuners_exception_and_wraps_optimizers(package):
     assert issubclass(internals.tuner_exit(package), Exception)
-    plain = torch.optim.SGD([torch.ones(1)])
-    strategy = package.Trainer(accelerator="cpu", devices=1, logger=False).strategy
-    wrapped = internals.to_lightning_optimizer(package)(plain, strategy)
-    assert isinstance(wrapped, package.core.optimizer.LightningOptimizer) and wrapped.optimizer is plain
 
 
 def test_ddp_has_the_borrowed_methods():

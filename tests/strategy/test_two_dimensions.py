@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_zero.fabric
 from lightning_zero import ZeroAutoStrategy, ZeroStrategy
 from lightning_zero.callbacks.measured import ranks_with_data
-from lightning_zero.engine import Engine
 from lightning_zero.monitoring import ZeroMonitor
 from lightning_zero.pruning import MagnitudePruning
-from lightning_zero.strategies.same_batches import SameBatches
-from tests.engine.test_tensor_parallel import CLOSE, Net, loss_of, mesh_of, parallelised
+from tests.engine.test_tensor_parallel import CLOSE, Net, loss_of, parallelised
 from tests.fabric.training import make_fabric, weights
 from tests.support.trainer import make_trainer
 from tests.support.training import same_values
@@ -223,94 +220,44 @@ def test_zero_auto_refuses_to_plan_tensor_parallelism():
 
 
 class Mismatched(Divided):
-    """With a sampler that gives ranks the same batches at first, and then different ones."""
+    """With samplers that give each rank other batches."""
 
-    def __init__(self, alike: int, validates: bool = False) -> None:
+    def __init__(self, validates: bool) -> None:
         super().__init__()
-        self.alike, self.validates = alike * BATCH, validates
+        self.validates = validates
 
-    def train_dataloader(self, is_alike: bool = False) -> Any:
+    def train_dataloader(self, start: int | None = None) -> Any:
         tokens = torch.arange(SAMPLES * 5).view(SAMPLES, 5) % 11
-        order = [*range(SAMPLES)] if is_alike else [*range(self.alike), *range(self.alike + rank(), SAMPLES)]
+        order = range(rank() if start is None else start, SAMPLES)
         return DataLoader(TensorDataset(tokens), batch_size=BATCH, sampler=order)
 
     def val_dataloader(self) -> Any:
-        return self.train_dataloader(is_alike=not self.validates)
+        return self.train_dataloader(None if self.validates else 0)
 
 
-def refuse_batches(alike: int, validates: bool) -> None:
+def refuse_batches(validates: bool) -> None:
     trainer = make_trainer(ZeroStrategy(stage=3, tensor_parallel_size=2), use_distributed_sampler=False)
     with pytest.raises(
         ValueError, match=r"Tensor-parallel ranks \[\d, \d\] .* values in batch\[0\].*\*\*trainer\.strategy\.dist"
     ):
-        trainer.fit(Mismatched(alike, validates))
-    assert trainer.global_step == alike
+        trainer.fit(Mismatched(validates))
+    assert trainer.global_step == 0
 
 
-@pytest.mark.parametrize(("alike", "validates"), [(0, False), (1, False), (0, True)], ids=str)
-def test_different_batches_on_tensor_parallel_ranks_are_refused(run_on, alike, validates):
-    """In the first batch, in the second, in the first of validation."""
-    run_on(4, refuse_batches, alike=alike, validates=validates)
-
-
-def compare_later(different: int) -> int:
-    """The batch in which a difference is noticed, where all batches from `different` on differ."""
-    module = nn.Linear(1, 1)
-    engine = Engine(module, [], mesh=mesh_of(2))
-    batches = SameBatches("")
-    for number in range(250):
-        batch = torch.full((2,), rank() if number >= different else 0)
-        try:
-            batches.compare(engine.communicator.tensor, module, [batch], "training_step")
-        except ValueError:
-            engine.close(communicate=False)
-            return number
-    raise AssertionError
-
-
-def test_after_the_first_batches_one_in_a_hundred_is_compared(run_on):
-    assert run_on(2, compare_later, different=3) == [3, 3]
-    assert run_on(2, compare_later, different=5) == [100, 100]
-    assert run_on(2, compare_later, different=101) == [200, 200]
+@pytest.mark.parametrize("validates", [False, True], ids=["in training", "in validation"])
+def test_a_first_batch_that_differs_on_tensor_parallel_ranks_is_refused(run_on, validates):
+    run_on(4, refuse_batches, validates=validates)
 
 
 def refuse_with_fabric() -> None:
     fabric = make_fabric(lightning_zero.fabric.ZeroStrategy(stage=3, tensor_parallel_size=2))
     model = fabric.setup(parallelised(Net(), fabric.strategy.device_mesh))
-    fabric.backward(loss_of(model, torch.zeros(2, 5, dtype=torch.long)))
     with pytest.raises(ValueError, match=r"values in batch\[0\].*\*\*fabric\.strategy\.distributed_sampler_kwargs"):
         model(torch.full((2, 5), rank()))
 
 
 def test_the_error_for_different_batches_in_fabric_names_fabrics_sampler_arguments(run_on):
     run_on(2, refuse_with_fabric)
-
-
-class DropsOut(Divided):
-    def __init__(self, p: float) -> None:
-        super().__init__()
-        self.dropped = nn.Dropout(p)
-
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
-        return self.dropped(super().training_step(batch, batch_idx))
-
-
-def draw(p: float, is_alike: bool) -> list[str]:
-    trainer = make_trainer(ZeroStrategy(stage=3, tensor_parallel_size=2), max_steps=2, num_sanity_val_steps=0)
-    module = DropsOut(p)
-    torch.manual_seed(0)
-    module.on_train_start = lambda: torch.manual_seed(0 if is_alike else rank())  # type: ignore[method-assign]
-    with warnings.catch_warnings(record=True) as found:
-        warnings.simplefilter("always")
-        trainer.fit(module)
-    return [str(each.message) for each in found if "random number generators" in str(each.message)]
-
-
-def test_dropout_by_different_random_numbers_on_tensor_parallel_ranks_is_a_warning(run_on):
-    first, second = run_on(2, draw, p=0.5, is_alike=False)
-    assert len(first) == 1 and not second
-    assert "dropped (Dropout) drops different elements on each rank" in first[0] and "seed_everything" in first[0]
-    assert run_on(2, draw, p=0.0, is_alike=False) == run_on(2, draw, p=0.5, is_alike=True) == [[], []]
 
 
 def evaluate(stage: int) -> Any:

@@ -27,6 +27,7 @@ from typing import Any
 
 # Imported by every case anyway. The fork server imports them once; the imports start no threads of Python or torch.
 PRELOAD = ["torch", "torch.distributed", "torch.nn.parallel", "numpy", "pytest", "torchmetrics", "lightning.pytorch"]
+MOST_THREADS = 60  # of a process, or it is replaced: a Gloo group that is not freed has three, one of which polls
 START_TIMEOUT = 120  # seconds: the first pool waits for the fork server's imports
 GRACE = 3  # seconds for the other ranks to end by themselves after one has failed
 LONGEST_TEXT = 12_000  # characters of one rank's output, or of one value, in a failure's text
@@ -186,9 +187,31 @@ def _run(case: Case) -> Outcome:
             failures.renew(timeout=timedelta(seconds=START_TIMEOUT))
         # Ranks that are out of step (one collective more on one rank) are detected in this case, not in the next.
         dist.barrier()
-        return Outcome(value)
+        _destroy_groups()
+        return Outcome(value, healthy=_threads() < MOST_THREADS)
     except BaseException as error:
         return Outcome(error=_describe(error))
+
+
+def _threads() -> int:
+    """The number of this process's threads, also those of C++; 0 where the system does not say."""
+    folder = Path("/proc/self/task")
+    return len(list(folder.iterdir())) if folder.exists() else 0
+
+
+def _destroy_groups() -> None:
+    """Destroy all groups but the default one, as of device meshes: each has a thread that wakes up every 10 ms."""
+    import torch.distributed as dist
+
+    from lightning_zero.engine import process_group
+
+    if len(process_group.all_groups()) > 1:
+        gc.collect()  # engines destroy their own groups
+    others = [group for group in process_group.all_groups() if not process_group.is_default(group)]
+    for group in others:
+        dist.destroy_process_group(group)
+    if others:
+        process_group.forget_meshes()
 
 
 def _describe(error: BaseException) -> str:

@@ -147,8 +147,9 @@ class Communicator:
         name = f"{all_ranks[0]}/{number.item()}"
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
         control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters)
-        others_exist = not process_group.is_fake(everywhere)
-        self.everyone = Everyone(rank, len(all_ranks), control, *((self.watch, name) if others_exist else ()))
+        self.everyone = Everyone(rank, len(all_ranks), control)
+        if not process_group.is_fake(everywhere):
+            self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
         self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks as numbered in the watch
         if self.tensor.size == 1:
             self.control = control

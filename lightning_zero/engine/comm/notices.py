@@ -29,6 +29,13 @@ from lightning_zero.engine.comm.cross_memory.exchange import sever_all
 PATIENCE = 3.0
 """Seconds that a rank waits before it writes what it waits for. Timers read the log several times in this period."""
 
+SAME_UNITS = (
+    "Every rank must run the same units in the same order, forward and backward, and the same number of training "
+    "batches: do not run units, or lines that need every rank, inside an 'if' that depends on the rank or its data. "
+    "Ranks may run different numbers of forward passes (without backward) inside "
+    "'with lightning_zero.uneven_forwards(module):', which every rank must enter."
+)
+
 _FAILED, _LOST, _LEFT = "failed", "lost", "left"  # kinds of entries in the log
 _MOMENT = 0.5  # seconds within which an entry arrives after its writer's connections have closed
 _LAST_WORDS = 2.0  # seconds in which the others can read the log at the end of the process with the store
@@ -235,13 +242,7 @@ class Notices:
             stuck -= free
         if stuck:
             where = ", ".join(f"rank {rank} waits for {Wait(*notes[rank][0]).what}" for rank in sorted(stuck))
-            self.fail(
-                f"the ranks wait for each other for ever: {where}. Every rank must run the same units in the same "
-                "order, forward and backward, and the same number of training batches: do not run units, or lines that "
-                "need every rank, inside an 'if' that depends on the rank or its data. Ranks may run different numbers "
-                "of forward passes (without backward) inside 'with lightning_zero.uneven_forwards(module):', which "
-                "every rank must enter."
-            )
+            self.fail(f"the ranks wait for each other for ever: {where}. {SAME_UNITS}")
 
 
 def _end_waits(reason: str) -> None:

@@ -41,7 +41,7 @@ def simulated(rank: int, size: int) -> Iterator[None]:
     world = dist.distributed_c10d._world
     groups, default, count = set(all_groups()), world.default_pg, world.group_count
     world.default_pg = None
-    _forget_meshes()
+    forget_meshes()
     try:
         dist.init_process_group("fake", rank=rank, world_size=size)
         yield
@@ -50,7 +50,7 @@ def simulated(rank: int, size: int) -> Iterator[None]:
         world.default_pg, world.group_count = default, count
         for group in set(all_groups()) - groups:
             dist.destroy_process_group(group)
-        _forget_meshes()
+        forget_meshes()
 
 
 def world_size(group: ProcessGroup | None = None) -> int:
@@ -124,11 +124,11 @@ def restart(**options: Any) -> None:
 def destroy(group: ProcessGroup | None = None) -> None:
     """Destroy a process group; None destroys the default group and all others."""
     if group is None:
-        _forget_meshes()
+        forget_meshes()
     dist.destroy_process_group(group)
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
     """Clear DTensor's cache of results and their meshes, which would communicate in groups that no longer exist."""
     if "torch.distributed.tensor" in sys.modules:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import Watch, failure
+from lightning_zero.engine.comm.notices import SAME_UNITS
 from lightning_zero.engine.comm.process_group import named_store
 
 _REMEMBERED = 3
@@ -22,12 +23,6 @@ _REMEMBERED = 3
 _SAME_LINES = (
     "Run this line on every rank (not inside 'if rank == 0:', and not after a loop that has fewer batches on this "
     "rank); or enter 'with lightning_zero.full_parameters(module):' on every rank, and run the line inside."
-)
-_SAME_UNITS = (
-    "Every rank must run the same units in the same order, forward and backward, and the same number of training "
-    "batches: do not run units inside an 'if' that depends on the rank or its data. Ranks may run different numbers of "
-    "forward passes (without backward) inside 'with lightning_zero.uneven_forwards(module):', which every rank must "
-    "enter."
 )
 
 
@@ -117,7 +112,7 @@ class Rendezvous:
         if self._watch is None or self._is_met or self.absence.is_turn:  # in a turn, one rank announces the gathers
             return
         if self._next.get(self._last) != bucket:
-            self.meet(what, _SAME_UNITS, self._timeout_of_gathers)
+            self.meet(what, SAME_UNITS, self._timeout_of_gathers)
             self._next[self._last] = bucket
         self._last = (*self._last[1 - _REMEMBERED :], bucket)
 

@@ -93,14 +93,13 @@ class Join:
         while True:
             positions = self._control.gather_numbers(own, "the other ranks' next batch or forward")
             behind = min(positions)
+            self._leader = positions.index(behind)
             if own == behind:
                 self._begin([place for place, other in enumerate(positions) if other > behind])
                 return
-            self._leader = positions.index(behind)
             self._serve()
 
     def _begin(self, absent: list[int]) -> None:
-        self._leader = min(set(range(len(self._ranks))).difference(absent))
         ranks = [self._ranks[place] for place in absent]
         self._rendezvous.absence = Absence(ranks, self._announce if absent else None, is_turn=True)
 
