@@ -28,9 +28,10 @@ from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, c
 from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
+from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import initialisers_of
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
-from lightning_zero.engine.init.restore import restore_parameters, without_room_for_whole
+from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     agree_on_sources,
@@ -208,6 +209,8 @@ class Engine:
         try:
             unsharded = assign_to_buckets(self.config, self.placements, plans, share, optimizers, self._shared)
             check_compression(self.config, unsharded, self.communicator)
+            if offload is not None and simulation is None:  # a simulation may be of another host
+                check_room(offload, sources, unsharded, self.communicator, has_optimizers=bool(optimizers))
             if self._swap is not None:
                 reserve_disk(self._swap, unsharded, self.communicator)
             materialiser = Materialiser(
@@ -256,7 +259,7 @@ class Engine:
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
-        self._optimizers = Optimizers(config, self.buckets, self._shared)
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
         self._windows = Windows(
             module,
             self.schedule,
@@ -290,9 +293,7 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "the module was deleted"
-        return module
+        return self._optimizers.module
 
     @property
     def buckets(self) -> list[Bucket]:
@@ -544,8 +545,8 @@ class Engine:
             bucket.abandon()
             bucket.rejoin(self.communicator, self.rendezvous)
 
-    def without_room(self, *, keeps_masters: bool) -> list[str]:
-        """Describe the hosts without memory for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
+    def without_room(self, *, keeps_masters: bool) -> list[Shortage]:
+        """The hosts whose memory is too small for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
 
         Args:
             keeps_masters: whether this rank keeps the result of ``masters_by_name`` as well.

@@ -390,7 +390,7 @@ class TrainerStrategy(BaseStrategy):
             return True
         shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
         if shortages and not self._was_sharded and self.options.start_method == "popen":
-            others = f" (hosts lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
+            others = f" (hosts or ranks lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
                 f"suffice for an ordinary module and its optimizer states on every rank. {shortages[0]}{others}. Every "

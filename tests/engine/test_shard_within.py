@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from lightning_zero import full_grad, uneven_forwards
 from lightning_zero.engine import Engine, EngineConfig
 from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.plan.mesh import Topology
 from tests.engine.test_several_machines import MACHINES, on_machines, train_on
 from tests.support import whole
 from tests.support.lost import die, run_ranks
@@ -146,12 +148,28 @@ def refuse(machines: str, within: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("size", "machines", "within", "said"),
     [
-        (4, "aabb", 3, "shard_within=3 does not divide 4 ranks: write a number that does"),
-        (3, "aab", "node", "the machines run 2, 1 ranks: write a number of ranks that divides 3, or leave it out"),
+        (4, "aabb", 3, "shard_within=3 does not divide 4 ranks: write 2 or 'node'"),
+        (3, "aab", "node", "the machines run 2 and 1 ranks: leave it out"),
     ],
 )
 def test_impossible_groups_are_refused_on_every_rank(run_on, size, machines, within, said):
     run_on(size, refuse, machines=machines, within=within, said=said)
+
+
+@pytest.mark.parametrize(
+    ("machines", "within", "said"),
+    [
+        ("aaaabbbb", 3, "shard_within=3 does not divide 8 ranks: write 2, 4 or 'node'."),
+        ("aaaaabb", 3, "shard_within=3 does not divide 7 ranks: leave it out."),
+        ("abcdefg", 3, "shard_within=3 does not divide 7 ranks: write 'node'."),
+        ("aaaabb", 4, "shard_within=4 does not divide 6 ranks: write 2 or 3."),
+        ("aaaaaaaabbbb", "node", "the machines run 8 and 4 ranks: write a number of ranks per group (2 or 4)."),
+        ("aaabbc", "node", "the machines run 3, 2 and 1 ranks: write a number of ranks per group (2 or 3)."),
+    ],
+)
+def test_the_error_for_an_impossible_group_lists_the_possible_ones(machines, within, said):
+    with pytest.raises(ValueError, match=re.escape(said)):
+        Topology(tuple(machines)).groups(within)
 
 
 @pytest.mark.parametrize(

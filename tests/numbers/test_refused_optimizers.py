@@ -6,6 +6,7 @@ A single rank has full parameters, which every optimizer updates as in plain tor
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from contextlib import contextmanager
 from functools import wraps
@@ -26,6 +27,7 @@ from tests.support.models import OddModel, Square, adam
 from tests.support.trainer import Learner, make_trainer
 from tests.support.training import Recipe, batch, same_runs, same_values, train_ddp, train_zero
 from tests.support.whole import Layered, Together, matrices, others
+from tests.support.workers import rank
 
 
 class SignDescent(Optimizer):
@@ -161,6 +163,23 @@ class ByTheMean(SignDescent):
                     p.sub_(p.grad - p.grad.mean(), alpha=0.001)
 
 
+def warns(stage: int, declared: Any, says: str) -> None:
+    module = OddModel()
+    optimizer = by_the_mean(module)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        Engine(module, [optimizer], stage=stage, whole_parameters=declared).close()
+    said = [str(warning.message) for warning in seen if "is not checked" in str(warning.message)]
+    assert len(said) == (rank() == 0) and all(says in each for each in said), said
+
+
+@pytest.mark.parametrize(
+    ("declared", "says"), [(False, "its update of one element"), (True, "its update of one parameter")]
+)
+def test_a_warning_says_what_is_at_risk_if_the_statement_about_an_unknown_optimizer_is_wrong(run_on, declared, says):
+    run_on(2, warns, stage=3, declared=declared, says=says)
+
+
 def is_always(name: str, parameter: Tensor) -> bool:
     return True
 
@@ -269,6 +288,17 @@ class Biased(Matrices):
         self.up = nn.Linear(6, 16)
 
 
+class Rows(nn.Module):
+    """An embedding with sparse gradients, which SparseAdam requires; some rows are never used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(64, 8, sparse=True)
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        return (self.embed(tokens).sum(-1) - targets).square().mean()
+
+
 class Unused(OddModel):
     """With a parameter that never gets a gradient, between others."""
 
@@ -285,12 +315,50 @@ def lbfgs_with_line_search(model: nn.Module) -> Optimizer:
     return LBFGS(model.parameters(), max_iter=4, line_search_fn="strong_wolfe")
 
 
+def add_dense_and_sparse(optimizer: Any, stage: int | None) -> tuple[str, Tensor]:
+    """Add a sparse gradient to a dense one, and step; return the error, or "stepped", and the weights."""
+    torch.manual_seed(0)
+    module = Rows()
+    made = optimizer(module)
+    engine = Engine(module, [made], stage=stage) if stage else None
+    module.embed.weight.square().sum().backward()
+    module(torch.tensor([[1, 2]]), torch.zeros(1)).backward()
+    try:
+        made.step()
+        outcome = "stepped"
+    except RuntimeError as error:
+        outcome = str(error)
+    if engine is not None:
+        engine.close()
+    return outcome, module.embed.weight.detach().clone()
+
+
+def add_as_in_plain_torch() -> None:
+    for optimizer in (sparse_adam, adagrad):
+        expected = add_dense_and_sparse(optimizer, None)
+        for stage in (1, 2, 3):
+            same_values(add_dense_and_sparse(optimizer, stage), expected, f"stage {stage}")
+    assert "dense gradients" in add_dense_and_sparse(sparse_adam, None)[0]
+
+
+def test_a_dense_gradient_plus_a_sparse_one_is_dense_as_in_plain_torch(run_on):
+    run_on(1, add_as_in_plain_torch)
+
+
+def adagrad(model: nn.Module) -> Optimizer:
+    return torch.optim.Adagrad(model.parameters(), lr=0.01)
+
+
 def adafactor(model: nn.Module) -> Optimizer:
     return Adafactor(model.parameters(), lr=0.01)
 
 
 def muon(model: nn.Module) -> Optimizer:
     return Muon(model.parameters(), lr=0.01)
+
+
+def sparse_adam(model: nn.Module) -> Optimizer:
+    return SparseAdam(model.parameters(), lr=0.01)
 
 
 def spam(model: nn.Module) -> Optimizer:
@@ -317,6 +385,7 @@ ON_ONE_RANK = [
         for optimizer, model in (
             (lbfgs_with_line_search, OddModel),
             (adafactor, Biased),
+            (sparse_adam, Rows),
             (sign_descent, OddModel),
             (adam, OddModel),
         )
@@ -348,8 +417,7 @@ def train_as_plain_lightning(optimizer: Any, model: Any, folder: str) -> None:
 
 
 @pytest.mark.behaviour(
-    "The numbers",
-    "On one rank, every optimizer of dense gradients, also of whole matrices or several closure calls",
+    "The numbers", "On one rank, every optimizer, also those that need whole matrices or several closure calls"
 )
 @pytest.mark.parametrize(("optimizer", "model"), ON_ONE_RANK, ids=lambda part: part.__name__)
 def test_on_one_rank_every_optimizer_trains_saves_and_resumes_as_in_plain_lightning(run_on, optimizer, model, tmp_path):

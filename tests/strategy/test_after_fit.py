@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_zero import ZeroStrategy, full_parameters
 from lightning_zero.engine import ShardedTensor, engine_of
-from lightning_zero.engine.init import restore
+from lightning_zero.engine.init import host_room
 from tests.support import rank, world_size
 from tests.support.trainer import make_trainer
 from tests.support.training import same_tensors
@@ -98,7 +98,7 @@ def keep_sharded(stage, after_fit):
         return lambda: ZeroStrategy(stage=stage, after_fit=after_fit, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "available_memory", lambda: 0)
+        patch.setattr(host_room, "available_memory", lambda: 0)
         check_sharded(stage, sharded)
 
 
@@ -165,8 +165,8 @@ def decide(memory, stage, precision, averages, message):
     model = Model(averages)
     trainer = make_trainer(ZeroStrategy(stage=stage), precision=precision, max_epochs=1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(restore, "this_machine", lambda: f"node{rank()}.123")
-        patch.setattr(restore, "available_memory", lambda: memory[rank()])
+        patch.setattr(host_room, "this_machine", lambda: f"node{rank()}.123")
+        patch.setattr(host_room, "available_memory", lambda: memory[rank()])
         said = notices(lambda: trainer.fit(model, loader()))
         assert type(model.head.weight) is (ShardedTensor if message else nn.Parameter)
         assert len(said) == (bool(message) and rank() == 0)

@@ -1,4 +1,4 @@
-"""A warning names hyperparameters that differ between ranks; parameters outside of the module are as under DDP."""
+"""Warnings name hyperparameters that differ between ranks, and parameters that stay unsynchronised, as under DDP."""
 
 from __future__ import annotations
 
@@ -22,7 +22,9 @@ def texts_of(function):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    return [str(each.message) for each in caught if "Parameter group" in str(each.message)]
+    return [
+        str(each.message) for each in caught if "Parameter group" in str(each.message) or " has " in str(each.message)
+    ]
 
 
 # ----------------------------------------------------------------------------------------------------- hyperparameters
@@ -138,12 +140,18 @@ class Growing(Net):
 def grow(strategy):
     module = Growing()
     trainer = make_trainer(strategy, max_epochs=3)
-    trainer.fit(module, data())
+    found = texts_of(lambda: trainer.fit(module, data()))
+    if strategy != "ddp" and rank() == 0:
+        assert len(found) == 2
+        assert "Adam has parameters that are not the module's, of shape (6,). As under DDP" in found[0]
+        assert "added to the module after it was sharded: 'added.weight', 'added.bias'. As under DDP" in found[1]
+    else:
+        assert found == []
     return weights(module), module.outside
 
 
 @pytest.mark.behaviour(
     "The Trainer", "Parameters outside of the module, and layers added in mid-run, train unsynchronised"
 )
-def test_parameters_that_are_not_synchronised_train_as_under_ddp(run_on):
+def test_parameters_that_are_not_synchronised_train_as_under_ddp_and_are_named(run_on):
     run_on(2, same_as_under_ddp, case=grow)

@@ -52,7 +52,7 @@ class UnshardedBucket:
     """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
 
     Attributes:
-        fields: the dtypes of optimizer states on a disk, by name; empty if there is no optimizer yet.
+        fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
         gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
     """
 
@@ -199,8 +199,9 @@ def assign_to_buckets(
             trains=kind.trains,
         )
         parameters = [p for _, p in part]
-        is_on_disk = kind.trains and residency.masters is Medium.DISK
-        fields = fields_of(parameters, residency.master_dtype) if is_on_disk else {}
+        fields = {}
+        if kind.trains and residency.is_offloaded:
+            fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
         units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec))
     return units

@@ -1,29 +1,25 @@
 """Turn sharded parameters back into ordinary tensors: when an engine closes, and those that a failed run has left.
 
-Tensors that user code derived from parameters become ordinary as well. Before, hosts' memory can be checked.
+Tensors that user code derived from parameters become ordinary as well.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import explained
 from lightning_zero.engine.comm.process_group import all_gather_objects, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
-from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.init.host_room import available_memory
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slot_of, slots_of
 from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.io.labels import this_machine
 
 
 def restore_parameters(
@@ -151,89 +147,3 @@ def _left_in(module: nn.Module) -> dict[str, Bucket]:
     """The bucket of each parameter that a closed engine left sharded, by parameter name."""
     slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
     return {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}
-
-
-# -- host memory -------------------------------------------------------------------------------------------------------
-
-
-def without_room_for_whole(
-    buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
-) -> list[str]:
-    """Describe the hosts on which unsharding would take over nine tenths of the available memory. Collective.
-
-    The memory of shards is not counted as available: a shard is freed only after its full tensors are complete.
-
-    Args:
-        buckets: the buckets of all units.
-        optimizers: the optimizers whose states are unsharded as well.
-        keeps_masters: whether this rank also keeps full master weights of its low-precision parameters.
-    """
-    need: Counter[str] = Counter()
-    for bucket in buckets:
-        need["parameters"] += bucket.layout.numel * bucket.dtype.itemsize
-        for slot in slots_of(bucket):
-            need["tensors derived from parameters"] += sum(
-                tensor.numel() * tensor.dtype.itemsize for tensor in slot.derived.values() if not tensor.is_parameter
-            )
-        if keeps_masters and bucket.master_dtype != bucket.dtype:
-            need["master weights"] += bucket.layout.numel * bucket.master_dtype.itemsize
-        if communicator.device.type == "cpu":  # one bucket at a time is gathered in host memory
-            gathered = bucket.layout.padded_numel * bucket.master_dtype.itemsize
-            need["a gathered bucket"] = max(need["a gathered bucket"], gathered)
-    # ``dict.values``, since the mapping's own ``values`` waits for updates and raises their errors
-    states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
-    own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
-    need["optimizer states"] = sum(
-        communicator.everyone.control.gather_numbers(own_states, "a count of optimizer states")
-    )
-    ranks_on: dict[str, list[tuple[Counter[str], int]]] = defaultdict(list)
-    own = this_machine(), +need, available_memory()
-    for host, of_rank, available in communicator.everyone.control.gather_objects(own):
-        if available is not None:
-            ranks_on[host].append((of_rank, available))
-    shortages = []
-    for host, ranks in ranks_on.items():
-        needed = sum((of_rank for of_rank, _ in ranks), Counter[str]())
-        available = min(available for _, available in ranks)
-        if needed.total() > 0.9 * available:
-            purposes = ", ".join(f"{what}: {nbytes}" for what, nbytes in needed.items())
-            shortages.append(
-                f"The {len(ranks)} rank(s) on {host.partition('.')[0]} need {needed.total()} bytes ({purposes}), and "
-                f"{available} are available"
-            )
-    return shortages
-
-
-def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes of host memory that the system and the container's limits still allow; None if unknown."""
-    found = []
-    for line in _lines(root / "proc/meminfo"):
-        if line.startswith("MemAvailable:"):
-            found.append(int(line.split()[1]) * 1024)
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, path = line.split(":", 2)
-        if controllers in ("", "memory"):
-            found += _left_in_groups(root / "sys/fs/cgroup" / controllers, Path(path.strip("/")))
-    return min(found, default=None)
-
-
-def _left_in_groups(top: Path, group: Path) -> Iterator[int]:
-    """Bytes that a control group and each of its ancestors still allow, for cgroup versions 1 and 2."""
-    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    for folder in (top / group, *(top / around for around in group.parents)):
-        for limit, usage in names:
-            values = [line.strip() for name in (limit, usage) for line in _lines(folder / name)]
-            if len(values) == 2 and all(value.isdigit() for value in values):
-                cached = dict(line.split() for line in _lines(folder / "memory.stat"))
-                # the kernel frees cached file pages on demand; in version 1, only ``total_`` counts include subgroups
-                given_back = sum(
-                    int(cached.get(f"total_{name}", cached.get(name, 0))) for name in ("active_file", "inactive_file")
-                )
-                yield max(int(values[0]) - int(values[1]) + given_back, 0)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text().splitlines()
-    except OSError:
-        return []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Iterable
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 from typing import Any, NamedTuple, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.compat import without_hooks
@@ -186,6 +187,18 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
         )
 
 
+def warn_of_unknown(optimizer: Optimizer, config: EngineConfig) -> None:
+    """Warn that the user's statement about an optimizer of an unknown class is not checked."""
+    if _known(optimizer) is None:
+        part = "parameter" if config.whole_parameters else "element"
+        warnings.warn(
+            f"{type(optimizer).__name__} is used with whole_parameters={config.whole_parameters!r}, which is not "
+            f"checked: if its update of one {part} depends on another one, training silently differs from DDP's. "
+            "Compare a short run with DDP, for example by lightning-zero parity.",
+            stacklevel=2,
+        )
+
+
 def _has_overrides(optimizer: Optimizer) -> bool:
     """Whether bitsandbytes overrides the optimizer's options for individual parameters."""
     manager: Any = getattr(optimizer, "mng", None)
@@ -244,6 +257,33 @@ def check_not_divided(
                 f"{share.count} ranks only a part. Give such parameters to an elementwise optimizer "
                 f"({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave them out of the tensor-parallel plan."
             )
+
+
+def warn_of_unsharded(name: str, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
+    """Warn that an optimizer updates parameters that belong to no sharded module, or were added to one in mid-run.
+
+    Args:
+        name: the optimizer's class.
+        parameters: those that are not sharded.
+        modules: the sharded modules.
+    """
+    names = {id(p): name for module in modules for name, p in module.named_parameters()}
+    added = [f"'{names[id(p)]}'" for p in parameters if id(p) in names]
+    if added:
+        warnings.warn(
+            f"{name} has parameters that were added to the module after it was sharded: {', '.join(added)}. As under "
+            "DDP, each rank trains them with its own gradients, so their values differ between ranks: create all "
+            "layers before training, and pass their parameters to add_param_group when they are needed.",
+            stacklevel=2,
+        )
+    shapes = ", ".join(str(tuple(p.shape)) for p in parameters if id(p) not in names)
+    if shapes:
+        warnings.warn(
+            f"{name} has parameters that are not the module's, of shape {shapes}. As under DDP, they are neither "
+            "sharded nor synchronised, and each rank trains them with its own gradients: assign them to an attribute "
+            "of the module before training, or reduce their gradients yourself.",
+            stacklevel=2,
+        )
 
 
 def is_torchs_elementwise(cls: type) -> bool:

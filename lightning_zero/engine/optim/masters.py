@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import LOAD_HOOKS, call_first, never_traced, running_steps, zero_grad
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
+from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
-from lightning_zero.engine.optim.master import Master, is_alone
+from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
 from lightning_zero.engine.optim.updating import gains_by_chunks, update_offloaded, updated
 from lightning_zero.engine.plan.layout import balanced_owners
@@ -63,7 +64,14 @@ class Masters:
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
         self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
+        self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # of ``optimizer.state`` before the step, those of no parameter
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._sparse_rows = {
+            slot: SparseRows(slot)
+            for p in (parameters if isinstance(optimizer, SparseAdam) else ())
+            if (slot := slot_of(p)) is not None and is_alone(slot.bucket) and p.requires_grad
+        }
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -264,7 +272,17 @@ class Masters:
             for master in masters:
                 self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.states.optimizer)
+        self._warn_of_unsharded(groups)
         self._signature = self._state_of_groups(), signature[1]  # the version may have changed
+
+    def _warn_of_unsharded(self, groups: list[dict[str, Any]]) -> None:
+        unsharded = [p for group in groups for p in group["params"] if p.requires_grad and slot_of(p) is None]
+        new = [p for p in unsharded if id(p) not in self._unsharded]
+        self._unsharded.update(map(id, new))
+        ranks = {engine.communicator.everyone.rank for engine in self.states.engines if engine.communicator.size > 1}
+        if new and ranks == {0}:
+            modules = [engine.module for engine in self.states.engines]
+            warn_of_unsharded(type(self.states.optimizer).__name__, new, modules)
 
     def _state_of_groups(self) -> Any:
         """A value that changes if parameters move between groups, are added or removed, or options come into effect.
@@ -289,7 +307,8 @@ class Masters:
             values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
-        return values.view(master.tensor.shape)
+        values = values.view(master.tensor.shape)
+        return self._sparse_rows[master.slots[0]].to_sparse(values) if master.slots[0] in self._sparse_rows else values
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -301,6 +320,8 @@ class Masters:
         """
         self.states.release()
         self.recover()
+        for rows in self._sparse_rows.values():
+            rows.remove()
         for handle in self._handles:
             handle.remove()
         if (optimizer := self.optimizer) is not None:

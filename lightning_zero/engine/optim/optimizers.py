@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 
+from torch import nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole
+from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole, warn_of_unknown
 from lightning_zero.engine.optim.masters import Masters, give_owners, make_room, masters_of
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.slot import slots_of
@@ -18,6 +20,7 @@ class Optimizers:
     """The optimizers that update the parameters of one engine, which their masters see as an ``OptimizedEngine``.
 
     Args:
+        module: the root module, which is not kept alive.
         buckets: all buckets of the engine.
 
     Attributes:
@@ -25,14 +28,20 @@ class Optimizers:
         steps: the number of updates since the engine's counters were reset.
     """
 
-    def __init__(self, config: EngineConfig, buckets: list[Bucket], shared: SharedByBuckets) -> None:
+    def __init__(self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets) -> None:
         self.buckets, self.communicator = buckets, shared.communicator
         self.background, self.ledger = shared.updates, shared.ledger
-        self._config = config
+        self._config, self._module = config, weakref.ref(module)
         self.masters: list[Masters] = []
         self._group_sizes: list[int] = []
         self.steps = self._updates = 0
         self._is_updating = False
+
+    @property
+    def module(self) -> nn.Module:
+        module = self._module()
+        assert module is not None, "the module was deleted"
+        return module
 
     @property
     def alive(self) -> list[Optimizer]:
@@ -51,6 +60,9 @@ class Optimizers:
             make_room(optimizer)
         before, known = self.masters, {masters.optimizer: masters for masters in self.masters}
         self.masters = [known.get(optimizer) or masters_of(optimizer, self) for optimizer in optimizers]
+        if self.communicator.size > 1 and self.communicator.everyone.rank == 0:
+            for optimizer in (each for each in optimizers if each not in known):
+                warn_of_unknown(optimizer, self._config)
         gone = [masters for masters in before if masters not in self.masters]
         if gone:
             synchronize(self.background)  # a removed optimizer's update may still be running

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
@@ -50,6 +50,9 @@ class OptimizedEngine(Protocol):
     ledger: Ledger
     background: Updates
     communicator: Communicator
+
+    @property
+    def module(self) -> nn.Module: ...
 
     @property
     def buckets(self) -> list[Bucket]: ...

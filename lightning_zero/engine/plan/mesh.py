@@ -6,7 +6,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from math import prod
+from math import gcd, prod
 
 NODE, LOCAL = "node", "local"
 """Names of the dimensions: machines, and ranks within a machine."""
@@ -49,19 +49,21 @@ class Topology:
             ValueError: if the ranks cannot be divided into groups of this size.
         """
         ranks, sizes = len(self.machines), [len(node) for node in self.nodes]
-        if size == "node":
-            if len(set(sizes)) > 1:
-                raise ValueError(
-                    "shard_within='node' needs the same number of ranks on each machine, but the machines run "
-                    f"{', '.join(map(str, sizes))} ranks: write a number of ranks that divides {ranks}, or leave it "
-                    "out."
-                )
-            size = sizes[0]
+        divisors = [number for number in range(2, ranks) if ranks % number == 0]  # of all ranks: plain stage 3
+        if size == "node" and len(set(sizes)) > 1:
+            choices: list[object] = [number for number in divisors if gcd(*sizes) % number == 0]  # within machines
+            choices = choices or [*divisors]
+            mend = f"write a number of ranks per group ({_listed(choices, 'or')})" if choices else "leave it out"
+            raise ValueError(
+                "shard_within='node' needs the same number of ranks on each machine, but the machines run "
+                f"{_listed(sizes, 'and')} ranks: {mend}."
+            )
+        size = sizes[0] if size == "node" else size
         assert isinstance(size, int)
         if ranks % size:
-            raise ValueError(
-                f"shard_within={size} does not divide {ranks} ranks: write a number that does, or leave it out."
-            )
+            choices = [*divisors, *(["'node'"] if len(set(sizes)) == 1 else [])]
+            mend = f"write {_listed(choices, 'or')}" if choices else "leave it out"
+            raise ValueError(f"shard_within={size} does not divide {ranks} ranks: {mend}.")
         number_of = {rank: place // size for place, rank in enumerate(chain.from_iterable(self.nodes))}
         return Topology(tuple(number_of[rank] for rank in range(ranks)))
 
@@ -73,6 +75,11 @@ class Topology:
         """The ranks that have the same local index as ``rank``: one per machine, in the order of machines."""
         local = self.within(rank).index(rank)
         return [ranks[local] for ranks in self.nodes]
+
+
+def _listed(items: Sequence[object], word: str) -> str:
+    *first, last = map(str, items)
+    return f"{', '.join(first)} {word} {last}" if first else last
 
 
 @dataclass(frozen=True)

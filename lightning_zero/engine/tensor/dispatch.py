@@ -302,6 +302,15 @@ def _sum(func: Any, args: Any, kwargs: Any) -> Any:
     return total.to(tensor.dtype) if tensor.is_floating_point() else total
 
 
+def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor = _communicating(args[0])
+    if tensor is None or len(args) > 1 or not tensor.is_floating_point() or not tensor.numel():
+        return NotImplemented
+    sign = 1 if func is aten.max.default else -1
+    part = func(tensor.local) if tensor.local.numel() else tensor.local.new_full((), -sign * float("inf"))
+    return _extreme_over_ranks(part, tensor.slot, sign).to(tensor.dtype)
+
+
 def _alias(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0].alias()
 
@@ -379,6 +388,8 @@ _HANDLERS: dict[Any, _Handler] = {
     aten.mean.default: _sum,
     aten.all.default: _sum,
     aten.any.default: _sum,
+    aten.max.default: _extreme,
+    aten.min.default: _extreme,
     **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}

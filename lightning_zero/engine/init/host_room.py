@@ -1,0 +1,232 @@
+"""Check on all ranks whether memory suffices, before any tensor is changed.
+
+A new engine needs memory for offloaded states; a closing engine, for full parameters and optimizer states.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import NamedTuple
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.compat import tree_leaves
+from lightning_zero.engine.config import OffloadConfig
+from lightning_zero.engine.init.bucketing import UnshardedBucket
+from lightning_zero.engine.init.sources import Source
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.residency import Medium, ResidencyPlan
+from lightning_zero.engine.state.slot import slots_of
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
+from lightning_zero.io.disk import aligned
+from lightning_zero.io.labels import this_machine
+from lightning_zero.io.swap import BUFFERS
+
+
+def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload: OffloadConfig) -> Counter[str]:
+    """Bytes of host memory, by purpose, that a rank needs for offloaded states.
+
+    If the compute device is the CPU, optimizer states and gradients are in host memory anyway and are not counted.
+    Otherwise host memory is pinned, and torch rounds pinned allocations up to powers of two.
+
+    Args:
+        shards: for each bucket, its plan, and the bytes per element of each optimizer state (None if frozen).
+    """
+    memory: Counter[str] = Counter()
+    largest_sub_group = largest_gradient = 0
+    for plan, states in shards:
+        if not plan.is_offloaded:
+            continue
+        numel, master, pins = plan.shard_numel, plan.master_dtype.itemsize, plan.device.type != "cpu"
+        for what, medium, nbytes in plan.at_rest():
+            if medium is Medium.HOST:
+                memory[what] += _power_of_two(nbytes) if pins else nbytes
+        at_once = numel
+        if plan.masters is Medium.DISK:
+            at_once = min(numel, aligned(offload.sub_group))
+            copy = (plan.compute_dtype.itemsize,) if plan.copy is Medium.DISK else ()
+            sub_group = sum(aligned(at_once * itemsize) for itemsize in (master, *copy, *(states or ())))
+            largest_sub_group = max(largest_sub_group, sub_group)
+        elif states is not None and pins:
+            memory["optimizer states"] += numel * sum(states)
+        if states is not None and pins:
+            if offload.gradients is not None:
+                memory["gradients"] += _power_of_two(numel * master)
+                at_once = numel  # for a new micro-batch's gradient until it is added
+            largest_gradient = max(largest_gradient, at_once * master)
+    # torch keeps freed pinned blocks: at most one per power of two, so their total is less than twice the largest.
+    memory["gradients"] += 2 * _power_of_two(largest_gradient)
+    memory["buffers for the disk"] += BUFFERS * largest_sub_group
+    return +memory
+
+
+def check_room(
+    offload: OffloadConfig,
+    sources: Mapping[str, Source],
+    units: Sequence[Sequence[UnshardedBucket]],
+    communicator: Communicator,
+    has_optimizers: bool,
+) -> None:
+    """Raise a ValueError on every rank if a machine lacks host memory for its ranks' offloaded states. Collective.
+
+    Args:
+        sources: sources of the parameters' values. Values in host memory will be freed if the device is not the CPU.
+        units: the buckets of each unit.
+        has_optimizers: whether the optimizers are known; otherwise two states per parameter are assumed, as for Adam.
+    """
+    shards, buckets = [], list(chain.from_iterable(units))
+    for bucket in buckets:
+        states = [dtype.itemsize for dtype in bucket.fields.values()]
+        if not has_optimizers:
+            states = 2 * [bucket.plan.master_dtype.itemsize]
+        shards.append((bucket.plan, states if bucket.parameters[0].requires_grad else None))
+    freed = 0
+    if communicator.device.type != "cpu":
+        own = [sources[segment.name] for bucket in buckets for segment in bucket.layout.segments]
+        in_memory = [s.values for s in own if not s.everywhere and not isinstance(s.values, LazyTensor)]
+        freed = sum(values.nbytes for values in in_memory if values is not None and values.device.type == "cpu")
+    missing = []
+    for place in _without_room(memory_for(shards, offload), communicator, freed=freed):
+        advice = "use more machines"
+        if place.needed["buffers for the disk"]:
+            advice = f"set a smaller sub_group, or {advice}"
+        if place.needed["master weights"] or place.needed["optimizer states"]:
+            advice = f"write offload='nvme', or {advice}"
+        missing.append(f"{place}: {advice}.")
+    if missing:
+        raise ValueError(f"offload: not enough host memory. {' '.join(missing)}")
+
+
+def without_room_for_whole(
+    buckets: Sequence[Bucket], optimizers: Sequence[Optimizer], communicator: Communicator, *, keeps_masters: bool
+) -> list[Shortage]:
+    """Where unsharding all ranks' tensors would take over nine tenths of the available host memory. Collective.
+
+    The memory of shards is not counted as available: a shard is freed only after its full tensors are complete.
+
+    Args:
+        buckets: the buckets of all units.
+        optimizers: the optimizers whose states are unsharded as well.
+        keeps_masters: whether this rank also keeps full master weights of its low-precision parameters.
+    """
+    need: Counter[str] = Counter()
+    for bucket in buckets:
+        need["parameters"] += bucket.layout.numel * bucket.dtype.itemsize
+        for slot in slots_of(bucket):
+            need["tensors derived from parameters"] += sum(
+                tensor.numel() * tensor.dtype.itemsize for tensor in slot.derived.values() if not tensor.is_parameter
+            )
+        if keeps_masters and bucket.master_dtype != bucket.dtype:
+            need["master weights"] += bucket.layout.numel * bucket.master_dtype.itemsize
+        if communicator.device.type == "cpu":  # one bucket at a time is gathered in host memory
+            gathered = bucket.layout.padded_numel * bucket.master_dtype.itemsize
+            need["a gathered bucket"] = max(need["a gathered bucket"], gathered)
+    # ``dict.values``, since the mapping's own ``values`` waits for updates and raises their errors
+    states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
+    own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
+    need["optimizer states"] = sum(
+        communicator.everyone.control.gather_numbers(own_states, "a count of optimizer states")
+    )
+    return _without_room(+need, communicator, may_take=0.9)
+
+
+class Shortage(NamedTuple):
+    """A host that lacks memory for its ranks, or a process whose own limits leave it too little."""
+
+    place: str
+    ranks: int
+    needed: Counter[str]  # bytes by purpose
+    available: int
+
+    def __str__(self) -> str:
+        purposes = ", ".join(f"{what}: {nbytes}" for what, nbytes in self.needed.items())
+        return (
+            f"The {self.ranks} rank(s) on {self.place} need {self.needed.total()} bytes ({purposes}), and "
+            f"{self.available} are available"
+        )
+
+
+def _without_room(
+    need: Counter[str], communicator: Communicator, *, freed: int = 0, may_take: float = 1.0
+) -> list[Shortage]:
+    """The places that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
+
+    Args:
+        need: the bytes that this rank needs, by purpose.
+        freed: bytes that this rank frees before it allocates the needed bytes.
+        may_take: the fraction of the available memory that the ranks may use.
+    """
+    host = this_machine()
+    own = {(host, None): available_memory(), (host, communicator.everyone.rank): left_to_process()}
+    ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
+    for of_rank, given, places in communicator.everyone.control.gather_objects((need, freed, own)):
+        for place, available in places.items():
+            if available is not None:
+                ranks_at[place].append((of_rank, given, available))
+    found = []
+    for (host, rank), ranks in ranks_at.items():
+        needed = sum((of_rank for of_rank, _, _ in ranks), Counter[str]())
+        available = min(available for _, _, available in ranks) + sum(given for _, given, _ in ranks)
+        if needed.total() > may_take * available:
+            limit = "" if rank is None else f" within the limits of rank {rank} (ulimit -d, ulimit -v)"
+            found.append(Shortage(f"{host.partition('.')[0]}{limit}", len(ranks), needed, available))
+    return found
+
+
+def _power_of_two(number: int) -> int:
+    """Round up to a power of two; 0 stays 0."""
+    return 1 << (number - 1).bit_length() if number else 0
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory that the system and the container's limits still allow; None if unknown.
+
+    The result also holds for pinned memory: memory pinned by CUDA is not subject to ``RLIMIT_MEMLOCK``.
+    """
+    found = []
+    for line in _lines(root / "proc/meminfo"):
+        if line.startswith("MemAvailable:"):
+            found.append(int(line.split()[1]) * 1024)
+    for line in _lines(root / "proc/self/cgroup"):
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            found += _left_in_groups(root / "sys/fs/cgroup" / controllers, Path(path.strip("/")))
+    return min(found, default=None)
+
+
+def left_to_process(root: Path = Path("/")) -> int | None:
+    """Bytes that this process may still allocate under ``RLIMIT_DATA`` and ``RLIMIT_AS``; None without limits."""
+    used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
+    found = []
+    for line in _lines(root / "proc/self/limits"):
+        for name, kind in (("Max data size", "VmData:"), ("Max address space", "VmSize:")):
+            if line.startswith(name) and (soft := line[len(name) :].split()[0]).isdigit():
+                found.append(max(int(soft) - 1024 * int(used[kind]), 0))
+    return min(found, default=None)
+
+
+def _left_in_groups(top: Path, group: Path) -> Iterator[int]:
+    """Bytes that a control group and each of its ancestors still allow, for cgroup versions 1 and 2."""
+    names = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    for folder in (top / group, *(top / around for around in group.parents)):
+        for limit, usage in names:
+            values = [line.strip() for name in (limit, usage) for line in _lines(folder / name)]
+            if len(values) == 2 and all(value.isdigit() for value in values):
+                cached = dict(line.split() for line in _lines(folder / "memory.stat"))
+                # the kernel frees cached file pages on demand; in version 1, only ``total_`` counts include subgroups
+                given_back = sum(
+                    int(cached.get(f"total_{name}", cached.get(name, 0))) for name in ("active_file", "inactive_file")
+                )
+                yield max(int(values[0]) - int(values[1]) + given_back, 0)
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:
+        return []
