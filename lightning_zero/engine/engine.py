@@ -197,7 +197,7 @@ class Engine:
 
         The original values are freed on return; the buckets then hold the values.
         """
-        sources = agree_on_sources(module, self.communicator, may_be_divided=self._mesh is not None)
+        sources = agree_on_sources(module, self.communicator)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload

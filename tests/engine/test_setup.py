@@ -10,7 +10,6 @@ from torch.distributed.tensor import distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from lightning_zero.engine import Engine
-from tests.support.training import on_meta
 
 
 def with_distributed_weight(module):
@@ -29,9 +28,8 @@ class Scale(nn.Module):
         self.register_buffer("offset", torch.zeros(2))
 
 
-def without_values(module):
-    with on_meta():
-        module.append(Scale())
+def on_meta(module):
+    module.append(Scale().to("meta"))
 
 
 def lazy(module):
@@ -57,7 +55,7 @@ def sparse(module):
 
 
 REFUSED = {
-    "meta": (without_values, r"^2\.factor, 2\.offset: on the meta device without values, and there is no .* in Scale"),
+    "meta": (on_meta, r"^2\.factor, 2\.offset: on the meta device without values, and there is no .* in Scale"),
     "lazy": (lazy, r"1\.weight is not initialised yet: run a batch through the lazy module first"),
     "sharded": (sharded, r"1\.weight is sharded already: a module can have only one engine at a time"),
     "distributed": (

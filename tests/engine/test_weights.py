@@ -20,7 +20,7 @@ from lightning_zero.engine import Engine, ShardedTensor
 from lightning_zero.engine.init.deferred_param import values_may_wait
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.zoo.gpt import GPT
-from tests.support import rank, training, world_size
+from tests.support import rank, world_size
 from tests.support.training import same_tensors
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -181,15 +181,14 @@ def does_not_fit():
         r"^wrong.pt does not fit Net: the file lacks scale, blocks.0.0.bias; the module lacks extra\. "
         r"Nothing was loaded\. To load the tensors that fit, pass strict=False\.$"
     )
-    with training.on_meta():
-        module = Net()
-    ordinary, sharded = Net(), Net()
+    module, sharded = on_meta(), Net()
+    ordinary = Net()
     before = {name: value.clone() for name, value in ordinary.state_dict().items()}
     engine = Engine(sharded)
     for each in (module, ordinary, sharded):
         with pytest.raises(ValueError, match=wrong):
             load_weights(each, "wrong.pt")
-    assert all(parameter.device.type == "meta" for parameter in module.parameters())
+    assert all(parameter.is_meta and type(parameter) is nn.Parameter for parameter in module.parameters())
     same_tensors(ordinary.state_dict(), before, bound=0)
     for each in (ordinary, sharded):
         missing, unexpected = load_weights(each, "wrong.pt", strict=False)
@@ -298,7 +297,7 @@ def of_transformers(stage):
     dist.broadcast_object_list(folder)  # transformers writes on rank 0 only
     eager.save_pretrained(folder[0])
     dist.barrier()
-    with training.on_meta():
+    with torch.device("meta"):
         model = LlamaForCausalLM(config)
     with values_may_wait():
         load_weights(model, folder[0])

@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from benchmarks.common import RETURN_MEMORY_AT_ONCE
-from tests.support import training
 from tests.support.ports import reserved_port
 
 pytestmark = pytest.mark.exhaustive
@@ -55,7 +54,7 @@ def make() -> nn.Module:
 
 
 def on_meta() -> nn.Module:
-    with training.on_meta():
+    with torch.device("meta"):
         return make()
 
 

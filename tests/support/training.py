@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -55,15 +55,6 @@ class Run:
     losses: list[Tensor]
     weights: dict[str, Tensor]
     report: Any = None
-
-
-@contextlib.contextmanager
-def on_meta() -> Iterator[None]:
-    """As in a strategy's contexts, modules are made on the meta device, and what is written to them is recorded."""
-    from lightning_zero.engine.init.deferred_param import parameters_await_values
-
-    with parameters_await_values(only_on_meta=True), torch.device("meta"):
-        yield
 
 
 def batch(index: int, of: int | None = None, device: str = "cpu") -> tuple[Tensor, Tensor]:

@@ -19,13 +19,13 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
-from lightning_zero.engine.init.initialisation import Call
+from lightning_zero.engine.init.initialisation import Call, on_meta
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
-from lightning_zero.engine.tensor.identity import attributes_of_users, like
+from lightning_zero.engine.tensor.identity import with_attributes
 from lightning_zero.engine.tensor.lazy_tensor import in_memory, is_unset, unset
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.io.names import listed
@@ -141,23 +141,23 @@ class Materialiser:
                 if parameter is None:
                     continue
                 if id(parameter) not in self._new_parameters:
-                    instead = _on_meta(parameter)
+                    instead = on_meta(parameter)
                 elif inner is module and id(parameter) in self._initialised:
                     # tied, and already initialised by another module: this module's values are dropped
                     instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
-                    instead = _with_attributes(parameter, instead)
+                    instead = with_attributes(parameter, instead)
                 elif id(parameter) in rooms:
                     instead = rooms[id(parameter)]
                 else:
                     room = instead = rooms[id(parameter)] = self._room_of(parameter)
                     if room.shape != parameter.shape:  # divided: initialise a full tensor, then copy the share
                         instead = unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
-                        instead = rooms[id(parameter)] = _with_attributes(parameter, instead)
+                        instead = rooms[id(parameter)] = with_attributes(parameter, instead)
                         divided.append((instead, room, self._share_of(parameter)))
                 places.append((inner._parameters, name, parameter, instead))
             for name, buffer in inner._buffers.items():
                 if buffer is not None and id(buffer) in self._buffers_with_values:
-                    places.append((inner._buffers, name, buffer, _on_meta(buffer)))
+                    places.append((inner._buffers, name, buffer, on_meta(buffer)))
         for holder, name, _, instead in places:
             holder[name] = instead
         try:
@@ -182,7 +182,7 @@ class Materialiser:
         if not bucket.is_opened:
             for number in range(len(bucket.parameters)):
                 unset(bucket.room(number))
-        return _with_attributes(parameter, bucket.room(index))
+        return with_attributes(parameter, bucket.room(index))
 
     def _repeat_writes(self) -> None:
         """Repeat user code's writes to new tensors, now that modules have initialised these tensors."""
@@ -213,17 +213,6 @@ class Materialiser:
                 "that __init__ writes are lost: initialise all of the module's own parameters and buffers in "
                 "reset_parameters(), or construct the module outside of torch.device('meta')."
             )
-
-
-def _on_meta(tensor: Tensor) -> Tensor:
-    return _with_attributes(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-
-
-def _with_attributes(tensor: Tensor, values: Tensor) -> Tensor:
-    """A tensor or parameter with other values, and with the attributes that user code has set on ``tensor``."""
-    values = like(tensor, values)
-    values.__dict__.update(attributes_of_users(tensor))
-    return values
 
 
 def _of_rank_0(communicator: Communicator, state: Tensor) -> Tensor:

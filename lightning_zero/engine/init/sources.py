@@ -28,7 +28,8 @@ class Source(NamedTuple):
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
     writes: Sequence[Write] = ()  # user code's writes to a new tensor
-    initialised_by: Sequence[str] = ()  # of a new tensor on rank 0: the initialisers that have written to it
+    version: int = 0  # of a new tensor on rank 0: the number of writes to it, none of which was recorded
+    initialised_by: Sequence[str] = ()  # of a new lazy tensor on rank 0: the initialisers that have written to it
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
@@ -105,20 +106,19 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
     return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
 
 
-def agree_on_sources(module: nn.Module, communicator: Communicator, *, may_be_divided: bool) -> dict[str, Source]:
+def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
     Rank 0's values are used, except that each rank itself reads parameters that all ranks have mapped from the same
     file. A tensor that is on the meta device on all ranks is new.
 
     Raises:
-        ValueError: on every rank, if modules differ between ranks, if other ranks have values that rank 0 lacks, or if
-            writes to a new tensor were not recorded.
+        ValueError: on every rank, if modules differ between ranks, or if other ranks have values that rank 0 lacks.
     """
     mapped = MappedFiles()
     values = {}
     writes: dict[str, Sequence[Write]] = {}
-    # By name: (properties that must be equal on all ranks, origin of the values, initialisers that have written to it)
+    # By name: (properties that must be equal on all ranks, origin of the values, earlier initialisation)
     mine: dict[str, tuple[Any, Any, Any]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
@@ -126,35 +126,35 @@ def agree_on_sources(module: nn.Module, communicator: Communicator, *, may_be_di
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
         trains = is_parameter and tensor.requires_grad
-        before = tensor.initialised_by if isinstance(tensor, LazyTensor) else None
-        mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin, before
+        mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin, _initialised(tensor)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
     _check_alike(everywhere)
-    sources, missing, unrecorded = {}, {}, []
+    sources, missing = {}, {}
     for name, found in values.items():
         origins = [theirs[name][1] for theirs in everywhere]
         first, is_alike = origins[0], len(set(origins)) == 1
         if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
-        is_new, before = is_alike and first == _NOWHERE, everywhere[0][name][2]
-        if is_new and before is None:
-            unrecorded.append(name)
-        is_in_file = is_alike and first not in (_MEMORY, _NOWHERE)
-        sources[name] = Source(found, is_in_file, is_new, writes[name], before or ())
+        is_new = is_alike and first == _NOWHERE
+        before = everywhere[0][name][2] if is_new else ()
+        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_new, writes[name], *before)
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
             f"{next(iter(missing.values()))}. Every rank starts with rank 0's values: load values on rank 0, on every "
             "rank, or on no rank."
         )
-    if unrecorded and not may_be_divided:
-        raise ValueError(
-            f"{listed(unrecorded)}: on the meta device, where nothing has recorded what was written. Create the module "
-            "within configure_model() or init_module(), or outside of torch.device('meta')."
-        )
     return sources
+
+
+def _initialised(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
+    """The number of writes to an ordinary tensor on the meta device; the initialisers that wrote to a lazy tensor."""
+    if isinstance(tensor, LazyTensor):
+        return 0, tensor.initialised_by
+    has_version = is_on_meta(tensor) and not is_dtensor(tensor) and not tensor.is_inference()
+    return tensor._version if has_version else 0, ()
 
 
 def _check_alike(everywhere: list[dict[str, tuple[Any, Any, Any]]]) -> None:

@@ -73,6 +73,13 @@ def like(tensor: Tensor, values: Tensor) -> Any:
     return values.requires_grad_(tensor.requires_grad)
 
 
+def with_attributes(tensor: Tensor, values: Tensor) -> Any:
+    """Like ``like``, and with the attributes that user code has set on ``tensor``."""
+    values = like(tensor, values)
+    values.__dict__.update(attributes_of_users(tensor))
+    return values
+
+
 def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
     """The attributes that user code has set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
