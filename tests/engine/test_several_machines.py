@@ -6,13 +6,16 @@ All ranks run on one machine here; a patched memory domain makes some of them ap
 
 from __future__ import annotations
 
+import gc
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import machines as machines_of_ranks
@@ -109,6 +112,31 @@ def start_many_before_waiting() -> None:
 
 def test_ranks_may_wait_for_gathers_in_different_orders(run_on):
     run_on(4, start_many_before_waiting)
+
+
+def close_twice(machines: str, **options: Any) -> None:
+    """Groups that something still refers to keep three threads each."""
+    with on_machines(machines):
+        module, optimizer = prepare(Recipe(Square, adam))
+        engine = Engine(module, [optimizer], stage=3, **options)
+    module(*batch(0)).backward()
+    optimizer.step()
+    groups = [weakref.ref(group) for group in engine.communicator._own_groups]
+    assert groups
+    engine.close()
+    engine.communicator.close()
+    del module, optimizer, engine
+    dist.barrier()
+    deadline = time.monotonic() + 10
+    while any(group() is not None for group in groups):  # threads may just be ending
+        assert time.monotonic() < deadline
+        gc.collect()
+
+
+@pytest.mark.parametrize("machines", ["aaaa", "aabb"])
+@pytest.mark.parametrize("options", [{}, {"shard_within": 2}], ids=str)
+def test_no_process_group_of_a_closed_engine_is_left(run_on, machines, options):
+    run_on(4, close_twice, machines=machines, **options)
 
 
 def train_on(machines: str, stage: int, recipe: Recipe, **options: Any) -> Any:

@@ -26,7 +26,8 @@ class Chain:
         self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._queue,), name=f"lightning_zero-{name}", daemon=True)
         self._thread.start()
-        weakref.finalize(self, self._queue.put, None).atexit = False
+        self._end = weakref.finalize(self, self._queue.put, None)
+        self._end.atexit = False
 
     def start(self, first: Started, then: Callable[[Any], Started]) -> Started:
         """Chain two collectives into one: the thread awaits the first, and then starts the second with its result."""
@@ -52,9 +53,13 @@ class Chain:
         return Started([wait_for_both], first.buffers, finish, ends_by_itself=True)
 
     def close(self, then: Callable[[], None]) -> None:
-        """End the thread, once every second half has started or failed to start, and ``then`` was called."""
-        self._queue.put(then)
-        self._queue.put(None)
+        """End the thread, once every second half has started or failed to start, and ``then`` was called.
+
+        Does nothing if it was called before: what no thread takes from the queue would keep the process groups alive.
+        """
+        if self._end.alive:
+            self._queue.put(then)
+            self._end()
 
 
 def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
