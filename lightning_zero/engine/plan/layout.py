@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import overload
 
 import torch
 
@@ -184,10 +185,10 @@ class BucketLayout:
     def _stop(self) -> int:
         return self.segments[-1].stop if self.segments else 0
 
-    @cached_property
+    @property
     def shard_ranges(self) -> Sequence[tuple[int, int]]:
-        """``shard_range`` of every rank."""
-        return [self.shard_range(rank) for rank in range(self.world_size)]
+        """``shard_range`` of every rank, each computed only on access, since there may be thousands of ranks."""
+        return ShardRanges(self)
 
     def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of a rank's elements in segments ``first`` to ``last`` (inclusive); may be empty."""
@@ -221,6 +222,26 @@ class BucketLayout:
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]
         return sizes
+
+
+class ShardRanges(Sequence[tuple[int, int]]):
+    """``shard_range`` of every rank, computed on access. ``are_equal``: whether all shards have equal lengths."""
+
+    def __init__(self, layout: BucketLayout) -> None:
+        self._layout, self.are_equal = layout, not layout.is_whole
+
+    def __len__(self) -> int:
+        return self._layout.world_size
+
+    @overload
+    def __getitem__(self, rank: int) -> tuple[int, int]: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> list[tuple[int, int]]: ...
+
+    def __getitem__(self, rank: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
+        ranks = range(len(self))[rank]
+        return self._layout.shard_range(ranks) if isinstance(ranks, int) else list(map(self._layout.shard_range, ranks))
 
 
 def _align(numel: int) -> int:

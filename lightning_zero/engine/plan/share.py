@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -72,6 +72,25 @@ class Share:
         if self.dimension is None:
             return value
         return value.narrow(self.dimension, self._start(self.index), self.length(self.index))
+
+    def range_of(self, start: int, stop: int, read: Callable[[int, int], Tensor]) -> Tensor:
+        """Elements ``[start, stop)`` of this rank's flattened share, 1-D, of which few others are read.
+
+        Args:
+            read: returns a range of the flattened whole tensor.
+        """
+        if self.dimension is None or start == stop:
+            return read(start, stop)
+        # Viewed as matrices, the whole tensor and the share have the same number of rows.
+        width, own_width = (prod(shape[self.dimension :]) for shape in (self.shape, self.own_shape))
+        column = self._start(self.index) * prod(self.shape[self.dimension + 1 :])
+        row, stop_row = start // own_width, -(-stop // own_width)
+        first, numel = start - row * own_width, stop - start
+        if stop_row == row + 1:
+            begin = row * width + column + first
+            return read(begin, begin + numel)
+        rows = read(row * width, stop_row * width).view(-1, width)
+        return rows[:, column : column + own_width].reshape(-1)[first : first + numel]
 
 
 class Box(NamedTuple):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -282,7 +283,7 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
     if isinstance(value, ShardedTensor) and value.slot is slot:
         return value.local
     value = value if value.shape == slot.shape else value.expand(slot.shape)
-    return flat_range(slot.share.own(value), slot.offset, slot.offset + slot.local_numel)
+    return slot.share.range_of(slot.offset, slot.offset + slot.local_numel, partial(flat_range, value))
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:
