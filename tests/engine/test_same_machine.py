@@ -43,7 +43,7 @@ def exchange_slices(numel: int) -> None:
         full[rank()] = values[rank()] * (turn + 1)
         if (turn + rank()) % 3 == 0:
             time.sleep(0.002)  # so that some ranks are ready earlier than others
-        transport.gather(5, list(full)).wait()
+        transport.gather(5, list(full))()
         assert torch.equal(full, values * (turn + 1))
     dist.barrier()
     transport.close()
@@ -63,7 +63,7 @@ def add_up(numel: int, wire: torch.dtype) -> None:
     terms = [own if other == rank() else values[other][rank()].to(wire).float() for other in range(size)]
     expected = sum(terms[1:], terms[0].clone())
     for exchange, total in exchanges:
-        exchange.wait()
+        exchange()
         assert torch.equal(total, expected)
     dist.barrier()
     transport.close()
@@ -98,7 +98,7 @@ def many_at_once(count: int) -> None:
         full[rank()] = number
         exchanges.append(transport.gather(number, list(full)))
     for number, (full, exchange) in enumerate(zip(buffers, exchanges)):
-        exchange.wait()
+        exchange()
         assert (full == number).all()
     dist.barrier()
     transport.close()
@@ -193,9 +193,9 @@ def end_while_others_wait() -> None:
     exchange = transport.gather(1, list(torch.zeros(world_size(), 4)))
     dist.barrier()
     with pytest.raises(RuntimeError, match="closed"):
-        exchange.wait()
+        exchange()
     with pytest.raises(RuntimeError, match="closed"):
-        transport.gather(1, list(torch.zeros(world_size(), 4))).wait()
+        transport.gather(1, list(torch.zeros(world_size(), 4)))()
     transport.close()
 
 
@@ -211,10 +211,10 @@ def end_one_after_another() -> None:
         full[rank()] = rank()
         exchange = transport.gather(1, list(full))
         if rank() == turn % world_size():
-            exchange.wait()
+            exchange()
             transport.close()
         dist.barrier() if turn % 2 else time.sleep(0.001 * rank())
-        exchange.wait()
+        exchange()
         assert full[:, 0].tolist() == list(range(world_size()))
         transport.close()
 
@@ -235,7 +235,7 @@ def close_while_another_is_late() -> None:
     else:
         dist.barrier()
         exchange = transport.gather(1, list(full))
-    exchange.wait()
+    exchange()
     assert full[:, 0].tolist() == list(range(world_size()))
     transport.close()
 
@@ -278,7 +278,7 @@ def fail_before_the_last_has_read() -> None:
         may_read.set()
         if rank() == 0:
             with pytest.raises(RuntimeError, match="rank 2 closed the connection"):
-                exchange.wait()
+                exchange()
     finally:
         process_memory.read_memory = read
     dist.barrier()
@@ -338,17 +338,16 @@ def refuse_until_asked() -> None:
             raise PermissionError("Operation not permitted")
         read(process, address, target)
 
-    def let_read(ancestor: int) -> bool:
+    def let_read(ancestor: int) -> None:
         let(ancestor)
         asked.append(True)
-        return True
 
     try:
         process_memory.read_memory, process_memory.let_read = read_if_allowed, let_read
         transport = connect(range(world_size()), rank(), MINUTE, objects_of_all)
         assert transport is not None
         full = torch.full((2 * world_size(),), float(rank()))
-        transport.gather(0, full.chunk(world_size())).wait()
+        transport.gather(0, full.chunk(world_size()))()
         assert full.tolist() == [float(r) for r in range(world_size()) for _ in range(2)]
         dist.barrier()
         transport.close()

@@ -6,7 +6,6 @@ Nothing here synchronises with a device: all tensors are in host memory.
 from __future__ import annotations
 
 import hashlib
-import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,7 +39,7 @@ class ControlPlane:
         counters: where calls are counted, under the kind "control".
 
     Attributes:
-        small: a faster channel for messages of up to ``SMALL`` bytes between ranks of one machine, or None.
+        small: a faster channel for ``any_rank`` and ``gather_numbers`` between ranks of one machine, or None.
     """
 
     def __init__(
@@ -112,40 +111,14 @@ class ControlPlane:
         self._counters.add("control", sum(tensor.numel() for tensor in tensors), nbytes)
         assert self._group is not None
         with self._watch.waiting("a broadcast from rank 0"):
-            if self.small is None or nbytes > SMALL:
-                broadcast_coalesced(self._group, tensors, MESSAGE_BYTES)
-            else:
-                self._copy_from_first(self.small, tensors)
-
-    def _copy_from_first(self, small: SmallMessages, tensors: list[Tensor]) -> None:
-        if self._rank == 0:
-            message = b"".join(bytes_of(tensor.contiguous()) for tensor in tensors)
-            small.send(CONTROL_TAG, [message] * len(small.ranks))
-            torch.autograd.graph.increment_version(tensors)  # as ``copy_`` does on the other ranks
-            return
-        (message,) = small.receive(small.begin(CONTROL_TAG), [small.ranks.index(0)])
-        values = torch.frombuffer(bytearray(message), dtype=torch.uint8)
-        parts = values.split_with_sizes([tensor.nbytes for tensor in tensors])
-        for tensor, part in zip(tensors, parts):
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))
+            broadcast_coalesced(self._group, tensors, MESSAGE_BYTES)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a small picklable value from each rank, in the order of ranks. Collective."""
         if self._is_alone:
             return [value] * len(self._ranks)
         with self._watch.waiting("an exchange of values between ranks"):
-            values = None if self.small is None else self._gathered(self.small, value)
-            return all_gather_objects(value, self._group) if values is None else values
-
-    def _gathered(self, small: SmallMessages, value: Any) -> list[Any] | None:
-        """Gather by small messages; return None on every rank if any rank's value is too long."""
-        message = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-        message = message if len(message) <= SMALL else b""
-        messages = small.receive(small.send(CONTROL_TAG, [message] * len(small.ranks)))
-        if not message or not all(messages):
-            return None
-        values = dict(zip(small.ranks, map(pickle.loads, messages))) | {self._rank: value}
-        return [values[rank] for rank in range(len(self._ranks))]
+            return all_gather_objects(value, self._group)
 
     def is_alike(self, text: str) -> bool:
         """Whether every rank passes the same text. Collective. Texts may be long: ranks exchange only a digest."""

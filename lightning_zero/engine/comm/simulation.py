@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges, Exchange
+from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges, Wait
 
 
 @dataclass(frozen=True)
@@ -63,16 +64,12 @@ class SimulatedExchanges(CrossMemoryExchanges):
     def __init__(self) -> None:
         pass
 
-    def gather(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
-        return _SimulatedExchange(slices)
+    def gather(self, tag: int, slices: Sequence[Tensor]) -> Wait:
+        return partial(_wait, slices)
 
-    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
-        return _SimulatedExchange((own, sent)), torch.empty_like(own)
+    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Wait, Tensor]:
+        return partial(_wait, (own, sent)), torch.empty_like(own)
 
 
-class _SimulatedExchange(Exchange):
-    def __init__(self, kept: Any) -> None:
-        self._kept = kept
-
-    def wait(self) -> None:
-        pass
+def _wait(kept: object) -> None:
+    pass

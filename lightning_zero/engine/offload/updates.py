@@ -6,14 +6,11 @@ waits for the whole update. Here each bucket's update starts, and is awaited, se
 
 from __future__ import annotations
 
-import atexit
-import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from functools import cache
-from queue import SimpleQueue
-from threading import Thread
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -40,8 +37,7 @@ class Updates:
         self.overlap = overlap and simulation is None  # if False, ``optimizer.step`` waits until all updates are done
         self.gradients = gradients  # whether gradients are kept in host memory
         self._copier: Updates | None = None  # a second thread, since updates may wait for its copies
-        self._queue: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread: Thread | None = None
+        self._thread: ThreadPoolExecutor | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, simulation: Simulation | None) -> Updates:
@@ -91,37 +87,17 @@ class Updates:
             with self._simulation.on_host():
                 run()
             return
-        if self._thread is None:
-            self._thread = Thread(target=_work, args=(self._queue,), name="lightning_zero-update", daemon=True)
-            self._thread.start()
-            weakref.finalize(self, self._queue.put, None)
-            _alive.add(self)
-        self._queue.put(run)
+        # The interpreter waits for it at exit: a thread that computes while it shuts down would crash the process.
+        self._thread = self._thread or ThreadPoolExecutor(1, "lightning_zero-update")
+        self._thread.submit(run)
 
     def close(self) -> None:
         """Finish all updates, and end the thread."""
         if self._copier is not None:
             self._copier.close()
         if self._thread is not None:
-            self._queue.put(None)
-            self._thread.join()
+            self._thread.shutdown()
             self._thread = None
-
-
-_alive: weakref.WeakSet[Updates] = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    # a thread that computes while the interpreter shuts down would crash the process
-    for updates in list(_alive):
-        updates.close()
-
-
-def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
-    while (run := queue.get()) is not None:
-        run()
-        del run  # free the gradients that the function holds
 
 
 P = ParamSpec("P")

@@ -15,8 +15,10 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,42 +29,36 @@ from lightning_zero.engine.comm.cross_memory.small_messages import Key, SmallMes
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
+Wait = Callable[[], None]
 _CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torch adds them on one core
 
 _exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
 
 
-class Exchange:
+class _Exchange:
     """An exchange in flight. It ends when this rank has read from all others, and all others have read from it.
 
     Args:
         kept: tensors that the other ranks read, kept alive until the exchange ends.
         take: reads from one peer; called with (the peer's position, its process ID, an address) in the transport's
             thread, for one peer after another, once the memory at the address is ready.
-        timeout: the timeout of ``wait``.
+
+    Attributes:
+        taken: number of peers read so far; peers are read in order.
+        ended: completed when the exchange ends, perhaps with an error.
     """
 
-    def __init__(self, kept: Any, take: Callable[[int, int, int], None], timeout: timedelta) -> None:
-        self._kept, self.take, self._timeout = kept, take, timeout
-        self.taken = 0  # number of peers read so far; peers are read in order
-        self._over = threading.Event()
-        self._failure: str | None = None
+    def __init__(self, kept: Any, take: Callable[[int, int, int], None]) -> None:
+        self._kept, self.take = kept, take
+        self.taken = 0
+        self.ended: Future[None] = Future()
 
     def end(self, failure: str | None = None) -> None:
-        self._failure = failure
         self._kept, self.take = None, lambda *_: None  # drop the references to tensors
-        self._over.set()
-
-    def wait(self) -> None:
-        """Wait until the exchange has ended.
-
-        Raises:
-            RuntimeError: if the exchange failed, or did not end in time.
-        """
-        if not self._over.wait(self._timeout.total_seconds()):
-            raise RuntimeError(f"not finished after {self._timeout}")
-        if self._failure is not None:
-            raise RuntimeError(self._failure)
+        if failure is None:
+            self.ended.set_result(None)
+        else:
+            self.ended.set_exception(RuntimeError(failure))
 
 
 class CrossMemoryExchanges:
@@ -86,7 +82,7 @@ class CrossMemoryExchanges:
         self._processes = [process for _, process, _, _ in peers]
         # Guards the attributes below. Reentrant: garbage collection may close the exchanges during any allocation.
         self._lock = threading.RLock()
-        self._exchanges: dict[Key, Exchange] = {}  # in flight; the thread that removes an exchange ends it
+        self._exchanges: dict[Key, _Exchange] = {}  # in flight; the thread that removes an exchange ends it
         self._failure: str | None = None  # if set, every new exchange fails for this reason
         self._closing = False
         self._late: deque[Key] = deque()  # exchanges that this rank began after a peer's message had arrived
@@ -100,12 +96,16 @@ class CrossMemoryExchanges:
         self._thread = threading.Thread(target=self._run, name="lightning_zero-shared-memory", daemon=True)
         self._thread.start()
 
-    def gather(self, tag: int, slices: Sequence[Tensor]) -> Exchange:
+    def gather(self, tag: int, slices: Sequence[Tensor]) -> Wait:
         """Fill ``slices`` from the other ranks' memory, while the other ranks read this rank's slice.
 
         Args:
             tag: the exchange's tag; all ranks must begin exchanges with equal tags in the same order.
             slices: one 1-D tensor per rank.
+
+        Returns:
+            A function that waits until the exchange has ended. It raises a RuntimeError if the exchange failed, or did
+            not end in time.
         """
 
         def take(position: int, process: int, address: int) -> None:
@@ -113,7 +113,7 @@ class CrossMemoryExchanges:
 
         return self._begin(tag, [slices[self._rank]] * len(self._ranks), take)
 
-    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Exchange, Tensor]:
+    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Wait, Tensor]:
         """Add up all ranks' contributions, in the order of ranks; the sum is complete when the exchange has ended.
 
         Args:
@@ -141,23 +141,28 @@ class CrossMemoryExchanges:
 
         return self._begin(tag, [sent[rank] for rank in self._ranks], take, own), total
 
-    def _begin(
-        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], kept: Any = None
-    ) -> Exchange:
-        exchange, key = Exchange((sources, kept), take, self._timeout), self._signals.begin(tag)
+    def _begin(self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], kept: Any = None) -> Wait:
+        exchange, key = _Exchange((sources, kept), take), self._signals.begin(tag)
         with self._lock:
             failure = self._failure
             if failure is None:
                 self._exchanges[key] = exchange
             is_late = key in self._signals.received  # messages that arrive later are handled by the thread
+        wait = partial(self._wait, exchange.ended)
         if failure is not None:
             exchange.end(failure)
-            return exchange
+            return wait
         self._signals.post(key, enumerate(_ADDRESS.pack(source.data_ptr()) for source in sources))
         if is_late:
             self._late.append(key)
             self._wake()
-        return exchange
+        return wait
+
+    def _wait(self, ended: Future[None]) -> None:
+        try:
+            ended.result(self._timeout.total_seconds())
+        except TimeoutError:
+            raise RuntimeError(f"not finished after {self._timeout}") from None
 
     def _end(self, key: Key, failure: str | None = None) -> None:
         """End an exchange, unless another thread has already ended it."""
@@ -302,16 +307,13 @@ def connect(
                 listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
                 listener.bind("")  # the system chooses a name, without a file
                 listener.listen(socket.SOMAXCONN)
+                process_memory.let_read(os.getppid())
                 said = os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist()
         every = exchange_objects(said)
-        if None in every:
-            return None
         told, place, size = [every[each] for each in here], here.index(rank), len(here)
-        if any(exchange_objects(_is_unreadable(probe, told))):
-            allowed = all(exchange_objects(process_memory.let_read(os.getppid())))
-            if not allowed or any(exchange_objects(_is_unreadable(probe, told))):
-                process_memory.let_read(0)
-                return None
+        if None in every or any(exchange_objects(_is_unreadable(probe, told))):
+            process_memory.let_read(0)
+            return None
         lines, error = {}, None
         try:
             lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)

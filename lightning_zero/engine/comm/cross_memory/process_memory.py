@@ -57,18 +57,14 @@ def read_memory(process: int, address: int, target: Tensor) -> None:
         done += read
 
 
-def let_read(ancestor: int) -> bool:
-    """Permit a process and its descendants to read this process's memory, as Yama may require.
+def let_read(ancestor: int) -> None:
+    """Permit a process and its descendants to read this process's memory, as Yama may require; 0 revokes that.
 
     If each rank passes its own parent, all ranks can read each other's memory, provided that one process has started
-    all ranks, or that rank 0 has started all others (``prctl(2)``, PR_SET_PTRACER).
-
-    Args:
-        ancestor: the ID of the process to permit; 0 revokes the permission.
-
-    Returns:
-        Whether the call has succeeded; it fails on systems without Yama.
+    all ranks, or that rank 0 has started all others (``prctl(2)``, PR_SET_PTRACER). No effect without Yama.
     """
+    if sys.platform != "linux":
+        return
     prctl = ctypes.CDLL(None).prctl
     prctl.argtypes = [ctypes.c_int, *[ctypes.c_ulong] * 4]
-    return prctl(_PR_SET_PTRACER, ancestor, 0, 0, 0) == 0
+    prctl(_PR_SET_PTRACER, ancestor, 0, 0, 0)

@@ -111,25 +111,21 @@ class SmallMessages:
             if position not in self.lost and (events := events | (select.POLLIN if receives else 0)):
                 poll.register(connected, events)
 
-    def receive(self, key: Key, positions: Sequence[int] | None = None) -> list[bytes]:
-        """Wait for the messages of an exchange.
-
-        Args:
-            positions: the positions of the peers that send a message, by default all.
+    def receive(self, key: Key) -> list[bytes]:
+        """Wait for the messages of an exchange, one from each peer.
 
         Raises:
             RuntimeError: if a peer closed the connection, or a message did not arrive in time.
         """
-        wanted = range(len(self.ranks)) if positions is None else positions
         deadline, poll = 0.0, None
         while True:
             with self._lock:
                 self.take_in()
                 found = self.received.get(key, {})
-                if len(found) >= len(wanted):
-                    self.received.pop(key, None)
-                    return [found[position] for position in wanted]
-                missing = self.lost.difference(found).intersection(wanted)
+                if len(found) == len(self.ranks):
+                    del self.received[key]
+                    return [found[position] for position in range(len(self.ranks))]
+                missing = self.lost.difference(found)
             if missing:
                 raise RuntimeError(self._failure or f"rank {self.ranks[min(missing)]} closed the connection")
             if poll is None:  # one poll per wait, since threads must not share a poll
