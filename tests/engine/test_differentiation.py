@@ -344,6 +344,25 @@ def test_torch_func_differentiates_modules_with_respect_to_their_inputs(run_on, 
     run_on(world_size, transforms, stage=stage)
 
 
+def outside_steps(stage):
+    """The module itself is transformed, between its steps: its call is the outermost window."""
+    module, reference, engine, _ = make(stage)
+    for _ in range(2):
+        same(jacrev(lambda x: module(x))(INPUTS), jacrev(lambda x: reference(x))(INPUTS))
+        for model in (module, reference):
+            model(INPUTS).backward()
+    for ours, theirs in zip(module.parameters(), reference.parameters()):
+        if theirs.grad is not None:
+            same(lightning_zero.full_grad(ours), theirs.grad)
+    engine.close()
+
+
+@STAGES
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torch_func_differentiates_the_module_between_its_steps(run_on, world_size, stage):
+    run_on(world_size, outside_steps, stage=stage)
+
+
 def per_sample(stage):
     module, reference, engine, _ = make(stage)
 

@@ -82,7 +82,7 @@ class UnshardedBucket:
         return self._flat is not None
 
     def room(self, index: int) -> Tensor:
-        """Memory for a parameter's full values, viewed with the parameter's shape; to be filled before ``cut``."""
+        """Memory for a parameter's full values, viewed with the parameter's shape; to be filled before ``shard``."""
         segment = self.layout.segments[index]
         return self._opened()[segment.start : segment.stop].view(segment.shape)
 

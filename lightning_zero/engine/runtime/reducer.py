@@ -20,7 +20,7 @@ from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait
 from lightning_zero.engine.compat import current_autograd_node, current_graph_task, gradient_hooks, queue_callback
 from lightning_zero.engine.optim.hyperparameters import Hyperparameters
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
-from lightning_zero.engine.runtime.schedule import Schedule, Unit, weakly
+from lightning_zero.engine.runtime.schedule import Phase, Schedule, Unit, weakly
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
@@ -211,7 +211,7 @@ class GradientReducer:
         # Backward never leaves the root and units that stay gathered. In the first backward the order is only a guess.
         for number in backward.expectation.order[backward.position :] if backward.expectation.observed else []:
             following = self._units[number]
-            is_ahead = following.outstanding and not (following.is_root or following.stays or following.held)
+            is_ahead = following.phase is Phase.AWAITED and not (following.is_root or following.stays)
             if following is unit or is_ahead:
                 break
             self._leave(backward, number)

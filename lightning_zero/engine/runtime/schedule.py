@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from enum import Enum
 from functools import partial
 from typing import Any
 
@@ -56,12 +57,32 @@ class Turn:
         return False
 
 
+class Phase(Enum):
+    """What a unit is needed for, besides forwards that are running (see ``Unit.depth``)."""
+
+    IDLE = "nothing: the unit may be released"
+    AWAITED = "a backward, since the unit has run with gradients; only the root unit stays gathered until then"
+    HELD = "the rest of the window, in which the root unit stays gathered"
+    KEPT = "graphs of ``torch.func``, which cannot gather the unit, so that it stays gathered until the next window"
+
+
+TRANSITIONS = {
+    "held": dict.fromkeys((Phase.IDLE, Phase.HELD, Phase.KEPT), Phase.HELD) | {Phase.AWAITED: Phase.AWAITED},
+    "kept": dict.fromkeys((Phase.IDLE, Phase.AWAITED), Phase.KEPT),
+    "let go": dict.fromkeys((Phase.HELD, Phase.KEPT), Phase.IDLE),
+    "ran": dict.fromkeys((Phase.IDLE, Phase.AWAITED, Phase.HELD), Phase.AWAITED) | {Phase.KEPT: Phase.KEPT},
+    "differentiated": dict.fromkeys((Phase.IDLE, Phase.AWAITED, Phase.HELD), Phase.IDLE) | {Phase.KEPT: Phase.KEPT},
+}
+"""A unit's next phase, by what happens to it and its phase now."""
+
+
 class Unit:
     """Modules whose parameters are gathered and released together.
 
     Attributes:
         name: qualified name of the unit's module or modules; ``""`` for the root unit.
         buckets: at least one for each combination of dtype and ``requires_grad`` that the parameters have.
+        phase: what the unit is needed for next.
     """
 
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
@@ -70,13 +91,21 @@ class Unit:
         self.turn: Turn | None = None  # the running turn
         self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()  # whose graphs exist and have not been differentiated
         self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered between uses
-        self.held = False  # must stay gathered: the root unit in a step, or a unit under ``torch.func``
+        self.phase = Phase.IDLE
         self.depth = 0  # number of running forwards, one within another
-        self.outstanding = False  # whether the unit ran with gradients enabled since the last backward
         self.labels: list[Any] = []  # profiler labels of the running forwards
 
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
+
+    def now(self, event: str) -> None:
+        """Enter the next phase; see ``TRANSITIONS``."""
+        self.phase = TRANSITIONS[event][self.phase]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the unit must stay gathered, even while no code of it runs."""
+        return self.phase in (Phase.HELD, Phase.KEPT) or (self.is_root and self.phase is Phase.AWAITED)
 
     def fetch(self) -> None:
         """Start to read values that are on a disk."""
@@ -208,7 +237,7 @@ class Schedule:
                 calls.append(Call.REPLACED)
                 return
             self._enter(unit)
-            is_seen = self._watched or unit.stays or unit.held or in_backward()
+            is_seen = self._watched or unit.stays or unit.is_held or in_backward()
             if torch.is_grad_enabled() and not is_seen:
                 self._saved.watch()
                 calls.append(Call.WATCHED)
@@ -233,7 +262,7 @@ class Schedule:
             if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
                 self._saved.outlive_attributes(scope.attributes)
-            if torch.is_grad_enabled() and not unit.stays and not unit.held:
+            if torch.is_grad_enabled() and not unit.stays and not unit.is_held:
                 begin_backward = partial(self.begin_backward, unit, unit.turn)
                 for tensor in _made(output, (args, kwargs)):
                     if tensor.grad_fn is not None:  # a leaf would keep the hook forever
@@ -306,18 +335,18 @@ class Schedule:
         if self.windows > 1:
             return
         self._ran = []
-        self._watched = torch.is_grad_enabled()
+        self._watched = torch.is_grad_enabled() and not self._keeping  # ``torch.func`` forbids these hooks
         if self._watched:
             self._saved.watch()
         self._turn_to(None)
         for unit in self.units:
-            if unit.held and not unit.is_root:  # held by ``torch.func`` in the last window
-                unit.held = False
+            if unit.phase is Phase.KEPT and not unit.is_root:
+                unit.now("let go")
                 self.release_if_idle(unit)
         for unit in self._roots:
             unit.gather()
-            unit.held = True
-        if not self._watched:
+            unit.now("held")
+        if not torch.is_grad_enabled():
             for unit, scope in self._fused:
                 unit.gather()
                 unit.wait()
@@ -338,24 +367,24 @@ class Schedule:
         if self._ran:
             self._expect(list(dict.fromkeys(self._ran)))
         last = self._current if torch.is_grad_enabled() else None
-        if last is None or not last.outstanding:
+        if last is None or last.phase is not Phase.AWAITED:
             last = self._current = None
         for unit in self.units:
             unit.turn = None
             if not unit.is_root and unit is not last:  # backward begins with ``last``
                 self.release_if_idle(unit)  # it may have been prefetched, but did not run
         for unit in self._roots:
-            # still outstanding if this was a forward without gradients between another forward and its backward
-            unit.outstanding = unit.outstanding or torch.is_grad_enabled()
-            if not unit.outstanding:
-                unit.held = False
+            if torch.is_grad_enabled():
+                unit.now("ran")
+            if unit.phase is Phase.HELD:  # not awaited by the backward of an earlier forward
+                unit.now("let go")
                 unit.release()
 
     def _enter(self, unit: Unit) -> None:
-        if self._keeping and not unit.stays and not unit.held:
+        if self._keeping and not unit.stays and not unit.is_held:
             unit.gather()
-            unit.held = True
-        elif not unit.depth and not (unit.is_root and unit.held):
+            unit.now("kept")
+        elif not unit.depth and not (unit.is_root and unit.is_held):
             is_turn = self.windows and not in_backward()  # not in a recomputation
             if is_turn:
                 begins = unit is not self._current and torch.is_grad_enabled()
@@ -375,7 +404,7 @@ class Schedule:
     def _leave(self, unit: Unit) -> None:
         unit.depth -= 1
         if torch.is_grad_enabled():
-            unit.outstanding = True
+            unit.now("ran")
         # Keep the unit after a recomputation, since backward follows, and in a window until another unit begins.
         if not in_backward() and (not self.windows or unit is not self._current):
             self.release_if_idle(unit)
@@ -386,10 +415,10 @@ class Schedule:
         if before is not None and before is not unit:
             self.release_if_idle(before)
 
-    def _prefetch(self, upcoming: list[Unit], *, only_outstanding: bool = False) -> None:
+    def _prefetch(self, upcoming: list[Unit], *, only_awaited: bool = False) -> None:
         """Gather the next units ahead of need; start to read the units after them from disk."""
         for number, unit in enumerate(upcoming):
-            if unit.outstanding or not only_outstanding:
+            if unit.phase is Phase.AWAITED or not only_awaited:
                 if number < self.prefetch:
                     unit.prefetch()
                 else:
@@ -414,14 +443,14 @@ class Schedule:
             unit.gather()
             if (position := self._position.get(unit)) is not None:
                 before = self._order[max(0, position - 2 * self.prefetch) : position]
-                self._prefetch(before[::-1], only_outstanding=True)
+                self._prefetch(before[::-1], only_awaited=True)
             unit.wait()
 
     def release_if_idle(self, unit: Unit) -> None:
-        if unit.depth == 0 and not unit.held:
+        if unit.depth == 0 and not unit.is_held:
             unit.turn = None
             if in_backward():
-                unit.outstanding = False
+                unit.now("differentiated")
             unit.release()
 
     @contextmanager
@@ -444,8 +473,8 @@ class Schedule:
         """
         self._keeping += 1
         for unit in self.units:
-            if unit.depth and not unit.stays:
-                unit.held = True
+            if unit.depth and not unit.stays and not unit.is_held:
+                unit.now("kept")
         with self._saved.set_aside():
             try:
                 yield
@@ -468,9 +497,9 @@ class Schedule:
         """Release all units that are still gathered, and reset them for the next step."""
         self._turn_to(None)
         for unit in self.units:
-            unit.outstanding = False
-            if unit.is_root and not self.windows:
-                unit.held = False
+            unit.now("differentiated")
+            if unit.is_root and self.windows:
+                unit.now("held")
             self.release_if_idle(unit)
 
 
