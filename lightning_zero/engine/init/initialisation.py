@@ -37,7 +37,7 @@ def initialisers_of(module: nn.Module, sources: dict[str, Source]) -> dict[int, 
     owner_of: dict[str, str] = {}  # the class of the first module that holds the tensor
     lacking: set[str] = set()
     with trial.stand_ins():
-        for inner, ancestors in _inside_out(module, [], set()):
+        for inner, ancestors in inside_out(module):
             new = {name for tensor in _tensors(inner) if sources[name := names[id(tensor)]].is_new}
             own = {name for tensor in _tensors(inner, recurse=False) if (name := names[id(tensor)]) in new}
             if new:
@@ -103,7 +103,7 @@ class _Trial:
             writes = self._writes_of(call, module)
             self._add({name: writes[name] for name in writes.keys() - tied}, module, OWN)
 
-    def applied(self, module: nn.Module, ancestors: list[nn.Module], recorded: set[str]) -> list[Call]:
+    def applied(self, module: nn.Module, ancestors: Sequence[nn.Module], recorded: set[str]) -> list[Call]:
         """The methods that models have applied to the module (``self.apply(self._init_weights)``), innermost first.
 
         Args:
@@ -195,14 +195,15 @@ def on_meta(tensor: Tensor) -> Tensor:
     return with_attributes(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
 
 
-def _inside_out(
-    module: nn.Module, ancestors: list[nn.Module], seen: set[nn.Module]
-) -> Iterator[tuple[nn.Module, list[nn.Module]]]:
-    """Each module after its submodules, with the modules that contain it, outermost first."""
+def inside_out(
+    module: nn.Module, ancestors: tuple[nn.Module, ...] = (), seen: set[nn.Module] | None = None
+) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
+    """Each module once, after its submodules, with the modules that contain it, outermost first."""
+    seen = set() if seen is None else seen
     seen.add(module)
     for child in module.children():
         if child not in seen:
-            yield from _inside_out(child, [*ancestors, module], seen)
+            yield from inside_out(child, (*ancestors, module), seen)
     yield module, ancestors
 
 
@@ -216,7 +217,7 @@ def _own(module: nn.Module) -> list[Call]:
     return [method for method in methods if takes(method, 0)][:1]
 
 
-def _of_adapters(module: nn.Module, ancestors: list[nn.Module]) -> list[Call]:
+def _of_adapters(module: nn.Module, ancestors: Sequence[nn.Module]) -> list[Call]:
     """PEFT's ``reset_lora_parameters``, once per adapter."""
     reset: Any = getattr(module, OF_ADAPTERS, None)
     if not callable(reset):

@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
-from lightning_zero.engine.init.initialisation import Call, on_meta
+from lightning_zero.engine.init.initialisation import Call, inside_out, on_meta
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
@@ -66,9 +66,7 @@ class Materialiser:
             if sources[bucket.layout.segments[index].name].is_new
         }
         self._buffers_with_values: set[int] = set()  # ids
-        self._new_buffers: set[int] = set()
         self._initialised: set[int] = set()
-        self._seen: set[int] = set()
 
     def run(self) -> list[list[Bucket]]:
         """Materialise and shard all units, and return each unit's buckets. Collective."""
@@ -77,28 +75,19 @@ class Materialiser:
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
         with torch.no_grad(), meeting, drawing:
             self._place_buffers()
-            self._visit(self._module)
+            for module, _ in inside_out(self._module):
+                self._initialise(module)
+                if id(module) in self._unit_of:
+                    self._shard_unit(self._unit_of[id(module)])
             self._repeat_writes()
             if is_new:
                 self._check_all_have_values()
         return self._buckets
 
-    def _visit(self, module: nn.Module) -> bool:
-        """Materialise a module, submodules first, and shard complete units. Return whether any tensor is new."""
-        self._seen.add(id(module))
-        is_new = any(id(parameter) in self._new_parameters for parameter in module._parameters.values())
-        for child in module.children():
-            if id(child) not in self._seen:
-                is_new |= self._visit(child)
-        is_new |= any(id(buffer) in self._new_buffers for buffer in module._buffers.values())
-        if is_new:
-            self._initialise(module)
-        if id(module) in self._unit_of:
-            number = self._unit_of[id(module)]
-            for unsharded in self._unsharded[number]:
-                sources = [self._sources[segment.name] for segment in unsharded.layout.segments]
-                self._buckets[number].append(unsharded.shard(sources))
-        return is_new
+    def _shard_unit(self, number: int) -> None:
+        for unsharded in self._unsharded[number]:
+            sources = [self._sources[segment.name] for segment in unsharded.layout.segments]
+            self._buckets[number].append(unsharded.shard(sources))
 
     def _place_buffers(self) -> None:
         """Move all buffers to the device. Those without values get memory that is marked as unset."""
@@ -110,7 +99,8 @@ class Materialiser:
                 placed[id(buffer)] = in_memory(source.values).to(device)
             else:
                 placed[id(buffer)] = unset(torch.empty_like(buffer, device=device))
-            (self._new_buffers if source.is_new else self._buffers_with_values).add(id(placed[id(buffer)]))
+            if not source.is_new:
+                self._buffers_with_values.add(id(placed[id(buffer)]))
         for inner in self._module.modules():
             for name, present in inner._buffers.items():
                 if present is not None:
