@@ -168,7 +168,7 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
                 "parameter from that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): "
                 f"each parameter is then updated by one rank. Otherwise {instead}."
             )
-    if _needs_whole(known, declared) and config.offloads_to_disk:
+    if _rule(known, declared) and config.offloads_to_disk:
         raise TypeError(
             f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "
             "updated in chunks. Write offload='cpu', or use an elementwise optimizer "
@@ -215,8 +215,9 @@ def _known(optimizer: Optimizer) -> Known | None:
     return known if known is not None and steps_as(optimizer, known.cls) else None
 
 
-def _needs_whole(known: Known | None, declared: Any) -> bool:
-    return known.need is Need.PARAMETER if known is not None else declared not in (None, False)
+def _rule(known: Known | None, declared: Any) -> Any:
+    """Whether an optimizer needs whole parameters, or the user's predicate of (name, parameter) that says so."""
+    return declared if known is None else known.need is Need.PARAMETER
 
 
 def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> Callable[[str, Tensor], bool]:
@@ -225,12 +226,10 @@ def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: 
     Args:
         ranks: see ``check_optimizers``.
     """
-    declared = config.whole_parameters
     rules: dict[int, Any] = {}
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
-            known = _known(optimizer)
-            rule = declared if known is None else known.need is Need.PARAMETER
+            rule = _rule(_known(optimizer), config.whole_parameters)
             rules |= {id(p): rule for group in optimizer.param_groups for p in group["params"]}
 
     def is_kept_whole(name: str, parameter: Tensor) -> bool:

@@ -78,18 +78,17 @@ class Masters:
             optimizer.register_state_dict_pre_hook(self.states.before_state_dict),
             optimizer.register_state_dict_post_hook(self.states.put_back),
             optimizer.register_load_state_dict_pre_hook(self.states.before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_load_state_dict_post_hook(self.states.after_load),
         ]
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
         # called before users' post-hooks, which then see the module's parameters
         call_first(self._handles[1])
-        self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
+        self.states.adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
     def join(self, engine: OptimizedEngine) -> None:
         """Add another engine, whose module's parameters this optimizer also updates. Collective."""
         self.states.join(engine)
-        self._signature = None
         if any(slot_of(key) is not None for key in self.states.by_master):
             self._adopt_by_parameter()
 
@@ -97,11 +96,10 @@ class Masters:
         """Convert the state that ``optimizer.state`` holds by parameter to state by master. Collective."""
         state: dict[Any, dict[str, Any]] = self.states.by_master
         before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
-        self._adopt({**self.states.by_parameter(in_parts), **before})
+        self.states.adopt({**self.states.by_parameter(in_parts), **before})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method."""
-        self._signature = None
         own = {handle.id for handle in self._handles}
         hooks = {name: getattr(self.states.optimizer, name) for name in LOAD_HOOKS}
         self.states.load(
@@ -111,14 +109,6 @@ class Masters:
                 for name, all_ in hooks.items()
             },
         )
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        self._signature = None
-        self.states.adopt(dict(dict.items(optimizer.state)), loaded=True)
-
-    def _adopt(self, states: States) -> None:
-        self._signature = None
-        self.states.adopt(states)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -411,7 +401,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
     for bucket, of_bucket in zip(late, owners):
         repartition(bucket, of_bucket)
     for masters, states in held:
-        masters._adopt(states)
+        masters.states.adopt(states)
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:

@@ -69,7 +69,7 @@ class MasterStates:
 
     Attributes:
         reference: a weak reference to the optimizer.
-        version: counts how often masters have been replaced by others.
+        version: counts how often masters have been replaced by others, and engines added.
     """
 
     def __init__(self, optimizer: Optimizer, engine: OptimizedEngine) -> None:
@@ -104,6 +104,7 @@ class MasterStates:
         if not self.engines:  # the earlier engines are gone
             self._ledger, self._bytes = engine.ledger, Counter()
         self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
+        self.version += 1
 
     def synchronize(self) -> None:
         """Wait for all background work, and raise the errors of the engines' work."""
@@ -332,6 +333,10 @@ class MasterStates:
                 states[parameter] = dict(states.pop(index))
         return {**state_dict, "state": states}
 
+    def after_load(self, optimizer: Optimizer) -> None:
+        """Hook after ``load_state_dict()``: convert the loaded state to state by master."""
+        self.adopt(dict(dict.items(optimizer.state)), loaded=True)
+
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
         """Load a state dict with the optimizer class's own ``load_state_dict``, which may write to its ``state``.
 
@@ -376,6 +381,7 @@ class MasterStates:
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
+        self.version += 1
         self._master_of.clear()
         self._cleared.clear()
         self._measured = -1
