@@ -3,9 +3,12 @@
 import contextlib
 import importlib
 import itertools
+import os
+import select
+import signal
 import sys
 
-from lightning_zero.commands.showing import CLOSED_PIPE, Parser, discard_stdout, stdout_for_json, stdout_is_closed
+from lightning_zero.commands.showing import Parser, stdout_for_json
 from lightning_zero.version import __version__
 
 COMMANDS = {
@@ -29,10 +32,12 @@ def main() -> int:
         finally:
             sys.stdout.flush()  # errors from a closed pipe are raised here, and caught below
     except BrokenPipeError:
-        if not stdout_is_closed():
-            raise
-        discard_stdout()
-        return CLOSED_PIPE
+        stdout = select.poll()
+        stdout.register(1, 0)  # poll always reports errors, even without requested events
+        if not stdout.poll(0):
+            raise  # another pipe is broken
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing stdout at the end cannot fail again
+        return 128 + signal.SIGPIPE  # as shells report
     except KeyboardInterrupt:
         return 130  # the exit code that shells use after Ctrl-C
 

@@ -486,7 +486,7 @@ class Restarts:
                 self._finish()
                 self._job.keeps = False
         finally:
-            with suppress(Exception):  # of a save that another rank has not finished: the run has failed
+            with suppress(Exception):  # raised if another rank, which has failed, has not finished a save
                 self._saver.close(abandon=not has_ended)
         if has_ended and self._leads and self._whole:
             with suppress(OSError):

@@ -163,7 +163,7 @@ class _Pickler(pickle.Pickler):
         super().__init__(stream, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
         self._constant = constant
-        self._memo: dict[int, Any] = {}  # of deep copies: storages that tensors share are copied once
+        self._memo: dict[int, Any] = {}  # for deep copies, so that a storage shared by tensors is copied once
         self._numbers: dict[int, int] = {}
         self._alive: list[Tensor] = []  # so that no id in ``_numbers`` is used again
 

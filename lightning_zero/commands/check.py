@@ -3,7 +3,6 @@
 import copy
 import importlib.util
 import inspect
-import logging
 import math
 import os
 import re
@@ -49,14 +48,11 @@ LEAST: dict[str, tuple[Any, int]] = {
 _Rule = tuple[Callable[[Any], bool], str]
 
 _ABOVE_0: _Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
-_NOT_INFINITE: _Rule = (lambda v: v != math.inf, "a finite number")
 
 RULES: dict[str, _Rule] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "an integer from 0 to 4294967295"),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
-    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.momentum"), _NOT_INFINITE),
-    "trainer.gradient_clip_val": _NOT_INFINITE,
     "trainer.val_check_interval": _ABOVE_0,
     "trainer.limit_val_batches": _ABOVE_0,
     "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), '"auto" or an integer of at least 1'),
@@ -138,6 +134,8 @@ def _check_values(config: DictConfig) -> None:
         if name not in node:
             continue
         value = node[name]
+        if value == math.inf:
+            raise ConfigError(f"{key}={value} must be a finite number.")
         accepts, expected = RULES.get(key, (None, ""))
         if accepts is not None and not accepts(value):
             raise ConfigError(f"{key}={value} must be {expected}.")
@@ -183,6 +181,8 @@ def _check_made(config: DictConfig) -> None:
     import torch
     from hydra.utils import instantiate
 
+    from lightning_zero.planning.fake_run import quiet
+
     parameter = torch.nn.Parameter(torch.empty(1, device="cpu"))
 
     def make_model(model: DictConfig) -> None:
@@ -200,17 +200,12 @@ def _check_made(config: DictConfig) -> None:
             trainer, callbacks=[instantiate(callback) for callback in config.callbacks.values()], logger=False
         ),
     }
-    lightning = logging.getLogger("lightning.pytorch")
-    level = lightning.level
-    lightning.setLevel(logging.ERROR)  # the training process will print these messages
-    try:
+    with quiet():  # the training process will print these messages
         for group, make in makers.items():
             try:
                 make(config[group])
             except _REFUSALS as error:
                 raise ConfigError(_with_key(error, group, config, make)) from error
-    finally:
-        lightning.setLevel(level)
 
 
 # Exceptions that constructors raise for invalid values.

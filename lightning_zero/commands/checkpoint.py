@@ -38,9 +38,6 @@ def main(arguments: list[str]) -> int:
             return 1
         print(f"lightning-zero checkpoint {options.command}: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"lightning-zero checkpoint {options.command}: interrupted", file=sys.stderr)
-        return 130  # a shell's exit code after Ctrl-C
 
 
 def parser() -> Parser:

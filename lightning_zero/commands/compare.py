@@ -3,7 +3,6 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
-from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -33,31 +32,21 @@ def compare(folder: Path) -> Path:
     Returns:
         The path of ``comparison.json``.
     """
+    from lightning_zero.reporting.results import DETAILS, figures
+
     jobs = _jobs(folder)
-    done = {label: results for label, results in jobs.items() if results is not None}
     written = folder / "comparison.json"
     written.write_text(json.dumps(jobs, indent=1))
-    print(f"{len(done)} of {len(jobs)} jobs succeeded")
-    rows = _rows(jobs, done)
-    show(rows, right=range(1, len(rows[0])))
+    found = {}
+    for label, results in jobs.items():
+        found[label] = {"status": "failed"} if results is None else {"status": "succeeded", **figures(results)}
+    headings = dict.fromkeys(heading for values in found.values() for heading in values if heading not in DETAILS)
+    rows = [("job", *headings)]
+    rows += [(label, *(values.get(heading, "") for heading in headings)) for label, values in found.items()]
+    show(rows, right=range(2, len(rows[0])))
     print("comparison", written)
     print("curves lightning-zero report", folder, flush=True)
     return written
-
-
-def _rows(jobs: dict[str, dict[str, Any] | None], done: dict[str, dict[str, Any]]) -> list[tuple[str, ...]]:
-    """The rows of a sweep's table: the headings, then one row per job."""
-    from lightning_zero.reporting.results import figures
-
-    found = {label: {each.heading: each.value for each in figures(results)} for label, results in done.items()}
-    headings = dict.fromkeys(heading for values in found.values() for heading in values if heading)
-    rows = [("job", *(headings or ["result"]))]
-    for label in jobs:
-        if label in found:
-            rows.append((label, *(found[label].get(heading, "") for heading in headings)))
-        else:
-            rows.append((label, "failed", *(len(rows[0]) - 2) * ("",)))
-    return rows
 
 
 def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
@@ -65,21 +54,20 @@ def _jobs(folder: Path) -> dict[str, dict[str, Any] | None]:
     from lightning_zero.reporting.records import OVERRIDES, overrides_of
 
     files = sorted(folder.glob(f"*/{OVERRIDES}"), key=lambda file: (len(file.parts[-3]), file))
-    labels = labels_of({job: overrides_of(job) for job in (file.parent.parent for file in files)})
+    labels = labels_of({job: overrides_of(job) for job in (file.parent.parent for file in files)}, folder)
     results = {label: job / "results.json" for job, label in labels.items()}
     return {label: json.loads(file.read_text()) if file.exists() else None for label, file in results.items()}
 
 
-def labels_of(overrides: Mapping[Path, list[str]]) -> dict[Path, str]:
-    """Label each job by the overrides that differ between jobs, and by its folder if these overrides are not unique."""
+def labels_of(overrides: Mapping[Path, list[str]], folder: Path) -> dict[Path, str]:
+    """Label each job by the overrides that differ between jobs, and by its path if these overrides are not unique."""
     common = set.intersection(*map(set, overrides.values())) if len(overrides) > 1 else set()
     own = {
         job: " ".join(override for override in given if override not in common).replace('"', "")
         for job, given in overrides.items()
     }
     times = Counter(own.values())
-    depth = next(depth for depth in count(1) if len({job.parts[-depth:] for job in own}) == len(own))
-    places = {job: "/".join(job.parts[-depth:]) for job in own}
     return {
-        job: label if label and times[label] == 1 else f"{label} {places[job]}".strip() for job, label in own.items()
+        job: label if label and times[label] == 1 else f"{label} {job.relative_to(folder)}".strip()
+        for job, label in own.items()
     }

@@ -32,8 +32,7 @@ def main(arguments: list[str]) -> int:
         from lightning_zero.planning.advice import advise, make_plans
 
         measured = read_json(parsed.resources) if parsed.resources is not None else {}
-        parts = [measured.get(name, {}) for name in ("resources", "machine")] if isinstance(measured, dict) else [None]
-        if not all(isinstance(part, dict) for part in parts):
+        if not all(isinstance(measured.get(name, {}), dict) for name in ("resources", "machine")):
             raise ValueError(f"{parsed.resources} is not the output of lightning-zero doctor --json")
         resources = _resources(parsed, measured.get("resources", {}))
         memory = parsed.memory or (resources.memory if resources is not None else None)

@@ -108,24 +108,20 @@ def _batches(given: list[str]) -> Iterator[Any]:
     """
     import torch
 
-    declared = [re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text) for text in given]
-    if len(given) == 1 and declared[0] is None:
+    if len(given) == 1 and "[" not in given[0]:
         make = _found(given[0])
         while True:
             yield make()
     shapes = []
-    for text, match in zip(given, declared):
+    for text in given:
+        match = re.fullmatch(r"(\w+)\[(\d+(?:,\d+)*)\]", text)
         dtype = getattr(torch, match[1], None) if match is not None else None
         if match is None or not isinstance(dtype, torch.dtype):
             raise ValueError(f"--batch {text!r} must be package.module:function, or tensors such as 'int64[4,1024]'")
         shapes.append((tuple(map(int, match[2].split(","))), dtype))
     while True:
-        tensors = [
-            torch.randn(shape, dtype=dtype, device="cpu")
-            if dtype.is_floating_point
-            else torch.randint(2, shape, device="cpu").to(dtype)
-            for shape, dtype in shapes
-        ]
+        tensors = [torch.randint(2, shape, device="cpu").to(dtype) for shape, dtype in shapes]
+        tensors = [torch.randn_like(each) if each.is_floating_point() else each for each in tensors]
         yield tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 

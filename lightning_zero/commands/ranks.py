@@ -18,6 +18,7 @@ from torch.cuda import device_count
 from torch.multiprocessing import ProcessExitedException, start_processes
 
 from lightning_zero.commands.check import ConfigError, JobFailed
+from lightning_zero.commands.showing import optional_stdout
 from lightning_zero.engine import process_group
 from lightning_zero.strategies.lightning_internals import set_num_threads_if_needed
 
@@ -35,7 +36,7 @@ def launch(job: Job, config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
     If a process fails, or on Ctrl-C, all remaining processes are terminated within seconds. SIGTERM is forwarded to the
-    processes, which have as long as they need to end after their step and to save; a second SIGTERM terminates them.
+    processes, which have as long as they need to end after their step and to save; a second SIGTERM kills them.
 
     Raises:
         JobFailed: if a process fails.
@@ -51,31 +52,26 @@ def launch(job: Job, config: DictConfig) -> None:
     # ranks, so no other program can take the port.
     store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
-    ranks, is_asked_to_end, is_cleaning_up = None, False, False
+    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
+    is_asked_to_end = False
 
     def forward(*_: object) -> None:
         nonlocal is_asked_to_end
-        if not is_cleaning_up:
-            if is_asked_to_end or ranks is None:
-                raise SystemExit(_TERMINATED)
-            for process in ranks.processes:
+        for process in ranks.processes:
+            if is_asked_to_end:
+                process.kill()
+            else:
                 process.terminate()
         is_asked_to_end = True
 
     before = signal.signal(signal.SIGTERM, forward)
-    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
+    failure = None
     try:
         while not ranks.join(grace_period=GRACE):
             pass
-        if is_asked_to_end:
-            raise SystemExit(0)  # so that a sweep does not continue with its next job
     except ProcessExitedException as error:
-        if is_asked_to_end:
-            raise SystemExit(_TERMINATED) from None
-        how = f"was killed by {error.signal_name}" if error.signal_name else f"failed with exit code {error.exit_code}"
-        raise JobFailed(f"rank {error.error_index} of {world_size} {how}") from None
+        failure = error
     finally:
-        is_cleaning_up, was_asked_to_end = True, is_asked_to_end
         for process in ranks.processes:
             process.terminate()
         deadline = time.monotonic() + GRACE
@@ -83,8 +79,13 @@ def launch(job: Job, config: DictConfig) -> None:
             process.join(max(0.0, deadline - time.monotonic()))
             process.kill()
         signal.signal(signal.SIGTERM, before)
-        if is_asked_to_end and not was_asked_to_end:
-            raise SystemExit(_TERMINATED)  # asked during the clean-up
+    if is_asked_to_end:  # even after another failure, a sweep must not continue with its next job
+        raise SystemExit(0 if failure is None else _TERMINATED)
+    if failure is not None:
+        how = f"failed with exit code {failure.exit_code}"
+        if failure.signal_name:
+            how = f"was killed by {failure.signal_name}"
+        raise JobFailed(f"rank {failure.error_index} of {world_size} {how}")
 
 
 def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:
@@ -102,6 +103,7 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
         GROUP_RANK="0",
     )
     set_num_threads_if_needed(world_size)
+    sys.stdout = optional_stdout()  # not restored: the process flushes sys.stdout at exit
     try:
         job(config)
     except Exception as error:
@@ -116,7 +118,7 @@ def _world_size(config: DictConfig) -> int:
     if config.trainer.devices != "auto":
         return config.trainer.devices
     if config.trainer.accelerator == "cpu":
-        raise ConfigError("trainer.devices=auto: on a CPU, set it to the number of processes")
+        raise ConfigError("trainer.devices=auto cannot be used on a CPU: set it to the number of processes")
     if device_count() == 0:
         raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
     return device_count()

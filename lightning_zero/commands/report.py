@@ -51,8 +51,7 @@ def _write(runs: Sequence[Run], root: Path, output: Path) -> list[Path]:
 
     missing = [name for name in ("huggingface_hub", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
-        packages = f"package {missing[0]} is" if len(missing) == 1 else f"packages {', '.join(missing)} are"
-        raise ReportError(f'the {packages} missing: pip install "lightning_zero[report]"')
+        raise ReportError(f'not installed: {", ".join(missing)}. Run pip install "lightning_zero[report]"')
     texts = {output / "report.html": page.page_of(runs, f"Report on {root.resolve().name}")}
     for run in runs:
         if run.manifest or run.results or run.metrics:

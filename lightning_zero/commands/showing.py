@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
 import re
-import select
-import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -42,10 +41,6 @@ def size_of(text: str) -> int:
     return size
 
 
-CLOSED_PIPE = 128 + signal.SIGPIPE
-"""Exit code if the reader of stdout has closed the pipe: the code that shells report for a program ended by SIGPIPE."""
-
-
 _stdout_for_json: TextIO | None = None
 
 
@@ -77,36 +72,17 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def stdout_is_closed() -> bool:
-    """Whether standard output is a pipe that its reader has closed."""
-    poll = select.poll()
-    poll.register(1, 0)  # poll always reports errors, even without requested events
-    return bool(poll.poll(0))
+class _OptionalStdout(io.FileIO):
+    """Standard output that discards data after its reader has closed the pipe."""
 
-
-def discard_stdout() -> None:
-    """Redirect standard output to /dev/null, so that flushing it at the end of the process cannot fail."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-
-
-class OptionalStdout:
-    """Standard output that discards text after the reader has closed the pipe, so that training continues."""
-
-    def __init__(self) -> None:
-        self._stream = sys.stdout
-
-    def write(self, text: str) -> int:
+    def write(self, data: Any) -> int:
         try:
-            return self._stream.write(text)
+            return super().write(data)
         except BrokenPipeError:
-            discard_stdout()
-            return len(text)
+            return len(data)
 
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except BrokenPipeError:
-            discard_stdout()
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
+def optional_stdout() -> TextIO:
+    """A standard output for training runs, which continue when their output is no longer read."""
+    binary = io.BufferedWriter(_OptionalStdout(1, "w", closefd=False))
+    return io.TextIOWrapper(binary, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)

@@ -12,7 +12,6 @@ import textwrap
 import time
 import warnings
 from pathlib import Path
-from typing import TextIO, cast
 
 import hydra
 from hydra._internal.utils import get_args_parser
@@ -25,12 +24,12 @@ from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.compare import CompareJobs, compare
-from lightning_zero.commands.showing import OptionalStdout, Parser, print_json
+from lightning_zero.commands.showing import Parser, optional_stdout, print_json
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 
 _PATIENCE = 10.0
-"""Seconds that ranks other than 0 wait after an error before they exit, so that rank 0 can report the error."""
+"""Seconds that ranks other than 0 wait after an error: torchrun ends all ranks, even rank 0, once one has failed."""
 
 
 def train(config: DictConfig) -> None:
@@ -42,7 +41,6 @@ def train(config: DictConfig) -> None:
     from lightning_zero.engine import engine_of
     from lightning_zero.reporting import RunManifest, results
 
-    sys.stdout = cast(TextIO, OptionalStdout())  # not restored: the process flushes sys.stdout at exit
     # Validating on several ranks is intended, and Lightning itself causes the treespec warning with torch 2.13.
     for message in ("Using `DistributedSampler`", r"`isinstance\(treespec", ".*does not have many workers"):
         warnings.filterwarnings("ignore", message=message)
@@ -108,13 +106,10 @@ def this_rank() -> int:
 
 
 def complain(text: str) -> None:
+    """Print an error on rank 0, for which other ranks wait."""
     if this_rank() == 0:
         print(f"lightning-zero train: {text}", file=sys.stderr, flush=True)
-
-
-def let_rank_0_complain() -> None:
-    """Delay the exit of ranks other than 0, since torchrun ends all ranks as soon as one has failed."""
-    if this_rank() != 0:
+    else:
         time.sleep(_PATIENCE)
 
 
@@ -169,28 +164,20 @@ def main(arguments: list[str]) -> int:
         try:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
                 show_help(list(map(_quote_stage, given.overrides)))
-            elif given.help or given.hydra_help or given.cfg or given.info or given.shell_completion:
-                app()
             else:
-                with contextlib.redirect_stdout(cast(TextIO, OptionalStdout())) as stdout:
+                only_informs = given.help or given.hydra_help or given.cfg or given.info or given.shell_completion
+                with contextlib.redirect_stdout(sys.stdout if only_informs else optional_stdout()):
                     app()
-                    stdout.flush()
         except JobFailed as error:
             code = error.exit_code
-            let_rank_0_complain()
-        except SystemExit:
-            let_rank_0_complain()
-            raise
         except (HydraException, OmegaConfBaseException) as error:
             if wants_traceback:
                 raise
             complain(in_one_line(error))
-            let_rank_0_complain()
             code = 2
         except (YAMLError, UnicodeDecodeError) as error:
             where = given.config_dir or given.config_path or "lightning_zero.conf"
             complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
-            let_rank_0_complain()
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT

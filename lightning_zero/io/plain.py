@@ -1,8 +1,7 @@
-"""Convert values to JSON types without passwords and keys, and to text that is escaped for HTML or Markdown."""
+"""Convert values to JSON types without passwords and keys, and to text that is escaped for Markdown."""
 
 from __future__ import annotations
 
-import html
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -65,11 +64,6 @@ def on_one_line(value: Any) -> str:
     """A value as text without line breaks and other control characters, and with five significant digits."""
     text = f"{value:.5g}" if isinstance(value, float) else str(value)
     return "".join(each if each.isprintable() else " " for each in text)
-
-
-def as_html(value: Any) -> str:
-    """A value as text between tags, or in quotes as an attribute."""
-    return html.escape(on_one_line(value))
 
 
 def as_markdown(value: Any) -> str:

@@ -148,7 +148,7 @@ class AutomaticStrategy(TrainerStrategy):
         from lightning_zero.planning.advice import advise, make_plans
 
         options = dict(self._given)
-        # as choices, since the names of plans show them
+        # passed as choices, which appear in the names of plans
         compression = options.pop("compression", None)
         own = {
             "shard_within": [options.pop("shard_within", None)],

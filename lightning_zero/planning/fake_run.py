@@ -6,11 +6,11 @@ import logging
 import re
 import sys
 import warnings
+from collections import UserList
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
-from itertools import repeat
 from types import ModuleType
 from typing import Any
 
@@ -174,7 +174,7 @@ class _PlannedDDP(_Planned):
             parameter.register_post_accumulate_grad_hook(self._take)
 
     def _take(self, parameter: Tensor) -> None:
-        nbytes = parameter.nbytes  # also of a sparse gradient, since fake ones have no rows
+        nbytes = parameter.nbytes  # the size of a sparse gradient, too, since a fake one has no rows
         self.ledger.now["gradients"] = min(self.ledger.now["gradients"] + nbytes, self._trained_bytes)
         if not should_accumulate(self.lightning_module.trainer):
             self._collected += nbytes  # Lightning runs earlier micro-batches of a step in no_sync
@@ -195,7 +195,7 @@ class _PlannedDDP(_Planned):
 
     def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
         result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
-        # those of no parameter, too
+        # including states under keys that are not parameters
         states = compat.tree_leaves([list(each.state.values()) for each in self.optimizers])
         self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))
         return result
@@ -289,19 +289,6 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
             f"The module could not be built on the meta device: {error}. Tensors read in __init__ must be created "
             'with device="cpu".'
         ) from error
-
-
-class _Batches:
-    """A loader that repeats one batch. Not a list of batches, which the Trainer would take for a list of loaders."""
-
-    def __init__(self, batch: Any, count: int) -> None:
-        self._batch, self._count = batch, count
-
-    def __len__(self) -> int:  # schedulers may ask the Trainer for the number of steps
-        return self._count
-
-    def __iter__(self) -> Iterator[Any]:
-        return repeat(self._batch, self._count)
 
 
 class _SecondStep:
@@ -412,7 +399,8 @@ def fake_run(
                 barebones=True,  # no checkpoints, and nothing is logged
             )
             meet_between_batches(trainer, lambda: None, lambda: None)  # instead of Lightning's exchange of signals
-            trainer.fit(module, _Batches(own, 2 * accumulate))
+            batches = UserList([own] * (2 * accumulate))  # the Trainer would take a list for a list of loaders
+            trainer.fit(module, batches)
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
         if stage is not None and transport != "nccl":

@@ -42,7 +42,7 @@ class _Hash:
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """Fingerprint files, including all files in folders, by relative path, size and content.
 
-    Beyond ``MOST_BYTES`` in total, only the beginning and the end of large files are read.
+    Beyond ``MOST_BYTES`` in total, only the beginning of large files is read.
 
     Raises:
         FileNotFoundError: if a path does not exist.
@@ -51,27 +51,23 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     for path in map(Path, paths):
         if not path.exists():
             raise FileNotFoundError(f"data={path} is neither a file nor a folder")
-        if path.is_file():
-            found.append((path.name, path))
-        else:
-            found += [(file.relative_to(path).as_posix(), file) for file in path.rglob("*") if file.is_file()]
+        folder, files = (path, path.rglob("*")) if path.is_dir() else (path.parent, [path])
+        found += [(file.relative_to(folder).as_posix(), file) for file in files if file.is_file()]
     found.sort(key=lambda each: each[0])
     sizes = [file.stat().st_size for _, file in found]
     most = MOST_BYTES if sum(sizes) <= MOST_BYTES else MOST_BYTES // len(found)
     state, read = _Hash(), 0
     for (name, file), size in zip(found, sizes):
         state.add(name.encode(), size.to_bytes(8, "little"))
-        length = size if size <= most else most // 2
+        left = most
         with file.open("rb") as stream:
-            for start in (0,) if size <= most else (0, size - length):
-                stream.seek(start)
-                for begin in range(0, length, _BLOCK):
-                    state.add(stream.read(min(_BLOCK, length - begin)))
-                read += length
-    method = "BLAKE2b of file names, sizes and contents"
+            while block := stream.read(min(_BLOCK, left)):
+                state.add(block)
+                left -= len(block)
+        read += most - left
     return {
         "fingerprint": state.digest.hexdigest(),
-        "method": method,
+        "method": "BLAKE2b of file names, sizes and contents",
         "files": len(found),
         "bytes": sum(sizes),
         "bytes_read": read,

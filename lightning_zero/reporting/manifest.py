@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -30,9 +30,8 @@ NAME = "manifest.json"
 class RunManifest(Callback):
     """Writes ``manifest.json`` on rank 0 when training begins, and completes it when training ends.
 
-    The manifest contains the configuration, the git commit of the working directory, the installed packages, the
-    machine, seeds, the strategy with its options, and a fingerprint of the training data. When training ends, the
-    duration of the fit and the engine's memory and communication are added. ``lightning-zero report`` reads the file.
+    The manifest contains what is needed to repeat the run and, when training ends, the duration of the fit and the
+    engine's memory and communication. ``lightning-zero report`` reads the file.
 
     Arguments:
         folder: where to write the manifest; by default the logger's folder, or the Trainer's ``default_root_dir``.
@@ -60,8 +59,6 @@ class RunManifest(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._began, self._manifest = time.monotonic(), None
-        if self._data is not None and trainer.is_global_zero:
-            self._of_files = fingerprint_of_files(self._data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = self._folder or trainer.log_dir or trainer.default_root_dir  # reading log_dir is collective
@@ -80,7 +77,7 @@ class RunManifest(Callback):
             "seeds": {"seed_everything": os.environ.get("PL_GLOBAL_SEED"), "torch": torch.initial_seed()},
             "ranks": trainer.world_size,
             "nodes": trainer.num_nodes,
-            "strategy": _strategy(trainer),
+            "strategy": _strategy(trainer.strategy),
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
@@ -110,8 +107,10 @@ class RunManifest(Callback):
     def _fingerprint(self, trainer: Trainer) -> dict[str, Any]:
         datasets = datasets_of(trainer.train_dataloader)
         names = {"class": ", ".join(name_of(type(dataset)) for dataset in datasets)}
+        if self._data is not None:
+            return names | fingerprint_of_files(self._data)
         try:
-            found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
+            found = fingerprint_of_datasets(datasets)
         except Exception as error:  # raised by the user's dataset; training must continue without a fingerprint
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
         return names | found
@@ -152,16 +151,9 @@ def _hyperparameters(trainer: Trainer, module: LightningModule) -> dict[str, Any
     return {"model": dict(module.hparams)} | ({} if data is None else {"data": dict(data.hparams)})
 
 
-def _strategy(trainer: Trainer) -> dict[str, Any]:
-    """The strategy's class; for ZeRO also the stage, and the options that differ from their defaults."""
-    strategy: Any = trainer.strategy
-    found: dict[str, Any] = {"class": name_of(type(strategy)), "stage": None}
+def _strategy(strategy: Any) -> dict[str, Any]:
+    """The strategy's class; for ZeRO also its options."""
+    found = {"class": name_of(type(strategy))}
     if getattr(strategy, "engine", None) is not None:
-        found["stage"] = strategy.stage
-        found["options"] = {
-            field.name: plain(getattr(options, field.name))
-            for options in (strategy.config, strategy.options)
-            for field in fields(options)
-            if field.name != "stage" and getattr(options, field.name) != field.default
-        }
+        found |= plain(strategy.config) | plain(strategy.options)
     return found

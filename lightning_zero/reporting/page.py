@@ -6,9 +6,12 @@ import base64
 import io
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from lightning_zero.io.plain import as_html, as_markdown, on_one_line
+from jinja2 import Environment
+
+from lightning_zero.io.plain import as_markdown, on_one_line
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.reporting.records import Curve, Run
 
@@ -22,35 +25,21 @@ _DETAILS = ("memory/", "communication/", "time/", "wait/")
 """Prefixes of ZeroMonitor's many metrics, which are drawn last, and not compared."""
 # Text stays text, which is searchable, and a "$" in a name does not begin a formula.
 _FIGURES = {"svg.fonttype": "none", "svg.hashsalt": "lightning_zero", "text.parse_math": False, "axes.grid": True}
-_HEAD = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'unsafe-inline'; img-src data:">
-<style>
-body { font: 16px/1.5 system-ui, sans-serif; color: #222; background: #fff; max-width: 1100px; margin: auto;
-  padding: 1rem; overflow-wrap: anywhere; }
-table { border-collapse: collapse; font-size: .9rem; display: block; overflow-x: auto; }
-th, td { text-align: left; padding: .25rem .7rem .25rem 0; border-bottom: 1px solid #eee; vertical-align: top; }
-section { display: grid; grid-template-columns: repeat(auto-fill, minmax(min(100%, 330px), 1fr)); gap: 1rem; }
-figure { margin: 0; } img { width: 100%; } summary { cursor: pointer; font-weight: 600; }
-</style>
-"""
 
 
 def page_of(runs: Sequence[Run], title: str) -> str:
     """Return a page with a table of the runs, a figure for each metric, and the records of each run."""
-    rows = [
-        {"job": run.name, "overrides": " ".join(run.overrides), "status": _status_of(run), **_last_of(run)}
-        for run in runs
-    ]
-    columns = dict.fromkeys(name for row in rows for name in row)
-    parts = [f"<title>{as_html(title)}</title></head><body><h1>{as_html(title)}</h1>"]
-    parts.append(_table([list(columns), *([row.get(name, "") for name in columns] for row in rows)]))
-    parts.append(f"<section>{''.join(_figures(runs))}</section>")
+    rows = []
     for run in runs:
-        parts.append(f"<details{' open' * (len(runs) == 1)}><summary>{as_html(run.name)}</summary>")
-        parts += [f"<h3>{as_html(name)}</h3>{_table(rows)}" for name, rows in _tables_of(run)]
-        parts.append("</details>")
-    return f"{_HEAD}{''.join(parts)}</body></html>\n"
+        status = dict(_flat(run.manifest)).get("end.status", "no end was recorded")
+        rows.append({"job": run.name, "overrides": " ".join(run.overrides), "status": status, **_last_of(run)})
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    jobs = [columns, *([row.get(name, "") for name in columns] for row in rows)]
+    environment = Environment(autoescape=True)
+    environment.filters["line"] = on_one_line
+    template = environment.from_string(Path(__file__).with_suffix(".html").read_text())
+    tables = {run.name: list(_tables_of(run)) for run in runs}
+    return template.render(title=title, jobs=jobs, figures=_figures(runs), runs=tables)
 
 
 def card_of(run: Run) -> str:
@@ -84,10 +73,6 @@ def card_of(run: Run) -> str:
     return "\n".join(parts)
 
 
-def _status_of(run: Run) -> str:
-    return dict(_flat(run.manifest)).get("end.status", "no end was recorded")
-
-
 def _last_of(run: Run) -> dict[str, float]:
     """The last value of each metric."""
     return {name: curve[-1][1] for name, curve in run.metrics.items() if not name.startswith(_DETAILS)}
@@ -116,11 +101,11 @@ def _text_of(value: Any, name: str = "") -> str:
     return in_bytes(value) if type(value) is int and _BYTES.search(name) else on_one_line(value)
 
 
-def _figures(runs: Sequence[Run]) -> Iterator[str]:
+def _figures(runs: Sequence[Run]) -> Iterator[tuple[str, str]]:
+    """Yield the name of each metric, and the URL of its figure."""
     names = dict.fromkeys(name for run in runs for name in _last_of(run)) | dict.fromkeys(runs[0].metrics)
     for name in list(names)[:_MOST_FIGURES]:
-        image = _image_of({run.name: run.metrics[name] for run in runs if name in run.metrics})
-        yield f'<figure><figcaption>{as_html(name)}</figcaption><img alt="{as_html(name)}" src="{image}"></figure>'
+        yield name, _image_of({run.name: run.metrics[name] for run in runs if name in run.metrics})
 
 
 def _image_of(curves: Mapping[str, Curve]) -> str:
@@ -140,8 +125,3 @@ def _image_of(curves: Mapping[str, Curve]) -> str:
             axes.legend(fontsize=8)
         figure.savefig(file, format="svg", metadata={"Date": None})
     return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
-
-
-def _table(rows: Sequence[Sequence[Any]]) -> str:
-    cells = ("".join(f"<td>{as_html(value)}</td>" for value in row) for row in rows)
-    return f"<table>{''.join(f'<tr>{row}</tr>' for row in cells)}</table>"

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from lightning.pytorch import Trainer
 
@@ -35,13 +35,13 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     stage = getattr(trainer.strategy, "stage", None)
     within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
     within = trainer.world_size // trainer.num_nodes if within == "node" else within
-    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-    counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
-    communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
     is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
     expected = None
     if stage and not is_divided:
         expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
+    callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+    counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
+    communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
     return {
         "strategy": f"ZeRO stage {stage}" if stage else type(trainer.strategy).__name__,
         "processes": trainer.world_size,
@@ -66,57 +66,30 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     }
 
 
-class Figure(NamedTuple):
-    """One of the main results, as text.
-
-    Attributes:
-        name: label of the result's row in a job's table.
-        heading: header of the result's column in a sweep's table; "" if it has no column.
-        note: what the value refers to, or a figure to compare it with.
-    """
-
-    name: str
-    heading: str
-    value: str
-    note: str = ""
+DETAILS = ("formula", "buffers", "DDP's memory", "traffic's formula")
+"""Names of results that a sweep's table leaves out, so that it is not too wide for a terminal."""
 
 
-def figures(results: dict[str, Any]) -> list[Figure]:
-    """Return the main results of a fit."""
-    found, loss = [], results["training_loss"]
-    if loss is not None:
-        last, _ = results["loss_curve"][-1]
-        found.append(Figure("training loss", "training loss", f"{loss:.3f}", f"rank 0, last logged at step {last}"))
+def figures(results: dict[str, Any]) -> dict[str, str]:
+    """The main results of a fit as text, by name: a job's table shows all, a sweep's all but ``DETAILS``."""
+    found = {}
+    if results["training_loss"] is not None:
+        found["training loss"] = f"{results['training_loss']:.3f}"
     for name, value in results["validation"].items():
-        if name != "loss":
-            found.append(Figure(f"validation {name}", name, f"{value:.3g}"))
+        found[f"validation {name}"] = f"{value:.4g}"
     if results.get("sparsity") is not None:
-        found.append(Figure("sparsity", "sparsity", f"{results['sparsity']:.1%}", "of the elements chosen for pruning"))
-    rate, psi = results["per_second"], results["communicated_psi"]
-    counted = results["counted"]
-    found.append(Figure(f"{counted} a second", f"{counted}/s", "not measured" if rate is None else f"{rate:.0f}"))
-    held, formula, ddp = results["peak_bytes"], results["formula_bytes"], results["ddp_bytes"]
-    if formula is None or ddp is None:
-        found.append(Figure("peak memory a rank", "memory", "not measured"))
-    else:
-        total = sum(held.values())
-        buffers = sum(held.get(category, 0) for category in Report.WORKING_BUFFERS)
-        found += [
-            Figure("model states at the peak", "states", _mb(total - buffers), f"formula {_mb(formula)}"),
-            Figure("working buffers at the peak", "", _mb(buffers)),
-            Figure("peak memory a rank", "memory", _mb(total), f"DDP {_mb(ddp)}"),
-        ]
-    if psi is None:
-        found.append(Figure("communicated a step", "traffic", "not counted"))
-    else:
-        expected = results["expected_psi"]
-        formula_psi = "" if expected is None else f"formula {expected} Psi"
-        found.append(Figure("communicated a step", "traffic", f"{psi:.2f} Psi", formula_psi))
+        found["sparsity"] = f"{results['sparsity']:.1%}"
+    rate, psi, peak = results["per_second"], results["communicated_psi"], results["peak_bytes"]
+    found[f"{results['counted']}/s"] = "not measured" if rate is None else f"{rate:.0f}"
+    total = sum(peak.values())
+    buffers = sum(peak.get(category, 0) for category in Report.WORKING_BUFFERS)
+    sizes = {"states": total - buffers, "formula": results["formula_bytes"], "buffers": buffers, "memory": total}
+    sizes["DDP's memory"] = results["ddp_bytes"]
+    found |= {name: f"{nbytes / 1e6:.1f} MB" for name, nbytes in sizes.items() if nbytes is not None}
+    found["traffic"] = "not counted" if psi is None else f"{psi:.2f} Psi"
+    if results["expected_psi"] is not None:
+        found["traffic's formula"] = f"{results['expected_psi']} Psi"
     return found
-
-
-def _mb(nbytes: float) -> str:
-    return f"{nbytes / 1e6:.1f} MB"
 
 
 def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> None:
@@ -132,21 +105,9 @@ def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> N
     print("curves lightning-zero report", folder, flush=True)
 
 
-def _rows(results: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """The rows of a job's table: name, value and note."""
-    rows = [
-        ("parameters (Psi)", f"{results['parameters'] / 1e6:.2f} million", ""),
-        ("steps", str(results["steps"]), ""),
-    ]
+def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
+    """The names and values of a job's table."""
+    rows = [("parameters (Psi)", f"{results['parameters'] / 1e6:.2f} million"), ("steps", str(results["steps"]))]
     for name, value in dict(results["validation_curve"]).get(0, {}).items():
-        rows.append((f"{name.replace('/', ' ')} before the first step", f"{value:.3g}", ""))
-    if "loss" in results["validation"]:
-        rows.append(("validation loss", f"{results['validation']['loss']:.3f}", ""))
-    rows += [(each.name, each.value, each.note) for each in figures(results)]
-    rows += [(f"  {category} at the peak", _mb(held), "") for category, held in results["peak_bytes"].items()]
-    if numels := results["units"].values():
-        sizes = f"{min(numels) / 1e6:.2f} to {max(numels) / 1e6:.2f} million parameters each"
-        rows.append(("units, gathered one after another", str(len(numels)), sizes))
-    for unit, seconds in list(results["waited"].items())[:5]:
-        rows.append((f"  waited for {unit} a step", f"{1000 * seconds:.2f} ms", ""))
-    return rows
+        rows.append((f"{name.replace('/', ' ')} before the first step", f"{value:.4g}"))
+    return [*rows, *figures(results).items(), ("units", str(len(results["units"])))]

@@ -43,7 +43,7 @@ class RankGroup:
         self._have_all_failed = False  # at the same time, with the same updates done
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "mesh": None}  # its process groups cannot be copied
+        return {**vars(self), "mesh": None}  # process groups cannot be copied
 
     # -- the process group ------------------------------------------------------------------------------------------
 

@@ -125,11 +125,12 @@ class DataLoadingState:
         is_own_batch = self._trainer.lightning_module.automatic_optimization or progress.processed < progress.ready
         return bool(is_own_batch) and self._trainer.global_step == self._step[0]
 
-    def _before_fetch(self) -> None:
+    def _before_fetch(self, go_on: Any) -> None:
         step = self._trainer.global_step
         is_by_hand = not self._trainer.lightning_module.automatic_optimization
         if self._step is None or self._step[0] != step or is_by_hand:
             self._step = (step, self._now(repeats=True))
+        go_on()
 
     def resume(self, rng: Rng | None, data: dict[str, Any] | None, epoch: EpochState | None) -> None:
         """Set the state from which training continues. An argument is None if the checkpoint lacks the entry."""
@@ -183,7 +184,8 @@ class DataLoadingState:
         self._saved = self._step = None
         progress = self._epoch_loop.batch_progress
         iterator = internals.iterator_of(fetcher.combined_loader)
-        if data is not None:  # a step may be repeated; or, in manual optimization, be complete before its batch is
+        if data is not None:
+            # Lightning's count may have batches of an unfinished step, or lack a batch whose manual step was finished.
             _set_completed(progress, data["batches"])
             progress.is_last_batch = progress.is_last_batch and not data["repeats"]
         begin(fetcher)
@@ -200,13 +202,7 @@ class DataLoadingState:
             set_modules(self._trainer.lightning_module, epoch)
             set_epoch(self._trainer, epoch)
         self._epoch_of_iterators = self._epoch
-        go_on = getattr(fetcher, internals.BEFORE_FETCH)
-
-        def before_fetch() -> None:
-            self._before_fetch()
-            go_on()
-
-        setattr(fetcher, internals.BEFORE_FETCH, before_fetch)
+        WrappedMethod.put(fetcher, internals.BEFORE_FETCH, self._before_fetch)
 
     def _continue(self, fetcher: Any, data: dict[str, Any]) -> None:
         rng = rng_state(self._device)

@@ -212,8 +212,8 @@ def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
 
 
 def _own(module: nn.Module) -> list[Call]:
-    """A module's own initialisation. ``MultiheadAttention`` has ``_reset_parameters``, which ``__init__`` calls."""
-    methods = (getattr(module, name, None) for name in OWN)
+    """``reset_parameters``, or ``_reset_parameters`` in torch's attention and transformer modules."""
+    methods = [getattr(module, name, None) for name in OWN]
     return [method for method in methods if takes(method, 0)][:1]
 
 

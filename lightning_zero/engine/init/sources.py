@@ -28,8 +28,8 @@ class Source(NamedTuple):
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
     writes: Sequence[Write] = ()  # user code's writes to a new tensor
-    version: int = 0  # of a new tensor on rank 0: the number of writes to it, none of which was recorded
-    initialised_by: Sequence[str] = ()  # of a new lazy tensor on rank 0: the initialisers that have written to it
+    version: int = 0  # number of unrecorded writes to a new tensor on rank 0
+    initialised_by: Sequence[str] = ()  # initialisers that have written to a new lazy tensor on rank 0
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:

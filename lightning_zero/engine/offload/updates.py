@@ -280,7 +280,7 @@ class Update(NamedTuple):
             known = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
             if not known:
                 raise
-            example = max(known, key=Tensor.numel)  # of several elements, unlike a step count, if there is one
+            example = max(known, key=Tensor.numel)  # preferably not a scalar, such as a step count
             return {
                 key: torch.promote_types(value.dtype, dtype) if value.is_floating_point() else value.dtype
                 for key, value in optimizer.state[example].items()

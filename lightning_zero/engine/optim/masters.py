@@ -63,9 +63,9 @@ class Masters:
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
         self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
-        self._is_in_step = False  # whether masters have been swapped in, and the step has not ended or has raised
+        self._is_in_step = False  # from when masters are swapped in until the step ends; stays True if it raises
         self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
-        self._own_entries: dict[Any, Any] = {}  # of ``optimizer.state`` before the step, those of no parameter
+        self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._sparse_rows = {
             slot: SparseRows(slot)

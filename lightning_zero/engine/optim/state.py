@@ -79,7 +79,7 @@ class MasterStates:
         self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
-        self._cleared: set[BucketSlot] = set()  # of parameters that have not been updated since
+        self._cleared: set[BucketSlot] = set()  # parameters without an update since their state was cleared
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -152,7 +152,7 @@ class MasterStates:
             self._measured = len(optimizer.state)
             offloaded = {id(master.tensor) for master in self._master_of.values() if master.bucket.updates is not None}
             held = Counter[str]()
-            # ``dict.items``, since the mapping's own ``items`` would raise errors of updates here
+            # ``dict.items``, since the mapping's own ``items`` waits for background updates and raises their errors
             for tensor, state in dict.items(optimizer.state):
                 held["host" if id(tensor) in offloaded else "optimizer"] += sum(
                     value.nbytes for value in tensors_in(in_plain_tensors(state)) if not isinstance(value, LazyTensor)

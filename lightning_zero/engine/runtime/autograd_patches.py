@@ -46,7 +46,7 @@ def _run_backward_by_name(
         if isinstance(tensor, ShardedTensor) and tensor.is_parameter and tensor.requires_grad
     }
     options = {"allow_unreachable": allow_unreachable or bool(own), "accumulate_grad": accumulate_grad}
-    # A view learns only in its module's forward that its parameter was frozen or unfrozen.
+    # Only its module's forward updates a view's ``requires_grad`` after the parameter was frozen or unfrozen.
     views = [tensor.slot.view.requires_grad_(True) for tensor in own.values()]
     with ExitStack() as stack:
         if create_graph:

@@ -140,7 +140,7 @@ def _made(output: Any, inputs: Any) -> list[Tensor]:
     if len(tensors) < 2:
         return tensors
     returned = set(map(id, tensors_in(inputs)))
-    # A module may return its inputs alone on some ranks, where it skips itself; they all begin its backward.
+    # A module that skips itself, perhaps on some ranks only, returns nothing but inputs: all begin its backward.
     return [tensor for tensor in tensors if id(tensor) not in returned] or tensors
 
 
@@ -302,9 +302,9 @@ class Schedule:
                     continue
                 if in_forward and (
                     not found.requires_grad
-                    or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # of ``full_parameters``
+                    or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # by ``full_parameters``
                     or is_in_functional_call()
-                    or isinstance(found, FakeTensor)  # of ``torch.export``
+                    or isinstance(found, FakeTensor)  # by ``torch.export``
                 ):
                     continue
                 raise RuntimeError(

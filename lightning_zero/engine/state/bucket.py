@@ -448,7 +448,7 @@ class Bucket:
     def rejoin(self, communicator: Communicator, rendezvous: Rendezvous) -> None:
         """Use a new communicator between the same ranks, after the previous one has failed."""
         self.communicator, self.rendezvous = communicator, rendezvous
-        # If so, gathers broadcast each shard: there are no gathers over all ranks with ``shard_within``.
+        # If true, gathers broadcast each shard: with ``shard_within``, no collective gathers over all ranks.
         self._is_left = self.layout.order is not None or communicator.shards_within
 
     def leave_disk(self, may_read: bool) -> None:

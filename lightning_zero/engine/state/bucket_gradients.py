@@ -160,7 +160,7 @@ class BucketGradients:
             parameter.grad = None
             resumed.append(index)
         self._resumed = [] if self.reduces else [*self._resumed, *resumed]
-        gradient = None  # so that ``_leave_kept`` does not count it
+        gradient = None  # ``_leave_kept`` counts the tensors that use the buffer, and this variable is not user code's
         if len(self._unsynchronised) < len(before):
             self._leave_kept()
         for index, gradient in changed:
@@ -211,7 +211,7 @@ class BucketGradients:
             gradient = slot.parameter.grad
             if gradient is not None and not isinstance(gradient, WrapperTensor):
                 self.accumulate(slot.index, gradient)
-                # Autograd would add a late gradient of this backward to it, and it would be reduced a second time.
+                # Otherwise, autograd would add a late gradient to ``p.grad``, and these values would be reduced twice.
                 self._local[slot.index], slot.parameter.grad = gradient, None
 
     def drop(self) -> None:

@@ -20,7 +20,7 @@ from lightning_zero.engine.tensor import initialisers
 from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
 
-_MOST_REPEATED = 64  # writes to a tensor whose values are not held; each write repeats the earlier ones
+_MOST_REPEATED = 64  # recorded writes after which a tensor holds its values: each further one would repeat all of them
 
 
 @dataclass(frozen=True)
@@ -355,7 +355,7 @@ def _marked(tensor: Tensor) -> tuple[Tensor, float]:
     if tensor.dtype is torch.bool:
         return tensor.view(torch.uint8), 2  # no operator writes this value
     limits = torch.iinfo(tensor.dtype)
-    return tensor, limits.min or limits.max - 90  # of unsigned integers, one that is unlikely in all elements
+    return tensor, limits.min or limits.max - 90  # an unsigned number that hardly fills a whole tensor
 
 
 def unset(tensor: Tensor) -> Tensor:
