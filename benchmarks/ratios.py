@@ -65,7 +65,7 @@ def work(arguments: argparse.Namespace) -> None:
 
 
 def measure(model: str) -> tuple[dict[str, float], float]:
-    """Each stage's ratio to DDP, the median over turns, and the share of the machine that other programs took meanwhile.
+    """Each stage's ratio to DDP (the median over turns), and the share of the machine that other programs took.
 
     A step ends when the slowest rank has finished it.
     """
