@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size, load_torch, records_of, tensor_in
 from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
 from lightning_zero.engine import LazyTensor
-from lightning_zero.engine import chunks as tiling
+from lightning_zero.engine import share as tiling
 from lightning_zero.io.names import listed
 
 

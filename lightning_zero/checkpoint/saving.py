@@ -27,7 +27,8 @@ from lightning_zero.checkpoint.trees import (
     split,
     versions_in,
 )
-from lightning_zero.engine import LazyTensor, ShardedTensor, chunks, compat, flat_range, own_stream
+from lightning_zero.engine import LazyTensor, ShardedTensor, compat, flat_range, own_stream
+from lightning_zero.engine import share as tiling
 from lightning_zero.io.names import listed
 
 _StorageInfo, _DCP_VERSION = compat.dcp_internals()
@@ -54,7 +55,7 @@ class Entry:
     """
 
     names: tuple[str, ...]
-    share: chunks.Share
+    share: tiling.Share
     dtype: torch.dtype
     values: Tensor
     start: int
@@ -74,13 +75,13 @@ class Entry:
         return self.stop > self.start or (rank == 0 and not self.shape.numel())
 
     @cached_property
-    def boxes(self) -> list[chunks.Box]:
+    def boxes(self) -> list[tiling.Box]:
         """The rectangles that tile the range; for an empty tensor, a single empty rectangle."""
         if not self.shape.numel():
-            return [chunks.Box((0,) * len(self.shape), tuple(self.shape), 0)]
-        return chunks.boxes_of(self.share, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
+            return [tiling.Box((0,) * len(self.shape), tuple(self.shape), 0)]
+        return tiling.boxes_of(self.share, self.start, self.stop, max(_PIECE_BYTES // self.dtype.itemsize, 1))
 
-    def piece(self, box: chunks.Box) -> Tensor:
+    def piece(self, box: tiling.Box) -> Tensor:
         """Return the values in one rectangle, on the CPU, in a storage of exactly their size."""
         part = flat_range(self.values.detach(), box.start - self.start, box.stop - self.start)
         part = part.to("cpu", self.dtype).resolve_conj().resolve_neg()
@@ -178,7 +179,7 @@ def entry_of(tensor: Tensor, rank: int, names: tuple[str, ...] = ()) -> Entry:
         return Entry(names, share, tensor.dtype, tensor.at_rest(), start, stop, is_guarded)
     # Only rank 0 writes a tensor that is not sharded, even if its values differ between ranks.
     values = tensor if tensor.numel() else torch.empty(0, dtype=tensor.dtype, device="cpu")
-    return Entry(names, chunks.Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
+    return Entry(names, tiling.Share(tensor.shape), tensor.dtype, values, 0, tensor.numel() if rank == 0 else 0)
 
 
 def _alone(part: Tensor) -> Tensor:
@@ -243,7 +244,7 @@ class Written:
 
     file: str
     nbytes: int
-    tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[chunks.Box, list[int]]]]]
+    tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[tiling.Box, list[int]]]]]
     objects: dict[str, list[int]]
     rest: dict[str, int | None] | None
 

@@ -29,7 +29,7 @@ from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leave
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
-from lightning_zero.engine.init.initialisation import Initialisation
+from lightning_zero.engine.init.initialisation import initialisers_of
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
@@ -198,7 +198,7 @@ class Engine:
         The original values are freed on return; the buckets then hold the values.
         """
         sources = agree_on_sources(module, self.communicator)
-        initialisers = Initialisation(module, sources).calls
+        initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload
         if offload is not None and offload.optimizer == "nvme":

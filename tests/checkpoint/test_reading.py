@@ -36,7 +36,7 @@ from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, records_of, tensor_in
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
-from lightning_zero.engine.init.mapped_files import MappedFiles
+from lightning_zero.engine.init.deferred_param import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label

@@ -23,7 +23,7 @@ from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.saving import by_name, content_of, write_folder
 from lightning_zero.engine import Engine
-from lightning_zero.engine.plan.chunks import boxes
+from lightning_zero.engine.plan.share import boxes
 from lightning_zero.engine.tensor.sharded_tree import in_parts
 from lightning_zero.io.labels import new_label
 from tests.support import rank

@@ -20,7 +20,7 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine
-from lightning_zero.engine.plan.topology import Topology
+from lightning_zero.engine.plan.mesh import Topology
 from lightning_zero.engine.tensor.sharded_tree import in_parts
 from tests.support import rank, world_size
 from tests.support.training import same_values

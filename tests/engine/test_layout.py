@@ -1,13 +1,14 @@
 """Layout arithmetic of a bucket, without tensors or processes."""
 
+import itertools
+
 import pytest
 import torch
 
-from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout
-from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
-from lightning_zero.engine.plan.ownership import balanced_owners
+from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout, balanced_owners
+from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
 from lightning_zero.engine.plan.placement import placements_of
-from lightning_zero.engine.plan.topology import Topology
+from lightning_zero.engine.plan.share import Share
 
 SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]
 
@@ -172,3 +173,21 @@ def test_ranks_at_the_same_position_on_their_machines_have_adjacent_shards(owner
         for index, segment in enumerate(layout.segments):
             start, stop = ranges[layout.owner(index)]
             assert start <= segment.start and segment.stop <= stop
+
+
+@pytest.mark.parametrize("shape", [(5,), (5, 7), (4, 6, 3)])
+def test_a_range_of_a_tensor_parallel_share_is_read_from_few_rows_of_the_whole_tensor(shape):
+    whole = torch.arange(torch.Size(shape).numel()).view(shape)
+    for dimension, index in itertools.product(range(len(shape)), range(2)):
+        share = Share(whole.shape, dimension, index, 2)
+        own = share.own(whole).reshape(-1)
+        row = whole[0].numel() if dimension else 1
+        for start, stop in itertools.combinations(range(len(own) + 1), 2):
+            read = []
+
+            def values(begin, end, read=read):
+                read.append(end - begin)
+                return whole.view(-1)[begin:end]
+
+            assert torch.equal(share.range_of(start, stop, values), own[start:stop])
+            assert len(read) == 1 and read[0] <= 2 * (stop - start) + 2 * row

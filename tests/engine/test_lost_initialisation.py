@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
+from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 from lightning_zero.engine import Engine, ShardedTensor
+from lightning_zero.engine.init.deferred_param import parameters_await_values
 from tests.fabric.training import make_fabric, weights
 from tests.support import rank
 from tests.support.trainer import Learner, make_trainer
@@ -295,9 +299,9 @@ def transformers_models() -> None:
         lambda: t.ViTForImageClassification(t.ViTConfig(**image)),
         lambda: t.ResNetForImageClassification(t.ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1])),
     ]
-    for make in models:
+    for make, context in itertools.product(models, (nullcontext, partial(parameters_await_values, only_on_meta=True))):
         expected = make().state_dict()
-        with torch.device("meta"):
+        with context(), torch.device("meta"):
             model = make()
         Engine(model).close()
         for name, found in model.state_dict().items():
@@ -381,7 +385,7 @@ class Replaced(Initialises):
 
 
 def recorded() -> None:
-    for make in (Marked, Nested, Replaced, Unused, Cloned, Tied, ByAnother):
+    for make in (Marked, Nested, Replaced, Unused, Cloned, Tied, ByAnother, FillsABuffer, PartOfATable, AsResNet):
         torch.manual_seed(0)
         expected = make().state_dict()
         for stage in (1, 3):

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
 
 from lightning_zero.engine import Engine, ShardedTensor
 from lightning_zero.engine.init.bucketing import UnshardedBucket
+from lightning_zero.engine.init.deferred_param import parameters_await_values
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank
 from tests.support.training import same_tensors
@@ -248,7 +252,7 @@ def test_ranks_that_disagree_and_modules_that_forget_a_parameter_are_refused_on_
     run_on(2, refused)
 
 
-def adapters(stage):
+def adapters(stage, context):
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -257,9 +261,10 @@ def adapters(stage):
     )
     torch.manual_seed(0)
     eager = LlamaForCausalLM(config)
-    with torch.device("meta"):
+    with context(), torch.device("meta"):
         model = LlamaForCausalLM(config)
-    model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
+    with context():
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     engine = Engine(model, stage=stage)
     engine.close()
     found, expected = dict(model.base_model.model.named_buffers()), dict(eager.named_buffers())
@@ -273,5 +278,6 @@ def adapters(stage):
             assert 0.015 < parameter.std() < 0.025, f"{name}: transformers draw from a normal distribution of 0.02"
 
 
-def test_transformers_models_and_peft_adapters_are_initialised_as_by_their_libraries(run_on):
-    run_on(2, adapters, stage=3)
+@pytest.mark.parametrize("context", [nullcontext, partial(parameters_await_values, only_on_meta=True)])
+def test_transformers_models_and_peft_adapters_are_initialised_as_by_their_libraries(run_on, context):
+    run_on(2, adapters, stage=3, context=context)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from lightning_zero import full_grad, uneven_forwards
 from lightning_zero.engine import Engine, EngineConfig
 from lightning_zero.engine.comm import process_group
-from lightning_zero.engine.plan.topology import Topology
+from lightning_zero.engine.plan.mesh import Topology
 from tests.engine.test_several_machines import MACHINES, on_machines, train_on
 from tests.support import whole
 from tests.support.lost import die, run_ranks

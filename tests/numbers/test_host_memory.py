@@ -109,7 +109,7 @@ def measure(case: str) -> dict[str, int]:
 
     before = peak = anonymous()
     kept: list[Any] = []
-    add, cut = Ledger.add, UnshardedBucket.cut
+    add, shard = Ledger.add, UnshardedBucket.shard
 
     def look(self: Ledger, *args: Any) -> None:
         nonlocal peak
@@ -119,11 +119,11 @@ def measure(case: str) -> dict[str, int]:
     def keep(self: UnshardedBucket, sources: Any) -> Any:
         # so that the file stays mapped until its pages are counted
         kept.extend(source.values.detach() for source in sources if source.everywhere)
-        return cut(self, sources)
+        return shard(self, sources)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Ledger, "add", look)
-        patch.setattr(UnshardedBucket, "cut", keep)
+        patch.setattr(UnshardedBucket, "shard", keep)
         module = CASES[case]()
         peak = max(peak, anonymous())
         engine = Engine(module, stage=3)

@@ -27,8 +27,7 @@ from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.simulation import SimulatedExchanges, Simulation
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Started, Transport
-from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh
-from lightning_zero.engine.plan.topology import Topology
+from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh

@@ -15,7 +15,7 @@ from torch import Tensor
 from lightning_zero.engine.comm.chain import Chain
 from lightning_zero.engine.comm.codec import Cast, Codec
 from lightning_zero.engine.comm.transport import Ranges, Started, Transport
-from lightning_zero.engine.plan.topology import Topology
+from lightning_zero.engine.plan.mesh import Topology
 
 
 class Levels(Transport):

@@ -8,7 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.engine.plan.topology import Topology
+from lightning_zero.engine.plan.mesh import Topology
 
 
 def memory_domain() -> str:

@@ -25,8 +25,7 @@ from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
 from lightning_zero.engine.offload.updates import fields_by_parameter
 from lightning_zero.engine.optim.compatibility import check_not_divided, kept_whole
-from lightning_zero.engine.plan.layout import BucketLayout
-from lightning_zero.engine.plan.ownership import balanced_owners
+from lightning_zero.engine.plan.layout import BucketLayout, balanced_owners
 from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
@@ -83,7 +82,7 @@ class UnshardedBucket:
         return self._flat is not None
 
     def room(self, index: int) -> Tensor:
-        """Memory for a parameter's full values, viewed with the parameter's shape; to be filled before ``cut``."""
+        """Memory for a parameter's full values, viewed with the parameter's shape; to be filled before ``shard``."""
         segment = self.layout.segments[index]
         return self._opened()[segment.start : segment.stop].view(segment.shape)
 

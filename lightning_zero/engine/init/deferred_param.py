@@ -1,26 +1,34 @@
-"""Deferred parameters: lazy tensors whose values are usually read from a file only when the module is sharded."""
+"""Deferred parameters: lazy tensors whose values are usually read from a file only when the module is sharded.
+
+From files that are mapped into memory, each rank can read its own part of a tensor.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
-from lightning_zero.engine.init.mapped_files import MappedFiles
-from lightning_zero.engine.tensor.identity import set_contents
+from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
-def defer(parameter: nn.Parameter, values: Tensor) -> None:
-    """Turn a parameter into a lazy tensor with the given values; values on the meta device count as missing."""
-    set_contents(parameter, nn.Parameter(LazyTensor.of(values, parameter.dtype), parameter.requires_grad))
+def defer(tensor: Tensor, values: Tensor) -> None:
+    """Turn a tensor into a lazy tensor with the given values; values on the meta device count as missing."""
+    set_contents(tensor, like(tensor, LazyTensor.of(values, tensor.dtype)))
 
 
 def leave_in_files(module: nn.Module) -> None:
@@ -46,29 +54,37 @@ def awaits_values(module: nn.Module) -> bool:
 
 
 def _is_plain(cls: Any) -> bool:
-    """Whether a class is ``nn.Parameter``, or derived from it without another meaning of operators or ``to``."""
-    return issubclass(cls, nn.Parameter) and all(
-        getattr(cls, name) == getattr(nn.Parameter, name) for name in ("__torch_function__", "__torch_dispatch__", "to")
-    )
+    """Whether a class is torch's own, or derived from it without another meaning of operators or ``to``."""
+    base: Any = nn.Parameter if issubclass(cls, nn.Parameter) else Tensor
+    names = ("__torch_function__", "__torch_dispatch__", "to")
+    return all(getattr(cls, name) == getattr(base, name) for name in names)
 
 
 @contextmanager
 def parameters_await_values(*, only_on_meta: bool = False) -> Iterator[None]:
-    """Context in which new parameters of modules are deferred until they are given values; buffers are not deferred.
+    """Context in which new parameters of modules are deferred until they are given values.
+
+    Buffers are deferred only on the meta device.
 
     Args:
-        only_on_meta: whether only parameters on the meta device are deferred.
+        only_on_meta: whether parameters, too, are deferred only on the meta device.
     """
 
-    def await_values(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        if parameter is not None and _is_plain(type(parameter)) and (parameter.is_meta or not only_on_meta):
-            defer(parameter, torch.empty_like(parameter, device="meta"))
+    def await_values(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        if tensor is None or isinstance(tensor, LazyTensor) or not _is_plain(type(tensor)):
+            return
+        if tensor.is_meta or (isinstance(tensor, nn.Parameter) and not only_on_meta):
+            defer(tensor, torch.empty_like(tensor, device="meta"))
 
-    hook = register_module_parameter_registration_hook(await_values)
+    hooks = (
+        register_module_parameter_registration_hook(await_values),
+        register_module_buffer_registration_hook(await_values),
+    )
     try:
         yield
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 _may_wait: ContextVar[bool] = ContextVar("values may wait", default=False)
@@ -156,5 +172,54 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
             elif wait or isinstance(tensor, LazyTensor):
                 defer(tensor, values)
             else:
-                set_contents(tensor, nn.Parameter(in_memory(values.detach()).to(tensor.dtype), tensor.requires_grad))
+                set_contents(tensor, like(tensor, in_memory(values.detach()).to(tensor.dtype)))
             target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once
+
+
+class MappedFiles:
+    """The files that are mapped into this process's memory, by ``torch.load(mmap=True)`` or safetensors, for example.
+
+    The list is read from Linux's ``/proc``, since torch keeps none. On other systems, no mapped files are found.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[tuple[int, int, int, str]] = []
+        with suppress(OSError), open("/proc/self/maps") as file:
+            for line in (line.split(maxsplit=5) for line in file):
+                path = line[5].strip() if len(line) > 5 else ""
+                if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
+                    start, stop = (int(address, 16) for address in line[0].split("-"))
+                    self._mappings.append((start, stop, int(line[2], 16), path))
+
+    def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """Return a key of the file range that a tensor maps, for ranks to compare; None if unmapped or written to."""
+        if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+            return None
+        address = tensor.data_ptr()
+        found = bisect_right(self._mappings, (address, float("inf"))) - 1
+        if found < 0 or address >= self._mappings[found][1]:
+            return None
+        start, _, offset, path = self._mappings[found]
+        if _is_written(address, address + tensor.numel() * tensor.element_size()):
+            return None
+        try:
+            size = os.path.getsize(path)
+        except OSError:
+            size = -1  # the file was deleted; its mapping stays valid
+        name = os.path.basename(path.removesuffix(" (deleted)"))
+        # On another machine, a file of this name and size may hold other values, so ranks also compare some values.
+        first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
+        return name, size, offset + address - start, str(tensor.dtype), first
+
+
+def _is_written(start: int, stop: int) -> bool:
+    """Whether a range of mapped memory has private pages, which a write creates; True if unknown."""
+    first, last = start // PAGESIZE, -(-stop // PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(8 * first)
+            entries = bytearray(file.read(8 * (last - first)))
+            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # bits: 1 file-backed, 2 swapped out, 4 present
+            return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
+    except (OSError, ValueError):
+        return True

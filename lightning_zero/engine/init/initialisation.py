@@ -1,14 +1,14 @@
 """Find the initialisers to call for a module on the meta device, and values that these initialisers would not restore.
 
-On the meta device an operator that writes to an ordinary tensor leaves only a higher version counter. Initialisers run
-once on stand-ins on the meta device, before anything is changed, to compare the counters.
+Lazy tensors record the operators that write to them. Of an ordinary tensor on the meta device, a write leaves only a
+higher version counter, so initialisers run once on stand-ins, before anything is changed, to compare the counters.
 """
 
 from __future__ import annotations
 
 import inspect
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import CodeType
@@ -18,115 +18,97 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.init.sources import Source
-from lightning_zero.engine.tensor.identity import attributes_of_users
+from lightning_zero.engine.tensor.identity import with_attributes
 from lightning_zero.engine.tensor.initialisers import APPLIED, OF_ADAPTERS, OWN, label, takes
 from lightning_zero.io.names import listed
 
 Call = Callable[[], Any]
 
 
-class Initialisation:
-    """The initialisers of each module that has new tensors, in the order of ordinary construction.
-
-    Attributes:
-        calls: by the module's id.
+def initialisers_of(module: nn.Module, sources: dict[str, Source]) -> dict[int, list[Call]]:
+    """The initialisers of each module that has new tensors, in the order of ordinary construction, by the module's id.
 
     Raises:
         ValueError: if a new tensor has no initialiser, or has been written to by code that initialisers do not repeat.
     """
+    names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
+    trial = _Trial(module, sources, names)
+    calls: dict[int, list[Call]] = {}
+    owner_of: dict[str, str] = {}  # the class of the first module that holds the tensor
+    lacking: set[str] = set()
+    with trial.stand_ins():
+        for inner, ancestors in inside_out(module):
+            new = {name for tensor in _tensors(inner) if sources[name := names[id(tensor)]].is_new}
+            own = {name for tensor in _tensors(inner, recurse=False) if (name := names[id(tensor)]) in new}
+            if new:
+                methods, of_adapters = _own(inner), _of_adapters(inner, ancestors)
+                # Tied tensors have replaced those that the module's constructor initialised.
+                trial.count(methods + of_adapters, inner, tied=owner_of.keys() & own)
+                recorded = {label for name in own or new for label in sources[name].initialised_by}
+                calls[id(inner)] = methods + trial.applied(inner, ancestors, recorded) + of_adapters
+            if not any(map(_has_initialiser, (inner, *ancestors))):
+                lacking |= own - owner_of.keys()
+            for name in own:
+                owner_of.setdefault(name, type(inner).__name__)
+    if lacking:
+        lacking_in_order = [name for name in sources if name in lacking]
+        raise ValueError(
+            f"{listed(lacking_in_order)}: on the meta device without values, and there is no reset_parameters() in "
+            f"{listed(dict.fromkeys(owner_of[name] for name in lacking_in_order))}. Define it, without arguments, to "
+            "initialise the module's own parameters and buffers in place; or load the values in configure_model "
+            "(lightning_zero.load_weights); or construct the module outside of torch.device('meta')."
+        )
+    trial.check_nothing_is_lost()
+    return calls
 
-    def __init__(self, module: nn.Module, sources: dict[str, Source]) -> None:
-        self.calls: dict[int, list[Call]] = {}
-        self._sources = sources
-        self._names = {id(t): name for name, t in (*module.named_parameters(), *module.named_buffers())}
-        self._repeated: Counter[str] = Counter()  # writes by initialisers, by tensor
-        self._unknown: set[str] = set()  # tensors of modules whose initialisers cannot run on the meta device
-        self._owned: set[str] = set()  # tensors of the modules visited so far
-        self._lacking: dict[str, str] = {}  # new tensors without an initialiser, and the classes of their modules
-        self._classes_that_call: dict[type, bool] = {}
-        if not any(source.is_new for source in sources.values()):
-            return
+
+class _Trial:
+    """Runs initialisers on stand-ins, to count their writes to tensors on which nothing has recorded writes.
+
+    Args:
+        names: of all parameters and buffers, by the tensor's id. Those of the stand-ins are added.
+    """
+
+    def __init__(self, module: nn.Module, sources: dict[str, Source], names: dict[int, str]) -> None:
+        self._module, self._names = module, names
         # TorchScript's tensors cannot be replaced by stand-ins
         is_scripted = any(isinstance(inner, torch.jit.ScriptModule) for inner in module.modules())
-        self._compares = any(source.version for source in sources.values()) and not is_scripted
-        if self._compares:
-            with self._stand_ins(module), torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("meta"):
-                self._visit(module, [], set())
-        else:
-            self._visit(module, [], set())
-        self._check_all_have_initialisers()
-        self._check_nothing_is_lost()
-
-    def _check_all_have_initialisers(self) -> None:
-        lacking = {name: self._lacking[name] for name in self._sources if name in self._lacking}
-        if lacking:
-            raise ValueError(
-                f"{listed(lacking)}: on the meta device without values, and there is no reset_parameters() in "
-                f"{listed(dict.fromkeys(lacking.values()))}. Define it, without arguments, to initialise the module's "
-                "own parameters and buffers in place; or load the values in configure_model "
-                "(lightning_zero.load_weights); or construct the module outside of torch.device('meta')."
-            )
-
-    def _check_nothing_is_lost(self) -> None:
-        lost = [
-            name
-            for name, source in self._sources.items()
-            if source.version > self._repeated[name] and name not in self._unknown
-        ]
-        if lost and self._compares:
-            raise ValueError(
-                f"{listed(lost)}: written to on the meta device by code other than reset_parameters() and "
-                "_init_weights(), which alone are repeated when the module receives its values. Create the module "
-                "within configure_model() or init_module(), which record what is written to parameters, or outside of "
-                "torch.device('meta'); initialise buffers in reset_parameters()."
-            )
+        versions = {name: source.version for name, source in sources.items() if source.version}
+        self._versions = {} if is_scripted else versions
+        self._repeated: Counter[str] = Counter()  # writes that initialisers will repeat, by tensor
+        self._unknown: set[str] = set()  # tensors of modules whose initialisers cannot run on the meta device
+        self._classes_that_apply: dict[type, bool] = {}
 
     @contextmanager
-    def _stand_ins(self, module: nn.Module) -> Iterator[None]:
-        """Context in which tensors on the meta device replace all parameters and buffers."""
+    def stand_ins(self) -> Iterator[None]:
+        """Context in which, if counters are compared, tensors on the meta device replace all parameters and buffers."""
+        if not self._versions:
+            yield
+            return
         stand_ins: dict[int, Tensor] = {}
-        with _tensors_kept(module) as places:
-            for holder, tensors in places:
-                for name, tensor in tensors.items():
-                    if tensor is not None:
-                        stand_in = stand_ins.setdefault(id(tensor), on_meta(tensor))
-                        self._names[id(stand_in)] = self._names[id(tensor)]
-                        holder[name] = stand_in
+        with (
+            _tensors_kept(self._module) as places,
+            torch.random.fork_rng(devices=[]),
+            torch.no_grad(),
+            torch.device("meta"),
+        ):
+            for holder, name, tensor in places:
+                holder[name] = stand_ins.setdefault(id(tensor), on_meta(tensor))
+                self._names[id(holder[name])] = self._names[id(tensor)]
             yield
 
-    def _visit(self, module: nn.Module, ancestors: list[nn.Module], seen: set[int]) -> None:
-        seen.add(id(module))
-        for child in module.children():
-            if id(child) not in seen:
-                self._visit(child, [*ancestors, module], seen)
-        new = [name for name in self._names_in(module) if self._sources[name].is_new]
-        if new:
-            own, of_adapters = _own(module), _of_adapters(module, ancestors)
-            self._count(own + of_adapters, module)
-            self.calls[id(module)] = own + self._applied(module, ancestors, new) + of_adapters
-        own_names = [name for name in self._names_in(module, recurse=False) if name not in self._owned]
-        self._owned.update(own_names)
-        new = [name for name in own_names if self._sources[name].is_new]
-        if new and not any(map(_has_initialiser, (module, *ancestors))):
-            self._lacking |= dict.fromkeys(new, type(module).__name__)
-
-    def _names_in(self, module: nn.Module, recurse: bool = True) -> list[str]:
-        tensors = (*module.parameters(recurse), *module.buffers(recurse))
-        return [self._names[id(tensor)] for tensor in tensors]
-
-    def _count(self, calls: list[Call], module: nn.Module) -> None:
-        """Count the writes of a module's own initialisers, as in its constructor."""
-        # Tied tensors have replaced those that the module's constructor initialised.
-        tied = self._owned.intersection(self._names_in(module, recurse=False))
-        times = _times_in_constructor(module, OWN)
+    def count(self, calls: Sequence[Call], module: nn.Module, *, tied: Collection[str]) -> None:
+        """Count the writes of a module's own initialisers, as in its constructor, without those to tied tensors."""
         for call in calls:
-            for name, count in self._writes_of(call, module).items():
-                self._repeated[name] += 0 if name in tied else count * times
+            writes = self._writes_of(call, module)
+            self._add({name: writes[name] for name in writes.keys() - tied}, module, OWN)
 
-    def _applied(self, module: nn.Module, ancestors: list[nn.Module], new: list[str]) -> list[Call]:
-        """The methods that models have applied to the module (``self.apply(self._init_weights)``), innermost first."""
-        own = [name for name in self._names_in(module, recurse=False) if name in new]
-        recorded = {label for name in own or new for label in self._sources[name].initialised_by}
+    def applied(self, module: nn.Module, ancestors: Sequence[nn.Module], recorded: set[str]) -> list[Call]:
+        """The methods that models have applied to the module (``self.apply(self._init_weights)``), innermost first.
+
+        Args:
+            recorded: the initialisers that lazy tensors of the module have recorded.
+        """
         calls: list[Call] = []
         for model in (module, *reversed(ancestors)):
             method = getattr(model, APPLIED, None)
@@ -134,51 +116,99 @@ class Initialisation:
                 continue
             call = partial(method, module)
             writes = self._writes_of(call, module)
-            counted = {name: count for name, count in writes.items() if self._sources[name].version}
-            has_run = bool(counted) and self._has_versions(counted)
+            has_run = bool(writes) and all(
+                self._repeated[name] + writes[name] <= self._versions[name] for name in writes
+            )
             if recorded:
                 has_run |= label(APPLIED, model) in recorded
-            elif counted and not any(map(self._calls_applied, (module, *ancestors))):
+            elif writes and not any(map(self._applies, (module, *ancestors))):
                 has_run = False
             else:
                 has_run |= not calls  # even with lower version counters, as copies of modules have them
             if has_run:
                 calls.append(call)
-                times = _times_in_constructor(model, (APPLIED,))
-                self._repeated.update({name: count * times for name, count in writes.items()})
+                self._add(writes, model, (APPLIED,))
         return calls
 
-    def _has_versions(self, further: dict[str, int]) -> bool:
-        """Whether version counters are high enough for further writes."""
-        return all(self._repeated[name] + count <= self._sources[name].version for name, count in further.items())
+    def check_nothing_is_lost(self) -> None:
+        lost = [
+            name
+            for name, version in self._versions.items()
+            if version > self._repeated[name] and name not in self._unknown
+        ]
+        if lost:
+            raise ValueError(
+                f"{listed(lost)}: written to on the meta device by code other than reset_parameters() and "
+                "_init_weights(), which alone are repeated when the module receives its values. Create the module "
+                "within configure_model() or init_module(), which record what is written to it, or outside of "
+                "torch.device('meta')."
+            )
 
-    def _calls_applied(self, model: nn.Module) -> bool:
+    def _add(self, writes: dict[str, int], caller: nn.Module, methods: Sequence[str]) -> None:
+        """Add writes as often as the caller's constructor makes them: a subclass may repeat those of its base class."""
+        constructors = (vars(base).get("__init__") for base in type(caller).__mro__)
+        times = max(1, sum(_mentions(constructor, methods) for constructor in constructors))
+        self._repeated.update({name: count * times for name, count in writes.items()})
+
+    def _applies(self, model: nn.Module) -> bool:
         """Whether any code of a model's class, outside of ``_init_weights`` itself, mentions that method."""
         cls = type(model)
-        if cls not in self._classes_that_call:
+        if cls not in self._classes_that_apply:
             functions = (value for base in cls.__mro__ for name, value in vars(base).items() if name != APPLIED)
-            self._classes_that_call[cls] = any(_mentions(function, (APPLIED,)) for function in functions)
-        return self._classes_that_call[cls]
+            self._classes_that_apply[cls] = any(_mentions(function, (APPLIED,)) for function in functions)
+        return self._classes_that_apply[cls]
 
     def _writes_of(self, call: Call, module: nn.Module) -> dict[str, int]:
-        """Run an initialiser on the stand-ins, and return the number of writes to each; nothing without stand-ins."""
+        """Run an initialiser on the stand-ins, and return its number of writes to each tensor that has a counter."""
         writes: dict[str, int] = {}
-        if not self._compares:
+        if not self._versions:
             return writes
         with _tensors_kept(module) as places:
-            versions = {id(t): t._version for _, tensors in places for t in tensors.values() if t is not None}
+            before = {id(tensor): tensor._version for *_, tensor in places}
             try:
                 call()
             except Exception:  # the code may need values, such as those of a file, or of a tensor
-                self._unknown.update(self._names_in(module))
+                self._unknown.update(self._names[id(tensor)] for *_, tensor in places)
                 return writes
-            for holder, tensors in places:
-                for name, tensor in tensors.items():
-                    if tensor is not None and (now := holder.get(name)) is not None:
-                        before = versions[id(tensor)] if now is tensor else 0
-                        if now._version > before:
-                            writes[self._names[id(tensor)]] = now._version - before
-        return writes
+            for holder, name, tensor in places:
+                now, full_name = holder.get(name), self._names[id(tensor)]
+                if now is not None and full_name in self._versions:
+                    writes[full_name] = now._version - (before[id(tensor)] if now is tensor else 0)
+        return {name: count for name, count in writes.items() if count}
+
+
+@contextmanager
+def _tensors_kept(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], str, Tensor]]]:
+    """Context after which modules have their present parameters and buffers again: (holder, name, tensor) of each."""
+    holders = [holder for inner in module.modules() for holder in (inner._parameters, inner._buffers)]
+    kept: list[tuple[Any, dict[str, Any]]] = [(holder, dict(holder)) for holder in holders]
+    try:
+        yield [(holder, name, t) for holder, tensors in kept for name, t in tensors.items() if t is not None]
+    finally:
+        for holder, tensors in kept:
+            holder.clear()
+            holder.update(tensors)
+
+
+def on_meta(tensor: Tensor) -> Tensor:
+    """A tensor or parameter on the meta device with the same shape, dtype and attributes."""
+    return with_attributes(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+
+
+def inside_out(
+    module: nn.Module, ancestors: tuple[nn.Module, ...] = (), seen: set[nn.Module] | None = None
+) -> Iterator[tuple[nn.Module, tuple[nn.Module, ...]]]:
+    """Each module once, after its submodules, with the modules that contain it, outermost first."""
+    seen = set() if seen is None else seen
+    seen.add(module)
+    for child in module.children():
+        if child not in seen:
+            yield from inside_out(child, (*ancestors, module), seen)
+    yield module, ancestors
+
+
+def _tensors(module: nn.Module, recurse: bool = True) -> list[Tensor]:
+    return [*module.parameters(recurse), *module.buffers(recurse)]
 
 
 def _own(module: nn.Module) -> list[Call]:
@@ -187,7 +217,7 @@ def _own(module: nn.Module) -> list[Call]:
     return [method for method in methods if takes(method, 0)][:1]
 
 
-def _of_adapters(module: nn.Module, ancestors: list[nn.Module]) -> list[Call]:
+def _of_adapters(module: nn.Module, ancestors: Sequence[nn.Module]) -> list[Call]:
     """PEFT's ``reset_lora_parameters``, once per adapter."""
     reset: Any = getattr(module, OF_ADAPTERS, None)
     if not callable(reset):
@@ -200,39 +230,6 @@ def _of_adapters(module: nn.Module, ancestors: list[nn.Module]) -> list[Call]:
 def _has_initialiser(module: nn.Module) -> bool:
     """Whether a module initialises tensors, of its own or of modules in it."""
     return bool(_own(module)) or hasattr(module, OF_ADAPTERS) or takes(getattr(module, APPLIED, None), 1)
-
-
-def on_meta(tensor: Tensor) -> Tensor:
-    """A tensor or parameter on the meta device with the same shape, dtype and attributes."""
-    return like(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
-
-
-def like(tensor: Tensor, values: Tensor) -> Tensor:
-    """A parameter with other values if ``tensor`` is a parameter, with its attributes; otherwise the values."""
-    if isinstance(tensor, nn.Parameter):
-        values = nn.Parameter(values, tensor.requires_grad)
-        values.__dict__.update(attributes_of_users(tensor))
-    return values
-
-
-@contextmanager
-def _tensors_kept(module: nn.Module) -> Iterator[list[tuple[dict[str, Any], dict[str, Any]]]]:
-    """Context after which modules have their present parameters and buffers again: pairs of a dict and its copy."""
-    holders: list[dict[str, Any]] = [
-        holder for inner in module.modules() for holder in (inner._parameters, inner._buffers)
-    ]
-    places = [(holder, dict(holder)) for holder in holders]
-    try:
-        yield places
-    finally:
-        for holder, tensors in places:
-            holder.clear()
-            holder.update(tensors)
-
-
-def _times_in_constructor(module: nn.Module, names: Sequence[str]) -> int:
-    """How often a constructor may call a method: that of a subclass may do so after that of the base class."""
-    return max(1, sum(_mentions(vars(base).get("__init__"), names) for base in type(module).__mro__))
 
 
 def _mentions(function: Any, names: Sequence[str]) -> bool:

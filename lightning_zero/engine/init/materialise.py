@@ -19,12 +19,13 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
-from lightning_zero.engine.init.initialisation import Call, like, on_meta
+from lightning_zero.engine.init.initialisation import Call, inside_out, on_meta
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.tensor.identity import with_attributes
 from lightning_zero.engine.tensor.lazy_tensor import in_memory, is_unset, unset
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.io.names import listed
@@ -64,17 +65,8 @@ class Materialiser:
             for index, parameter in enumerate(bucket.parameters)
             if sources[bucket.layout.segments[index].name].is_new
         }
-        self._buffers_before = list(module.buffers())  # kept alive, so that their ids stay unique as keys
-        by_id = {id(buffer): sources[name] for name, buffer in module.named_buffers()}
-        self._source_of_buffer = {
-            (id(inner), name): by_id[id(buffer)]
-            for inner in module.modules()
-            for name, buffer in inner._buffers.items()
-            if buffer is not None
-        }
-        self._placed: dict[int, Tensor] = {}
+        self._buffers_with_values: set[int] = set()  # ids
         self._initialised: set[int] = set()
-        self._seen: set[int] = set()
 
     def run(self) -> list[list[Bucket]]:
         """Materialise and shard all units, and return each unit's buckets. Collective."""
@@ -82,43 +74,37 @@ class Materialiser:
         meeting = self._rendezvous.met("the module's initial values") if is_new else nullcontext()
         drawing = _drawing_as_rank_0(self._communicator) if is_new else nullcontext()
         with torch.no_grad(), meeting, drawing:
-            self._visit(self._module)
+            self._place_buffers()
+            for module, _ in inside_out(self._module):
+                self._initialise(module)
+                if id(module) in self._unit_of:
+                    self._shard_unit(self._unit_of[id(module)])
             self._repeat_writes()
             if is_new:
                 self._check_all_have_values()
         return self._buckets
 
-    def _visit(self, module: nn.Module) -> bool:
-        """Materialise a module, submodules first, and shard complete units. Return whether any tensor is new."""
-        self._seen.add(id(module))
-        is_new = any(id(parameter) in self._new_parameters for parameter in module._parameters.values())
-        for child in module.children():
-            if id(child) not in self._seen:
-                is_new |= self._visit(child)
-        is_new |= self._place_buffers(module)
-        if is_new:
-            self._initialise(module)
-        if id(module) in self._unit_of:
-            number = self._unit_of[id(module)]
-            for unsharded in self._unsharded[number]:
-                sources = [self._sources[segment.name] for segment in unsharded.layout.segments]
-                self._buckets[number].append(unsharded.shard(sources))
-        return is_new
+    def _shard_unit(self, number: int) -> None:
+        for unsharded in self._unsharded[number]:
+            sources = [self._sources[segment.name] for segment in unsharded.layout.segments]
+            self._buckets[number].append(unsharded.shard(sources))
 
-    def _place_buffers(self, module: nn.Module) -> bool:
-        """Move the buffers of a module to the device, and return whether any buffer is new."""
-        device, is_new = self._communicator.device, False
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                source = self._source_of_buffer[id(module), name]
-                is_new = is_new or source.is_new
-                if id(buffer) not in self._placed:
-                    if source.values is not None:
-                        self._placed[id(buffer)] = in_memory(source.values).to(device)
-                    else:
-                        self._placed[id(buffer)] = unset(torch.empty_like(buffer, device=device))
-                module._buffers[name] = self._placed[id(buffer)]
-        return is_new
+    def _place_buffers(self) -> None:
+        """Move all buffers to the device. Those without values get memory that is marked as unset."""
+        device, placed = self._communicator.device, dict[int, Tensor]()
+        originals = dict(self._module.named_buffers())  # kept alive, so that their ids stay unique as keys
+        for buffer_name, buffer in originals.items():
+            source = self._sources[buffer_name]
+            if source.values is not None:
+                placed[id(buffer)] = in_memory(source.values).to(device)
+            else:
+                placed[id(buffer)] = unset(torch.empty_like(buffer, device=device))
+            if not source.is_new:
+                self._buffers_with_values.add(id(placed[id(buffer)]))
+        for inner in self._module.modules():
+            for name, present in inner._buffers.items():
+                if present is not None:
+                    inner._buffers[name] = placed[id(present)]
 
     # -- new parameters and buffers ---------------------------------------------------------------------------------
 
@@ -149,19 +135,18 @@ class Materialiser:
                 elif inner is module and id(parameter) in self._initialised:
                     # tied, and already initialised by another module: this module's values are dropped
                     instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
-                    instead = like(parameter, instead)
+                    instead = with_attributes(parameter, instead)
                 elif id(parameter) in rooms:
                     instead = rooms[id(parameter)]
                 else:
                     room = instead = rooms[id(parameter)] = self._room_of(parameter)
                     if room.shape != parameter.shape:  # divided: initialise a full tensor, then copy the share
                         instead = unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
-                        instead = rooms[id(parameter)] = like(parameter, instead)
+                        instead = rooms[id(parameter)] = with_attributes(parameter, instead)
                         divided.append((instead, room, self._share_of(parameter)))
                 places.append((inner._parameters, name, parameter, instead))
             for name, buffer in inner._buffers.items():
-                source = self._source_of_buffer.get((id(inner), name))
-                if buffer is not None and source is not None and not source.is_new:
+                if buffer is not None and id(buffer) in self._buffers_with_values:
                     places.append((inner._buffers, name, buffer, on_meta(buffer)))
         for holder, name, _, instead in places:
             holder[name] = instead
@@ -187,17 +172,17 @@ class Materialiser:
         if not bucket.is_opened:
             for number in range(len(bucket.parameters)):
                 unset(bucket.room(number))
-        return like(parameter, bucket.room(index))
+        return with_attributes(parameter, bucket.room(index))
 
     def _repeat_writes(self) -> None:
-        """Repeat user code's writes to parts of new parameters, now that modules have initialised these parameters."""
-        for name, parameter in self._module.named_parameters():
-            if writes := self._sources[name].writes:
-                values = parameter.detach().clone()  # the whole parameter: each write to a shard would gather it
+        """Repeat user code's writes to new tensors, now that modules have initialised these tensors."""
+        for name, tensor in (*self._module.named_parameters(), *self._module.named_buffers()):
+            if name in self._sources and (writes := self._sources[name].writes):
+                values = tensor.detach().clone()  # the whole parameter: each write to a shard would gather it
                 for write in writes:
                     state = write.state
                     write.repeat(values, None if state is None else _of_rank_0(self._communicator, state))
-                parameter.copy_(values)
+                tensor.copy_(values)
 
     def _check_all_have_values(self) -> None:
         missing = [

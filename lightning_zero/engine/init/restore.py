@@ -18,7 +18,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.host_room import available_memory
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slot_of, slots_of
-from lightning_zero.engine.tensor.identity import set_contents
+from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 
@@ -55,8 +55,7 @@ def restore_parameters(
                 continue
             for tensor in tensors:
                 value = values.get(id(tensor), parameters[slot].detach())
-                is_parameter = isinstance(tensor, nn.Parameter)
-                set_contents(tensor, nn.Parameter(value, tensor.requires_grad) if is_parameter else value)
+                set_contents(tensor, like(tensor, value))
 
 
 def _derived(
@@ -102,7 +101,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
             if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
-                set_contents(parameter, nn.Parameter(parameter.whole(), parameter.requires_grad))
+                set_contents(parameter, like(parameter, parameter.whole()))
     left = _left_in(module)
     if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
         raise ValueError(
@@ -137,7 +136,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
                 if name in left:
                     left[name].parameters = []
                     value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-                    set_contents(parameter, nn.Parameter(value, parameter.requires_grad))
+                    set_contents(parameter, like(parameter, value))
                 communicator.broadcast(parameter.detach(), whole[0])
     finally:
         rendezvous.close()

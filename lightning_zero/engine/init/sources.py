@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
-from lightning_zero.engine.init.deferred_param import is_on_meta
-from lightning_zero.engine.init.mapped_files import MappedFiles
+from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
@@ -28,7 +27,7 @@ class Source(NamedTuple):
     values: Tensor | None  # this rank's values, if it has any
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
-    writes: Sequence[Write] = ()  # user code's writes to parts of a new parameter
+    writes: Sequence[Write] = ()  # user code's writes to a new tensor
     version: int = 0  # number of unrecorded writes to a new tensor on rank 0
     initialised_by: Sequence[str] = ()  # initialisers that have written to a new lazy tensor on rank 0
 

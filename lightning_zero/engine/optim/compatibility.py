@@ -1,4 +1,4 @@
-"""Check which optimizers can be used, and which parameters each optimizer needs as a whole."""
+"""Which optimizers can be used, and which parameters each needs as a whole, by a table of their classes."""
 
 from __future__ import annotations
 
@@ -7,15 +7,132 @@ import inspect
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeGuard
+from enum import Enum
+from typing import Any, NamedTuple, TypeGuard
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.compat import without_hooks
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.optim.classes import TORCHS_ELEMENTWISE, Known, Need, known_class
 from lightning_zero.engine.plan.share import Share
+
+
+class Need(Enum):
+    """The data that an optimizer requires to update one element of a parameter exactly as without sharding."""
+
+    ELEMENT = "the element's own gradient and state"
+    PARAMETER = "the whole parameter"
+    MODEL = "other parameters, too"
+
+
+class Known(NamedTuple):
+    """An optimizer class's entry in the table.
+
+    Attributes:
+        cls: the listed class, which is the optimizer's class or a base class of it.
+        need: the data that the optimizer requires, given its class and options.
+        why: why the optimizer needs more than single elements; empty if it does not.
+    """
+
+    cls: type
+    need: Need
+    why: str = ""
+
+
+def known_class(optimizer: Optimizer) -> Known | None:
+    """The table's entry for an optimizer's class, or for its nearest listed base class; None if there is no entry."""
+    for cls in type(optimizer).__mro__:
+        found = _TABLE.get((cls.__module__.partition(".")[0], cls.__name__))
+        if found is None:
+            continue
+        need, why = found
+        for option, (more, reason) in _OPTIONS.items():
+            values = [getattr(optimizer, option, None), *(group.get(option) for group in optimizer.param_groups)]
+            if any(values) and _ORDER.index(more) > _ORDER.index(need):
+                need, why = more, reason
+        return Known(cls, need, why)
+    return None
+
+
+_ORDER = list(Need)
+
+# Separate from the table, since error messages list these optimizers.
+TORCHS_ELEMENTWISE = (
+    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
+)
+
+_MATRIX = "it computes with each whole matrix"
+_FACTORED = "it factors the second moment over the rows and columns of each matrix"
+_LAYER_NORM = "it scales the update by the norm of each parameter"
+_BLOCKS = "it quantises its state in blocks from the parameter's start, and keeps small parameters' states in fp32"
+_GLOBAL = "it computes the step size from all parameters together"
+_TWO_STEPS = "it moves all parameters along the gradient, and computes the gradient again at the new point"
+
+_NEEDS: dict[str, dict[Need, dict[str, tuple[str, ...]]]] = {
+    "torch": {
+        Need.ELEMENT: {"": TORCHS_ELEMENTWISE},
+        Need.PARAMETER: {
+            "it orthogonalises each whole matrix": ("Muon",),
+            _FACTORED: ("Adafactor",),
+        },
+        Need.MODEL: {
+            "it takes inner products of whole gradients and calls the closure several times": ("LBFGS",),
+            "it requires sparse gradients, which cannot be laid out in a flat buffer": ("SparseAdam",),
+        },
+    },
+    "transformers": {Need.PARAMETER: {_FACTORED: ("Adafactor",)}},
+    "pytorch_optimizer": {
+        Need.ELEMENT: {"": ("Lion", "ScheduleFreeAdamW", "ScheduleFreeSGD", "ScheduleFreeRAdam")},
+        Need.PARAMETER: {
+            _MATRIX: ("SOAP", "Shampoo", "ScalableShampoo", "Muon", "AdaMuon", "NorMuon"),
+            _FACTORED: ("AdaFactor", "CAME"),
+            _LAYER_NORM: ("Lamb", "LARS"),
+        },
+        Need.MODEL: {
+            _GLOBAL: (
+                *("Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
+                *("AliG", "AdamG", "SGDSaI"),
+            ),
+            _TWO_STEPS: ("SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM"),
+            "it distributes matrices over the ranks itself (use Muon, for which ZeRO does this)": ("DistributedMuon",),
+            "it updates parameters within backward": ("LOMO", "AdaLOMO"),
+        },
+    },
+    "torchao": {
+        Need.PARAMETER: {_BLOCKS: ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")},
+        Need.MODEL: {"it offloads states itself (write offload='cpu' instead)": ("CPUOffloadOptimizer",)},
+    },
+    "bitsandbytes": {
+        Need.PARAMETER: {
+            _BLOCKS: (
+                *("Adam", "AdamW", "Adagrad", "AdEMAMix", "Lion", "RMSprop", "SGD"),
+                *("Adam8bit", "AdamW8bit", "Adagrad8bit", "AdEMAMix8bit", "Lion8bit", "RMSprop8bit", "SGD8bit"),
+                *("Adam32bit", "AdamW32bit", "Adagrad32bit", "AdEMAMix32bit", "Lion32bit", "RMSprop32bit", "SGD32bit"),
+                *("PagedAdam", "PagedAdam8bit", "PagedAdam32bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"),
+                *("PagedAdEMAMix", "PagedAdEMAMix8bit", "PagedAdEMAMix32bit"),
+                *("PagedLion", "PagedLion8bit", "PagedLion32bit"),
+            ),
+            _LAYER_NORM: ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"),
+        },
+    },
+}
+
+_TABLE: dict[tuple[str, str], tuple[Need, str]] = {
+    (package, name): (need, why)
+    for package, needs in _NEEDS.items()
+    for need, reasons in needs.items()
+    for why, names in reasons.items()
+    for name in names
+}
+
+_OPTIONS: dict[str, tuple[Need, str]] = {
+    "use_gc": (Need.PARAMETER, "use_gc subtracts the mean of each gradient"),
+    "adanorm": (Need.PARAMETER, "adanorm uses the norm of each gradient"),
+    "cautious": (Need.PARAMETER, "cautious divides the update by the mean of a mask over each parameter"),
+    "pre_norm": (Need.MODEL, "pre_norm divides each gradient by the norm of all gradients"),
+}
+"""Options of optimizers or param groups that require more than ``_NEEDS`` lists for the optimizer's class."""
 
 
 def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> None:
@@ -51,7 +168,7 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
                 "parameter from that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): "
                 f"each parameter is then updated by one rank. Otherwise {instead}."
             )
-    if _needs_whole(known, declared) and config.offloads_to_disk:
+    if _rule(known, declared) and config.offloads_to_disk:
         raise TypeError(
             f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "
             "updated in chunks. Write offload='cpu', or use an elementwise optimizer "
@@ -98,8 +215,9 @@ def _known(optimizer: Optimizer) -> Known | None:
     return known if known is not None and steps_as(optimizer, known.cls) else None
 
 
-def _needs_whole(known: Known | None, declared: Any) -> bool:
-    return known.need is Need.PARAMETER if known is not None else declared not in (None, False)
+def _rule(known: Known | None, declared: Any) -> Any:
+    """Whether an optimizer needs whole parameters, or the user's predicate of (name, parameter) that says so."""
+    return declared if known is None else known.need is Need.PARAMETER
 
 
 def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> Callable[[str, Tensor], bool]:
@@ -108,12 +226,10 @@ def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: 
     Args:
         ranks: see ``check_optimizers``.
     """
-    declared = config.whole_parameters
     rules: dict[int, Any] = {}
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
-            known = _known(optimizer)
-            rule = declared if known is None else known.need is Need.PARAMETER
+            rule = _rule(_known(optimizer), config.whole_parameters)
             rules |= {id(p): rule for group in optimizer.param_groups for p in group["params"]}
 
     def is_kept_whole(name: str, parameter: Tensor) -> bool:

@@ -28,9 +28,9 @@ from lightning_zero.engine.offload.updates import Update, fields_by_parameter, o
 from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
-from lightning_zero.engine.optim.state import MasterStates, Owner, StateMapping, States
+from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
 from lightning_zero.engine.optim.updating import gains_by_chunks, update_offloaded, updated
-from lightning_zero.engine.plan.ownership import balanced_owners
+from lightning_zero.engine.plan.layout import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import shard_of_all
 from lightning_zero.engine.state.slot import repartition, slot_of, slots_of
@@ -43,7 +43,7 @@ class Masters:
 
     Args:
         optimizer: the user's optimizer; only a weak reference is kept.
-        owner: the engine. It is notified before and after each update, and when a closure is called within an update.
+        engine: the engine. It is notified before and after each update, and when a closure is called within an update.
 
     Attributes:
         states: the masters and their state.
@@ -51,10 +51,10 @@ class Masters:
         hooks_after_update: see ``after_updates``.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+    def __init__(self, optimizer: Optimizer, engine: OptimizedEngine) -> None:
         _masters_of[optimizer] = self
         _ZERO_GRAD.hold(self)
-        self.states = MasterStates(optimizer, owner)
+        self.states = MasterStates(optimizer, engine)
         self.is_closed = False
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
         self._replaced: list[list[Any]] | None = None  # during a step: the module's parameters, by group
@@ -78,18 +78,17 @@ class Masters:
             optimizer.register_state_dict_pre_hook(self.states.before_state_dict),
             optimizer.register_state_dict_post_hook(self.states.put_back),
             optimizer.register_load_state_dict_pre_hook(self.states.before_load),
-            optimizer.register_load_state_dict_post_hook(self._after_load),
+            optimizer.register_load_state_dict_post_hook(self.states.after_load),
         ]
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
             optimizer.load_state_dict = self._load  # type: ignore[method-assign]
         # called before users' post-hooks, which then see the module's parameters
         call_first(self._handles[1])
-        self._adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
+        self.states.adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
 
-    def join(self, owner: Owner) -> None:
+    def join(self, engine: OptimizedEngine) -> None:
         """Add another engine, whose module's parameters this optimizer also updates. Collective."""
-        self.states.join(owner)
-        self._signature = None
+        self.states.join(engine)
         if any(slot_of(key) is not None for key in self.states.by_master):
             self._adopt_by_parameter()
 
@@ -97,11 +96,10 @@ class Masters:
         """Convert the state that ``optimizer.state`` holds by parameter to state by master. Collective."""
         state: dict[Any, dict[str, Any]] = self.states.by_master
         before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
-        self._adopt({**self.states.by_parameter(in_parts), **before})
+        self.states.adopt({**self.states.by_parameter(in_parts), **before})
 
     def _load(self, state_dict: dict[str, Any]) -> None:
         """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method."""
-        self._signature = None
         own = {handle.id for handle in self._handles}
         hooks = {name: getattr(self.states.optimizer, name) for name in LOAD_HOOKS}
         self.states.load(
@@ -111,14 +109,6 @@ class Masters:
                 for name, all_ in hooks.items()
             },
         )
-
-    def _after_load(self, optimizer: Optimizer) -> None:
-        self._signature = None
-        self.states.adopt(dict(dict.items(optimizer.state)), loaded=True)
-
-    def _adopt(self, states: States) -> None:
-        self._signature = None
-        self.states.adopt(states)
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -143,8 +133,8 @@ class Masters:
         def closure_then_swap() -> Any:
             if self._replaced is not None:  # LBFGS calls the closure again, after writing values
                 self._put_back()
-                for owner in self.states.owners:
-                    owner.show(self._buckets)
+                for engine in self.states.engines:
+                    engine.show(self._buckets)
             result = closure() if closure is not None else None
             self._swap_in()
             return result
@@ -159,8 +149,8 @@ class Masters:
         if not isinstance(self.states.by_master, StateMapping):  # user code has replaced ``optimizer.state``
             self._adopt_by_parameter()
         self._begin_update()
-        for owner in self.states.owners:
-            for bucket in owner.buckets:
+        for engine in self.states.engines:
+            for bucket in engine.buckets:
                 if bucket not in self._begun:
                     bucket.before_update()
         groups = self.states.optimizer.param_groups
@@ -200,8 +190,8 @@ class Masters:
     def _begin_update(self) -> None:
         """Before the first update of a step, notify the engines, and wait for background work on the masters."""
         if not self._begun:
-            for owner in self.states.owners:
-                owner.begin_update()
+            for engine in self.states.engines:
+                engine.begin_update()
             self.states.synchronize()
             self._own_entries = of_no_parameter(self.states.by_master)
 
@@ -210,8 +200,8 @@ class Masters:
             self.recover()
             self._call_hooks()
             self.states.updated(self._active)
-            for owner in self.states.owners:
-                owner.updated(self._buckets)
+            for engine in self.states.engines:
+                engine.updated(self._buckets)
 
     def _call_hooks(self) -> None:
         """Call ``hooks_after_update``, which may write to shards before these are gathered."""
@@ -279,9 +269,9 @@ class Masters:
         unsharded = [p for group in groups for p in group["params"] if p.requires_grad and slot_of(p) is None]
         new = [p for p in unsharded if id(p) not in self._unsharded]
         self._unsharded.update(map(id, new))
-        ranks = {owner.communicator.everyone.rank for owner in self.states.owners if owner.communicator.size > 1}
+        ranks = {engine.communicator.everyone.rank for engine in self.states.engines if engine.communicator.size > 1}
         if new and ranks == {0}:
-            modules = [owner.module for owner in self.states.owners]
+            modules = [engine.module for engine in self.states.engines]
             warn_of_unsharded(type(self.states.optimizer).__name__, new, modules)
 
     def _state_of_groups(self) -> Any:
@@ -367,12 +357,12 @@ def _after_raised_steps(before: Callable[..., None]) -> Callable[..., None]:
 _ZERO_GRAD = zero_grad(_after_raised_steps)
 
 
-def masters_of(optimizer: Optimizer, owner: Owner) -> Masters:
+def masters_of(optimizer: Optimizer, engine: OptimizedEngine) -> Masters:
     """Add an engine to an optimizer's masters, creating them if necessary, and return them. Collective."""
     masters = _masters_of.get(optimizer)
     if masters is None:
-        return Masters(optimizer, owner)
-    masters.join(owner)
+        return Masters(optimizer, engine)
+    masters.join(engine)
     return masters
 
 
@@ -411,7 +401,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
     for bucket, of_bucket in zip(late, owners):
         repartition(bucket, of_bucket)
     for masters, states in held:
-        masters._adopt(states)
+        masters.states.adopt(states)
 
 
 def masters_that_hold(parameter: Tensor) -> Masters | None:

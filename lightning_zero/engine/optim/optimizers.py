@@ -17,7 +17,7 @@ from lightning_zero.engine.state.slot import slots_of
 
 
 class Optimizers:
-    """The optimizers that update the parameters of one engine; the owner of their masters, which see it as ``Owner``.
+    """The optimizers that update the parameters of one engine, which their masters see as an ``OptimizedEngine``.
 
     Args:
         module: the root module, which is not kept alive.

@@ -44,7 +44,7 @@ States = dict[Any, dict[str, Any]]
 """For each parameter, the entries of its state by name."""
 
 
-class Owner(Protocol):
+class OptimizedEngine(Protocol):
     """The part of an engine's interface that the masters of optimizers use."""
 
     ledger: Ledger
@@ -69,18 +69,16 @@ class MasterStates:
 
     Attributes:
         reference: a weak reference to the optimizer.
-        version: counts how often masters have been replaced by others.
+        version: counts how often masters have been replaced by others, and engines added.
     """
 
-    def __init__(self, optimizer: Optimizer, owner: Owner) -> None:
+    def __init__(self, optimizer: Optimizer, engine: OptimizedEngine) -> None:
         self.reference = weakref.ref(optimizer)
-        self._ledger, self._owners = owner.ledger, [weakref.ref(owner)]
+        self._ledger, self._engines = engine.ledger, [weakref.ref(engine)]
         self._master_of: dict[BucketSlot, Master] = {}
         self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
-        # by slot and key: a master's entry, its address, and the sharded tensor of the slot's part
-        self._views: dict[Any, tuple[Any, int, Any]] = {}
         self._cleared: set[BucketSlot] = set()  # parameters without an update since their state was cleared
         self._measured = 0
         self._bytes: Counter[str] = Counter()
@@ -97,19 +95,20 @@ class MasterStates:
         return self.optimizer.state if self._own is None else self._own
 
     @property
-    def owners(self) -> list[Owner]:
+    def engines(self) -> list[OptimizedEngine]:
         """The engines of the modules whose parameters the optimizer holds."""
-        return [owner for reference in self._owners if (owner := reference()) is not None]
+        return [engine for reference in self._engines if (engine := reference()) is not None]
 
-    def join(self, owner: Owner) -> None:
+    def join(self, engine: OptimizedEngine) -> None:
         """Add an engine, whose module's parameters the optimizer also holds."""
-        if not self.owners:  # the earlier engines are gone
-            self._ledger, self._bytes = owner.ledger, Counter()
-        self._owners = [weakref.ref(each) for each in (*self.owners, owner)]
+        if not self.engines:  # the earlier engines are gone
+            self._ledger, self._bytes = engine.ledger, Counter()
+        self._engines = [weakref.ref(each) for each in (*self.engines, engine)]
+        self.version += 1
 
     def synchronize(self) -> None:
-        """Wait for all background work, and raise the errors of the ``owners``' work."""
-        synchronize(*(owner.background for owner in self.owners))
+        """Wait for all background work, and raise the errors of the engines' work."""
+        synchronize(*(engine.background for engine in self.engines))
 
     # -- masters ----------------------------------------------------------------------------------------------------
 
@@ -130,7 +129,6 @@ class MasterStates:
 
     def _split(self, master: Master, wanted: set[BucketSlot]) -> None:
         """Split a master of which only the wanted slots are updated now. Each part keeps its part of the state."""
-        self.forget_views()
         self.version += 1
         state, slots = self.by_master.pop(master.tensor, {}), set(master.slots)
         for run in (*runs_of(list(slots & wanted)), *runs_of(list(slots - wanted))):
@@ -163,12 +161,10 @@ class MasterStates:
 
     def release(self) -> None:
         """Remove the bytes of optimizer state from the ledger."""
-        self.forget_views()
         self._enter(Counter())
 
     def cleared(self) -> None:
         """Note that the state of all parameters has been cleared."""
-        self.forget_views()
         self._cleared = {slot for slot in self._master_of if not is_alone(slot.bucket)}
 
     def updated(self, masters: Sequence[Master]) -> None:
@@ -176,10 +172,6 @@ class MasterStates:
         if self._cleared:
             self._cleared.difference_update(slot for master in masters for slot in master.slots)
         self.measure()
-
-    def forget_views(self) -> None:
-        """Drop the sharded tensors that refer to the masters' entries."""
-        self._views.clear()
 
     def _enter(self, held: Counter[str]) -> None:
         for category in held.keys() | self._bytes.keys():
@@ -318,15 +310,8 @@ class MasterStates:
             return ShardedTensor(slot, torch.empty(0, dtype=entry, device=slot.device), keep=self)
         if (on_disk := slot.bucket.states) is not None:
             return ShardedTensor(slot, on_disk.tensor(key, slot.local_range.start, slot.local_range.stop), keep=self)
-        of_master = self.by_master[master.tensor][key]
-        known = self._views.get((slot, key))
-        if known is not None and known[0] is of_master and known[1] == of_master.data_ptr():
-            return known[2]
-        # ``keep`` is not this object: through ``_views``, the cycle would delay the freeing of memory
-        view = ShardedTensor(slot, of_master.reshape(-1)[master.part_of(slot)], keep=of_master)
-        # An optimizer may replace its tensors at each step: views of these would keep the memory of replaced ones.
-        self._views[slot, key] = (None, 0, None) if known is not None else (of_master, of_master.data_ptr(), view)
-        return view
+        part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
+        return ShardedTensor(slot, part, keep=self)
 
     # -- by master --------------------------------------------------------------------------------------------------
 
@@ -347,6 +332,10 @@ class MasterStates:
                 # a copy, since torch replaces counts in this dict that are not tensors
                 states[parameter] = dict(states.pop(index))
         return {**state_dict, "state": states}
+
+    def after_load(self, optimizer: Optimizer) -> None:
+        """Hook after ``load_state_dict()``: convert the loaded state to state by master."""
+        self.adopt(dict(dict.items(optimizer.state)), loaded=True)
 
     def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
         """Load a state dict with the optimizer class's own ``load_state_dict``, which may write to its ``state``.
@@ -392,9 +381,9 @@ class MasterStates:
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
+        self.version += 1
         self._master_of.clear()
         self._cleared.clear()
-        self.forget_views()
         self._measured = -1
         optimizer.state, self._own = StateMapping(self), None
         by_slot: dict[BucketSlot, dict[str, Any]] = {}

@@ -1,31 +1,16 @@
-"""Share: one rank's part of a tensor that tensor parallelism divides over ranks. Pure arithmetic."""
+"""Parts of a tensor: the share of a tensor-parallel rank, and boxes, which tile a range. Pure arithmetic."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from operator import add
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-
-class Rows(NamedTuple):
-    """Locates a range of this rank's share in the tensor; both are viewed as 2-D, with the same number of rows.
-
-    Attributes:
-        start, stop: the rows that contain the range.
-        columns: the columns of the whole tensor that belong to this rank.
-        first: the position of the range's first element among the elements in these rows and columns.
-        width: the number of columns of the whole tensor.
-    """
-
-    start: int
-    stop: int
-    columns: slice
-    first: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -88,11 +73,89 @@ class Share:
             return value
         return value.narrow(self.dimension, self._start(self.index), self.length(self.index))
 
-    def rows(self, start: int, stop: int) -> Rows:
-        """Locate ``[start, stop)``, a nonempty range of this rank's flattened share, in the whole tensor."""
-        assert self.dimension is not None
-        inner = prod(self.shape[self.dimension + 1 :])
-        begin, width = self._start(self.index) * inner, self.shape[self.dimension] * inner
-        own = self.length(self.index) * inner
-        row = start // own
-        return Rows(row, -(-stop // own), slice(begin, begin + own), start - row * own, width)
+    def range_of(self, start: int, stop: int, read: Callable[[int, int], Tensor]) -> Tensor:
+        """Elements ``[start, stop)`` of this rank's flattened share, 1-D, of which few others are read.
+
+        Args:
+            read: returns a range of the flattened whole tensor.
+        """
+        if self.dimension is None or start == stop:
+            return read(start, stop)
+        # Viewed as matrices, the whole tensor and the share have the same number of rows.
+        width, own_width = (prod(shape[self.dimension :]) for shape in (self.shape, self.own_shape))
+        column = self._start(self.index) * prod(self.shape[self.dimension + 1 :])
+        row, stop_row = start // own_width, -(-stop // own_width)
+        first, numel = start - row * own_width, stop - start
+        if stop_row == row + 1:
+            begin = row * width + column + first
+            return read(begin, begin + numel)
+        rows = read(row * width, stop_row * width).view(-1, width)
+        return rows[:, column : column + own_width].reshape(-1)[first : first + numel]
+
+
+class Box(NamedTuple):
+    """A rectangular block of a tensor. Its elements are contiguous in the flattened tensor."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int  # index of the first element in the flattened tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + prod(self.sizes)
+
+
+def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> list[Box]:
+    """Divide the elements ``[start, stop)`` of a flattened tensor into at most ``2 * len(shape) - 1`` boxes, in order.
+
+    A box of more than ``most`` elements is split further, but only along its first dimension whose size is above 1.
+    """
+    found = _tiles(tuple(shape), start, stop, 0) if stop > start else iter(())
+    return [part for box in found for part in (_cut(box, most) if most is not None else [box])]
+
+
+def boxes_of(share: Share, start: int, stop: int, most: int | None = None) -> list[Box]:
+    """Like ``boxes``, for a range of this rank's flattened share of a tensor; ``offsets`` refer to the whole tensor."""
+    found = boxes(share.own_shape, start, stop, most)
+    if not share.is_divided:
+        return found
+    return [box._replace(offsets=tuple(map(add, box.offsets, share.offsets))) for box in found]
+
+
+def _tiles(shape: tuple[int, ...], start: int, stop: int, base: int) -> Iterator[Box]:
+    if not shape:
+        yield Box((), (), base)
+        return
+    row = prod(shape[1:])
+    first, last = -(-start // row), stop // row  # rows that are fully in the range: [first, last)
+    if first > last:  # the range is within one row
+        yield from _within(shape, last, start - last * row, stop - last * row, base)
+        return
+    if start < first * row:
+        yield from _within(shape, first - 1, start - (first - 1) * row, row, base)
+    if first < last:
+        rest = (0,) * (len(shape) - 1)
+        yield Box((first, *rest), (last - first, *shape[1:]), base + first * row)
+    if last * row < stop:
+        yield from _within(shape, last, 0, stop - last * row, base)
+
+
+def _within(shape: tuple[int, ...], index: int, start: int, stop: int, base: int) -> Iterator[Box]:
+    """Divide a range of row ``index`` into boxes."""
+    for box in _tiles(shape[1:], start, stop, base + index * prod(shape[1:])):
+        yield Box((index, *box.offsets), (1, *box.sizes), box.start)
+
+
+def _cut(box: Box, most: int) -> Iterator[Box]:
+    dimension = next((d for d, size in enumerate(box.sizes) if size > 1), None)
+    if dimension is None or prod(box.sizes) <= most:
+        yield box
+        return
+    row = prod(box.sizes[dimension + 1 :])
+    rows = max(most // row, 1)
+    for first in range(0, box.sizes[dimension], rows):
+        count = min(rows, box.sizes[dimension] - first)
+        offsets, sizes = list(box.offsets), list(box.sizes)
+        offsets[dimension] += first
+        sizes[dimension] = count
+        yield Box(tuple(offsets), tuple(sizes), box.start + first * row)

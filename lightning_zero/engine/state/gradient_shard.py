@@ -12,8 +12,7 @@ from torch import Tensor
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.plan.layout import Spans
-from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
-from lightning_zero.engine.tensor.slot import Deferred
+from lightning_zero.engine.tensor.sharded_tensor import Deferred, ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from lightning_zero.engine.tensor.unsharded_param import View
 
 
 class BucketSlot:
-    """A parameter's range of a bucket. Implements ``tensor.slot.Slot`` for the parameter's sharded tensors."""
+    """A parameter's range of a bucket: the ``Slot`` of the parameter's sharded tensors."""
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
@@ -213,7 +213,7 @@ class BucketSlot:
         return True
 
     def ranges(self) -> list[tuple[int, int]]:
-        """See ``tensor.slot.Slot``."""
+        """See ``tensor.sharded_tensor.Slot``."""
         layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
         owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
         return [(start - first, stop - first) for start, stop in owned]
@@ -248,7 +248,7 @@ class OwnedSlot(BucketSlot):
         self._derived, self._remembered = {}, Counter()
 
     def ranges(self) -> list[tuple[int, int]]:
-        """See ``tensor.slot.Slot``."""
+        """See ``tensor.sharded_tensor.Slot``."""
         ranks = range(self.bucket.layout.world_size)
         return [(0, self.shape.numel() if rank == self._owner else 0) for rank in ranks]
 

@@ -66,6 +66,20 @@ def joined(kind: type, project_class: Any) -> Any:
     return types.new_class(project_class.__name__, (kind, project_class), exec_body=lambda body: body.update(names))
 
 
+def like(tensor: Tensor, values: Tensor) -> Any:
+    """The values, as a parameter if ``tensor`` is one, with the same ``requires_grad``."""
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(values, tensor.requires_grad)
+    return values.requires_grad_(tensor.requires_grad)
+
+
+def with_attributes(tensor: Tensor, values: Tensor) -> Any:
+    """Like ``like``, and with the attributes that user code has set on ``tensor``."""
+    values = like(tensor, values)
+    values.__dict__.update(attributes_of_users(tensor))
+    return values
+
+
 def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
     """The attributes that user code has set on a tensor."""
     return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}

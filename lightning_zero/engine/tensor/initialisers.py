@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, TypeGuard
 
 from torch import nn
@@ -16,9 +17,19 @@ OF_ADAPTERS = "reset_lora_parameters"
 
 
 def running() -> set[str]:
-    """The labels of such methods on the stack, so that what they write now will be written again."""
+    """The labels of such methods on the stack, so that what they write now will be written again.
+
+    The innermost constructor of a model of transformers counts as the model's ``_init_weights``: since version 5 of
+    transformers, it calls that method at its end only on other devices.
+    """
     calls = calls_on_stack((*OWN, APPLIED, OF_ADAPTERS))
-    return {label(name, owner) for name, owner in calls if _is_called_again(name, owner)}
+    labels = {label(name, owner) for name, owner in calls if _is_called_again(name, owner)}
+    constructed = (owner for _, owner in calls_on_stack(("__init__",)) if _is_of_transformers(owner))
+    return labels | {label(APPLIED, model) for model in islice(constructed, 1)}
+
+
+def _is_of_transformers(owner: Any) -> bool:
+    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(owner).__mro__)
 
 
 def label(name: str, owner: nn.Module) -> str:

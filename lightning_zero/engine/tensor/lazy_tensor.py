@@ -13,11 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_zero.engine.compat import is_within_meta_device
 from lightning_zero.engine.tensor import initialisers
-from lightning_zero.engine.tensor.identity import set_contents
+from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
 
 _MOST_REPEATED = 64  # recorded writes after which a tensor holds its values: each further one would repeat all of them
@@ -299,10 +299,7 @@ class LazyTensor(WrapperTensor):
         if self.grad is not None:  # torch keeps the gradient when ``data`` is replaced
             self._made_ordinary().data = in_memory(value)
         elif value is not self:
-            self._become(value.detach())
-
-    def _become(self, other: Tensor) -> None:
-        set_contents(self, nn.Parameter(other, self.requires_grad) if isinstance(self, nn.Parameter) else other)
+            set_contents(self, like(self, value.detach()))
 
     def copy_(self, values: Tensor, non_blocking: bool = False) -> Any:
         if self.device.type != "meta" or values.device.type == "meta":
@@ -321,7 +318,7 @@ class LazyTensor(WrapperTensor):
             return self.whole()
         grad, values = self.grad, self.detach().clone()
         self._source.use(values)  # aliases have the same source
-        self._become(values.detach())
+        set_contents(self, like(self, values.detach()))
         self.grad = grad
         return self
 
@@ -342,8 +339,7 @@ class LazyTensor(WrapperTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
-            copy, is_parameter = self.cast(self.dtype), isinstance(self, nn.Parameter)
-            memo[id(self)] = nn.Parameter(copy, self.requires_grad) if is_parameter else copy
+            memo[id(self)] = like(self, self.cast(self.dtype))
         return memo[id(self)]
 
 

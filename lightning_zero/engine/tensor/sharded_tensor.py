@@ -5,8 +5,10 @@ User code sees a tensor of the full shape; ``dispatch`` implements the operators
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,15 +16,91 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.compat import SlotsOfDTensor
-from lightning_zero.engine.plan.chunks import Box, boxes_of
-from lightning_zero.engine.tensor.identity import set_contents
-from lightning_zero.engine.tensor.slot import Deferred, Slot
+from lightning_zero.engine.plan.share import Box, Share, boxes_of
+from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.unsharded_param import check_same_shape
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, reader
 
 if TYPE_CHECKING:  # importing these takes a while, and only checkpoints need them
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
+
+
+class Deferred(ABC):
+    """Provider of tensor values that are complete only after an exchange between ranks."""
+
+    @abstractmethod
+    def complete(self) -> None:
+        """Complete the values, unless they are complete already. Collective."""
+
+
+class Slot(Protocol):
+    """A parameter's range of a bucket. The parameter, its gradient and copies of them refer to the same slot object.
+
+    Attributes:
+        name, shape, dtype, device: those of the parameter.
+        share: this rank's share of the parameter; the full parameter unless tensor parallelism divides it.
+        offset, local_numel: start and length of this rank's range of the flattened share.
+        hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
+        group: identifies the ranks that the parameter is sharded over; equal for parameters with the same ranks.
+        background: the owner of background work on the parameter and its optimizer state (see ``BackgroundWork``).
+        view: the ordinary tensor that modules compute with instead of the parameter.
+        is_written_by_modules: whether ``local_parameter`` returns memory that modules compute with and may write to.
+    """
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+    share: Share
+    offset: int
+    local_numel: int
+    hooks_after_reduction: dict[int, Callable[[Tensor], Any]]
+
+    @property
+    def group(self) -> Any: ...
+
+    @property
+    def background(self) -> Any: ...
+
+    @property
+    def view(self) -> Tensor: ...
+
+    @property
+    def is_written_by_modules(self) -> bool: ...
+
+    def is_of(self, tensor: Any) -> bool:
+        """Whether a tensor is the parameter itself, which is trained; its copies and aliases have the same slot."""
+
+    def remember(self, tensor: Any) -> None:
+        """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
+
+    def local_parameter(self) -> Tensor:
+        """This rank's range of the parameter, 1-D, in the dtype of the master weights."""
+
+    def parameter_at_rest(self) -> Tensor:
+        """Like ``local_parameter``, but for reading only; a lazy tensor if the range is on a disk."""
+
+    def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
+        """The full parameter in the given dtype, for immediate use; None if communication would be necessary."""
+
+    def write_parameter(self, value: Tensor) -> None:
+        """Write a full (unsharded) value to the parameter."""
+
+    def written_locally(self, values: Tensor) -> None:
+        """After ``values`` were written to this rank's range of the parameter, update all copies of the range."""
+
+    def collect(self, local: Tensor) -> Tensor:
+        """Gather the full tensor of which ``local`` is this rank's range. Collective."""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The range of the flattened share that each rank holds, in the order of ranks."""
+
+    def accumulate(self, gradient: Tensor) -> bool:
+        """Take over a local gradient that autograd adds to ``.grad``; return False if the slot reduces no gradients."""
+
+    def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
+        """Reduce a small tensor over all ranks, in place. Collective. Error messages call the reduction ``what``."""
 
 
 class ShardedTensor(WrapperTensor):
@@ -171,8 +249,7 @@ class ShardedTensor(WrapperTensor):
                     copy = reading.whole(self).clone()
                 else:  # the copy is sharded, too, so that a copied module takes only a shard's memory
                     copy = ShardedTensor(self.slot, self.local.clone(), self.dtype)
-            is_parameter = isinstance(self, torch.nn.Parameter)
-            memo[id(self)] = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(copy, self.requires_grad)
+            memo[id(self)] = like(self, copy)
         return memo[id(self)]
 
     @WrapperTensor.data.setter  # type: ignore[attr-defined]
@@ -181,15 +258,7 @@ class ShardedTensor(WrapperTensor):
             is_copy = not self.is_parameter and self.keep is None and self.is_leaf
             if is_copy and isinstance(value, ShardedTensor) and value.slot is self.slot:
                 # ``copied.half()``: the engine does not use the copy, so the copy may have any dtype
-                is_parameter, requires_grad, gradient = (
-                    isinstance(self, torch.nn.Parameter),
-                    self.requires_grad,
-                    self.grad,
-                )
-                other = value.detach()
-                other = (
-                    torch.nn.Parameter(other, requires_grad) if is_parameter else other.requires_grad_(requires_grad)
-                )
+                gradient, other = self.grad, like(self, value.detach())
                 other.grad = gradient.to(value.dtype) if gradient is not None else None
                 set_contents(self, other)
                 return
@@ -214,15 +283,7 @@ def local_range_of(value: Tensor, slot: Slot) -> Tensor:
     if isinstance(value, ShardedTensor) and value.slot is slot:
         return value.local
     value = value if value.shape == slot.shape else value.expand(slot.shape)
-    start, stop = slot.offset, slot.offset + slot.local_numel
-    if not slot.share.is_divided or start == stop:
-        return flat_range(value, start, stop)
-    rows = slot.share.rows(start, stop)
-    if rows.stop == rows.start + 1:
-        start = rows.start * rows.width + rows.columns.start + rows.first
-        return flat_range(value, start, start + slot.local_numel)
-    found = flat_range(value, rows.start * rows.width, rows.stop * rows.width)
-    return found.view(-1, rows.width)[:, rows.columns].reshape(-1)[rows.first : rows.first + slot.local_numel]
+    return slot.share.range_of(slot.offset, slot.offset + slot.local_numel, partial(flat_range, value))
 
 
 def flat_range(value: Tensor, start: int, stop: int) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.tensor.identity import attributes_of_users
+from lightning_zero.engine.tensor.identity import with_attributes
 
 _data: Any = nn.Parameter.data
 _grad: Any = nn.Parameter.grad
@@ -71,9 +71,7 @@ class View(nn.Parameter):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        value = nn.Parameter(self.detach().clone(), self.requires_grad)
-        value.__dict__.update(attributes_of_users(self))
-        return value.__reduce_ex__(protocol)
+        return with_attributes(self, self.detach().clone()).__reduce_ex__(protocol)
 
 
 def check_same_shape(name: str, parameter: Tensor, value: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.compat import disabled_torch_function, make_wrapper
-from lightning_zero.engine.tensor.identity import attributes_of_users
+from lightning_zero.engine.tensor.identity import with_attributes
 
 
 class Reader(Protocol):
@@ -112,10 +112,8 @@ class WrapperTensor(torch.Tensor):
         """An ordinary tensor or parameter with the same values and attributes, for pickles."""
         shared = self.whole_at_hand() if reader.get() is not None else None
         value = self.whole().detach().clone() if shared is None else shared.detach()
-        is_parameter = isinstance(self, torch.nn.Parameter)
-        value = (torch.nn.Parameter if is_parameter else Tensor.requires_grad_)(value, self.requires_grad)
-        value.__dict__.update(attributes_of_users(self))
-        return value
+        ordinary: Tensor = with_attributes(self, value)
+        return ordinary
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.ordinary().__reduce_ex__(protocol)
