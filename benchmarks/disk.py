@@ -9,6 +9,7 @@ changes every round. The whole file is written once beforehand, so that no measu
 """
 
 import argparse
+import fcntl
 import os
 import re
 import statistics
@@ -80,14 +81,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     for index in range(BUFFERS):
         ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
     move_all(extents, ring.write)
-    if not file.is_direct:
+    if not fcntl.fcntl(file._file, fcntl.F_GETFL) & os.O_DIRECT:
         raise SystemExit(
             f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
         )
 
     block = [f"bs={arguments.piece}M", f"count={len(extents)}"]
 
-    path = f"/proc/{os.getpid()}/fd/{file._cached}"  # the file has no name
+    path = f"/proc/{os.getpid()}/fd/{file._file}"  # the file has no name
 
     def dd_seconds() -> dict[str, float]:
         read = dd(f"if={path}", "of=/dev/null", "iflag=direct", *block)
