@@ -46,6 +46,7 @@ print([time.process_time(), [name for name in ("torch", "lightning", "numpy") if
 """
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("name", ["", *EVERY])
 def test_help_names_the_command_and_appears_quickly_without_importing_torch(name: str) -> None:
     done = subprocess.run(
@@ -58,6 +59,7 @@ def test_help_names_the_command_and_appears_quickly_without_importing_torch(name
     assert seconds < 1.5, "0.1 to 0.4 seconds on a quiet machine; importing torch alone takes 1.8"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(("name", "names"), [("", COMMANDS), ("checkpoint", CHECKPOINT_COMMANDS)])
 def test_help_has_one_line_for_each_subcommand(name: str, names: list[str]) -> None:
     lines = run(*name.split(), "--help").stdout.split("  COMMAND\n")[1].split("\n\n")[0].splitlines()
@@ -97,6 +99,7 @@ MISTAKES = {
 }
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("arguments", MISTAKES)
 def test_a_mistake_gives_one_line_that_says_what_to_write(arguments: str) -> None:
     done = run(*arguments.split())

@@ -34,6 +34,7 @@ def composed(*overrides: str, folder: Path) -> DictConfig:
         return compose("train", overrides=[*overrides, f"folder={folder}"])
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("choice", CHOICES)
 def test_every_choice_passes_the_check_and_instantiates_its_objects(choice: str, tmp_path: Path) -> None:
     needed = {'model="vit_tiny"': ["data=digits"], 'data="digits"': ["model=vit_tiny"]}.get(choice, [])
@@ -70,6 +71,7 @@ def test_stage_options_reach_the_strategy(choice: str, tmp_path: Path) -> None:
     assert strategy.stage == int(choice)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", ["1", "2", "3"])
 def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path) -> None:
     path = f"stage.offload.path={tmp_path}"

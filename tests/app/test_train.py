@@ -41,6 +41,7 @@ def results(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "results.json").read_text())
 
 
+@pytest.mark.exhaustive
 def test_output_ends_with_a_plain_text_table_and_the_paths(alone: tuple[Path, str]) -> None:
     folder, output = alone
     assert "\x1b" not in output
@@ -62,6 +63,7 @@ def test_a_model_that_stays_sharded_generates_the_same_sample(alone: tuple[Path,
     assert sharded == ordinary != []
 
 
+@pytest.mark.exhaustive
 def test_a_pruned_job_reports_its_sparsity(tmp_path: Path) -> None:
     output = succeed("train", *TINY, "callbacks=[none,magnitude_pruning]", "hydra.run.dir=job", folder=tmp_path)
     assert re.search(r"^sparsity +50.0%$", output, flags=re.MULTILINE)
@@ -91,6 +93,7 @@ def test_a_job_of_a_sweep_is_not_affected_by_an_earlier_job(sweep: tuple[Path, s
     assert second["validation"] == single["validation"]
 
 
+@pytest.mark.exhaustive
 def test_stage_3_learns_what_ddp_learns_and_only_stage_3_counts_traffic(sweep: tuple[Path, str]) -> None:
     ddp, stage3 = results(sweep[0] / "0"), results(sweep[0] / "1")
     # the norm for clipping is summed in a different order: 1e-6 relative, then six steps of Adam
@@ -132,6 +135,7 @@ def test_jobs_train_alike_wherever_their_states_are_offloaded(tmp_path: Path, al
         assert (found["loss_curve"], found["validation"]) == (single["loss_curve"], single["validation"])
 
 
+@pytest.mark.exhaustive
 def test_under_torchrun_the_command_starts_no_further_ranks(tmp_path: Path, alone: tuple[Path, str]) -> None:
     output = succeed("train", *TINY, "hydra.run.dir=job", folder=tmp_path, launcher=(warm_python(), *TORCHRUN))
     assert len(re.findall("^traffic ", output, flags=re.MULTILINE)) == 1
@@ -153,6 +157,7 @@ def test_under_torchrun_rank_0_reports_an_error_though_it_is_the_slowest(
     assert code != 0 and errors.count(f"lightning-zero train: {said}") == 1, errors
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("scheme", ["", "file://"], ids=["path", "URL"])
 def test_a_resumed_run_continues_where_the_first_run_stopped(
     scheme: str, tmp_path: Path, alone: tuple[Path, str]
@@ -176,6 +181,7 @@ def test_the_results_of_a_diverged_run_are_printed_as_json_with_null_for_nan(tmp
     assert losses[1] > 0 and losses[6] is None
 
 
+@pytest.mark.exhaustive
 def test_a_job_that_keeps_its_state_in_memory_continues_after_a_rank_is_killed(
     alone: tuple[Path, str], tmp_path: Path
 ) -> None:

@@ -95,6 +95,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize(("argument", "line"), WRONG, ids=[argument for argument, _ in WRONG])
 def test_wrong_value_ends_with_one_line_that_names_the_key(
     argument: str, line: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]

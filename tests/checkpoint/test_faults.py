@@ -60,6 +60,7 @@ def killed_at_every_call(folder, form, name):
     return moments
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("form", "name"),
     [
@@ -370,6 +371,7 @@ def test_a_name_may_be_as_long_as_the_system_allows(tmp_path, form):
 # -------------------------------------------------------------------------------------------------------------- damage
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_an_altered_byte_a_truncated_file_and_a_missing_file_are_detected(tmp_path, form):
     path, found = tmp_path / "last.ckpt", 0

@@ -127,6 +127,7 @@ def fail_at_one_step(folder: Path, form: str, failure: NoRoom, is_async: bool) -
     return message
 
 
+@pytest.mark.exhaustive(but=1)
 @IN_BACKGROUND
 @pytest.mark.parametrize(("form", "failing"), [("full", 0), ("sharded", 0), ("sharded", 1)])
 def test_a_failed_save_is_reported_on_every_rank_and_training_may_continue(run_on, tmp_path, form, failing, is_async):
@@ -210,6 +211,7 @@ def stop_with_a_save_under_way(folder: Path, form: str) -> None:
         trainer.fit(Learner(batches=5))
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_an_exception_ends_the_run_and_saves_under_way_are_finished(run_on, tmp_path, form):
     run_on(2, stop_with_a_save_under_way, folder=tmp_path / "c", form=form)
@@ -267,6 +269,7 @@ def damaged(folder: Path, form: str) -> None:
         run(folder, form, "last")
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_a_damaged_checkpoint_is_refused_and_last_falls_back_to_the_newest_whole_one(run_on, tmp_path, form):
     run_on(2, damaged, folder=tmp_path / "c", form=form)
@@ -318,6 +321,7 @@ def garbage(folder: Path, form: str) -> None:
             run(folder, form, last)
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_last_falls_back_to_the_newest_whole_checkpoint_if_it_is_not_a_checkpoint(run_on, tmp_path, form):
     run_on(2, garbage, folder=tmp_path / "c", form=form)
@@ -414,6 +418,7 @@ def of_another_model(folder: Path, form: str) -> None:
         assert not any(optimizer.state for optimizer in module.trainer.optimizers)
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_a_checkpoint_of_another_model_or_optimizer_is_refused_before_anything_is_changed(run_on, tmp_path, form):
     run_on(2, of_another_model, folder=tmp_path / "c", form=form)
@@ -452,6 +457,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("form", "victim"), exhaustive_but([("full", 0)], [("full", 0), ("sharded", 1)]))
 def test_a_run_with_a_rank_killed_while_saving_ends_and_resumes_from_the_last_checkpoint(tmp_path, form, victim):
     """In processes launched by the Trainer; nothing hangs, and the next run finds an undamaged checkpoint."""
@@ -512,6 +518,7 @@ ENDING = """
 """
 
 
+@pytest.mark.exhaustive
 def test_an_ending_process_finishes_its_background_save_or_reports_its_failure(tmp_path):
     """Without a Trainer, which would wait for the save: as at the end of a Fabric script."""
     (tmp_path / "script.py").write_text(textwrap.dedent(ENDING))

@@ -422,6 +422,7 @@ def fsdps(worker_pools: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.exhaustive
 def test_every_fsdp_form_opens_with_equal_weights_and_state_and_training_continues_exactly(fsdps: Path) -> None:
     opened = open_fsdp(fsdps / "sharded_by_fsdp1" / "model-optim")
     assert opened.checkpoint["step"] == BEFORE and opened.checkpoint["epoch"] == 0

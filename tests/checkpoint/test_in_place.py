@@ -72,6 +72,7 @@ def save_by_callbacks(form: str, folder: Path) -> None:
     same_values(observed(*resumed)["weights"], observed(*whole)["weights"], "after the exception")
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_callbacks_save_the_best_the_last_and_on_exceptions(run_on, tmp_path, form):
     run_on(2, save_by_callbacks, form=form, folder=tmp_path)
@@ -153,6 +154,7 @@ def test_a_run_resumes_without_the_parameters_that_were_left_out(run_on, tmp_pat
     run_on(2, leave_frozen_out_later, form=form, folder=tmp_path, average=average)
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_frozen_parameters_are_left_out_on_request_and_nothing_else_may_be_missing(run_on, tmp_path, form):
     run_on(2, leave_frozen_out, form=form, folder=tmp_path)

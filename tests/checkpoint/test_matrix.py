@@ -180,6 +180,7 @@ def load(folder: Path, files: list[tuple[str, str]], precision: str, before: int
 SIZES = [(2, 2), (4, 2), (2, 4), (3, 1), (1, 3)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("before", "after"),
     exhaustive_but([(1, 3)], SIZES),
@@ -224,6 +225,7 @@ def test_every_loader_meets_every_saver_in_some_case(savers: list[str], loaders:
         assert {("sharded" in s, loader) for s, loader in case} == {("sharded" in s, loader) for s, loader in able}
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_checkpoint_records_what_wrote_it(run_on, saved: Saved):
     path = saved(2, "32-true") / "zero3 sharded.ckpt"
     opened = open_checkpoint(path)

@@ -62,6 +62,7 @@ def compare(paths: list[str]) -> None:
     assert done.stdout.strip() == f"equal {len(paths) - 1}", done.stdout + done.stderr
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "`save_hyperparameters()` with modules, callbacks and bound methods")
 @KINDS
 @pytest.mark.parametrize("ranks", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
@@ -108,6 +109,7 @@ def objects_on_rank_0(form: str, folder: Path) -> None:
         assert rank() != 0 or torch.equal(kept[number].weight, layer.weight)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_rank_0_decides_which_objects_are_saved(run_on, tmp_path, form):
     run_on(2, objects_on_rank_0, form=form, folder=tmp_path)
@@ -132,6 +134,7 @@ def refused(form: str, module: Any, errors: Any, why: str, folder: Path) -> None
     fitted(ZeroStrategy(3, **FORMS[form]), holders.make(), folder / f"{form}.ckpt")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(
     ("module", "errors", "why"),
@@ -171,12 +174,14 @@ def by_fabric(options: dict[str, Any], folder: Path) -> None:
         fabric.strategy.teardown()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("plugin", [OwnIO, AsyncCheckpointIO])
 def test_a_plugin_receives_objects_that_it_can_pickle(run_on, tmp_path, plugin):
     run_on(2, by_a_plugin, plugin=plugin, folder=tmp_path)
     compare([f"{tmp_path}/ddp.ckpt", f"{tmp_path}/zero3.ckpt"])
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("form", FORMS)
 def test_fabric_saves_objects_as_under_ddp(run_on, tmp_path, form):
     run_on(2, by_fabric, options=FORMS[form], folder=tmp_path)
@@ -218,6 +223,7 @@ def loaded(form: str, folder: Path) -> None:
         assert module.found == 3
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_objects_are_loaded_only_with_weights_only_false(run_on, tmp_path, form):
     run_on(2, loaded, form=form, folder=tmp_path)

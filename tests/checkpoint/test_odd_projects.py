@@ -134,6 +134,7 @@ def resumed_with_versions(form: str, folder: Path) -> None:
     assert torch.equal(other.blocks[0][0].weight, before)
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_modules_receive_the_version_with_which_they_were_saved(run_on, tmp_path, form):
     run_on(2, resumed_with_versions, form=form, folder=tmp_path)
@@ -243,6 +244,7 @@ def put_in_on_rank_0(form: str, folder: Path) -> None:
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.exhaustive(but=1)
 @FORMS
 def test_parameter_values_that_only_one_rank_adds_are_refused(run_on, tmp_path, form):
     run_on(2, put_in_on_rank_0, form=form, folder=tmp_path)

@@ -137,6 +137,7 @@ def whole_and_resumed(strategy: str, folder: Path, hooks: list[str], loader: Any
         same_values(dict(module.state_dict()), weights, name)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_random_numbers_and_batches_resume_exactly(run_on, tmp_path, strategy):
     hooks = ["on_train_batch_end", "on_train_epoch_end"]
@@ -146,10 +147,12 @@ def test_random_numbers_and_batches_resume_exactly(run_on, tmp_path, strategy):
 HOOKS = ["on_before_optimizer_step", "on_validation_end", "on_train_batch_end"]
 
 
+@pytest.mark.exhaustive
 def test_resuming_repeats_an_unfinished_step_but_not_a_finished_validation(run_on, tmp_path):
     run_on(2, whole_and_resumed, strategy="zero3", folder=tmp_path, hooks=HOOKS)
 
 
+@pytest.mark.exhaustive
 def test_resuming_recomputes_accumulated_gradients(run_on, tmp_path):
     options = {"hooks": HOOKS, "accumulate_grad_batches": 2, "val_check_interval": 3}
     run_on(2, whole_and_resumed, strategy="zero1", folder=tmp_path, **options)
@@ -263,6 +266,7 @@ def reads_nothing_twice(folder: Path) -> None:
         assert not warned
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_samples_of_finished_batches_are_not_read_again(run_on, tmp_path, world_size):
     run_on(world_size, reads_nothing_twice, folder=tmp_path)
@@ -276,6 +280,7 @@ def takes_as_much_as_ddp(folder: Path) -> None:
             assert resume_after_two_batches(f"zero{stage}", folder, partial(Queue, samples), batches) == ddp
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_loaders_without_a_sampler_are_left_to_lightning(run_on, tmp_path, world_size):
     run_on(world_size, takes_as_much_as_ddp, folder=tmp_path)
@@ -320,6 +325,7 @@ def resumes_beside_the_module(strategy: str, folder: Path) -> None:
     same_values(end(2, folder / "1.ckpt"), whole, "resumed")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_an_optimizer_of_a_parameter_outside_the_module_resumes(run_on, tmp_path, strategy):
     run_on(2, resumes_beside_the_module, strategy=strategy, folder=tmp_path)

@@ -192,6 +192,7 @@ BOMBS: dict[str, bytes] = {
 }
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("form", ["archive", "before torch 1.6", "meta.pt", ".metadata"])
 @pytest.mark.parametrize("what", BOMBS)
 def test_a_small_pickle_takes_little_memory_and_time(tmp_path: Path, what: str, form: str) -> None:
@@ -662,6 +663,7 @@ def read_by_fabric_with_plugin(path: str) -> Any:
     read_by_fabric(path, plugins=[WritesElsewhere()])
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     "read", [read_by_trainer, read_with_plugins, read_by_fabric, read_by_fabric_with_plugin, open_checkpoint]
 )

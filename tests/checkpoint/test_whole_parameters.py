@@ -73,6 +73,7 @@ def write_the_same_file(name: str, stage: int, folder: Path, async_save: bool) -
     same_values(read(folder / "zero.ckpt"), read(folder / "ddp.ckpt"), "checkpoint")
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
@@ -88,6 +89,7 @@ def equal_files(one: Path, other: Path) -> None:
     same_values(read(one), read(other), "checkpoint")
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize(
     ("form", "move"),

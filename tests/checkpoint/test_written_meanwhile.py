@@ -143,6 +143,7 @@ def saved_while_written(folder, stage, form, name, offload=None):
     assert any(not torch.equal(after[key], before[key]) for key in before), "nothing was written"
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("form", ["full", "sharded"])
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.parametrize("name", WRITES)

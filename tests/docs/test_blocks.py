@@ -208,6 +208,7 @@ PAGES = [
 ]
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("page", PAGES)
 def test_the_blocks_of_a_page_run(run_on, tmp_path: Path, page) -> None:
     run_on(2, page, folder=str(tmp_path), timeout=90)

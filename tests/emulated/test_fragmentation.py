@@ -110,6 +110,7 @@ def look_at_addresses(stage: int) -> None:
         engine.close(communicate=False)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_shards_and_states_are_allocated_once(run_on_device, stage):
     run_on_device(1, look_at_addresses, stage=stage)

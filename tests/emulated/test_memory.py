@@ -57,6 +57,7 @@ KEPT = {
 }
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(["stage", "offload", "share"], KEPT.values(), ids=KEPT)
 def test_the_device_holds_only_the_states_that_are_not_offloaded(run_on_device, stage, offload, share):
     ((allocated, peak),) = run_on_device(1, measured, stage=stage, offload=offload)

@@ -85,6 +85,7 @@ def test_branches_on_their_own_streams_train_as_ddp_with_offloaded_states(run_on
     assert run_on_device(ranks, out_of_order, recipe=recipe, **options) == [[]] * ranks
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("model", MODELS)
 def test_branches_on_their_own_streams_train_as_ddp_when_sharded_within_groups(run_on_device, model):
     recipe = Recipe(MODELS[model], steps=3, device=device.NAME)

@@ -42,6 +42,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(module.parameters(), lr=2.0**-4, momentum=0.5)
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 @RANKS
 def test_a_run_equals_ddps(run_on_device, ranks, stage):
@@ -76,6 +77,7 @@ def test_runs_of_other_optimizers_equal_ddps(run_on_device, stage, optimizer):
     run_on_device(2, is_ddps, recipe=Recipe(optimizer=optimizer, steps=4, device=NAME), stage=stage)
 
 
+@pytest.mark.exhaustive(but=2)
 @EACH
 @STAGES
 @RANKS
@@ -168,6 +170,7 @@ def test_disabling_a_kind_of_wait_is_detected(run_on_device, waits, stage, offlo
     assert seen == [waits != ""] * 2
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize(
     "options", [{}, {"overlap": False}, {"offload": "cpu"}, {"prefetch": 2, "reduction_buffers": 3}], ids=str

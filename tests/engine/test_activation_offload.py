@@ -101,6 +101,7 @@ def beside_ddp(place, folder):
         same_tensors(found, expected, bound=CLOSE if stage == 3 and world_size() > 1 else 0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("world_size", [1, 2])
 @PLACES
 def test_training_with_offloaded_activations_equals_ddp(run_on, tmp_path, world_size, place):

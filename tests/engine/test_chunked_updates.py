@@ -78,6 +78,7 @@ def compare(optimizer_class: Any, options: dict[str, Any]) -> None:
     same_values(state, expected_state, "state")
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("optimizer_class, options", CLASSES, ids=lambda value: getattr(value, "__name__", str(value)))
 def test_chunked_updates_are_bit_equal_to_undivided_ones(run_on, size, optimizer_class, options):

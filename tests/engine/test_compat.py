@@ -415,6 +415,7 @@ def patched_only_while_an_engine_exists():
         assert what_engines_patch() == (patched if left else before)
 
 
+@pytest.mark.exhaustive
 def test_torch_is_patched_only_while_an_engine_exists():
     """In a process of its own, in which no other test has an engine."""
     code = f"from {__name__} import patched_only_while_an_engine_exists as check; check()"

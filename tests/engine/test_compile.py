@@ -151,6 +151,7 @@ def compare(kind, way):
                 assert found[what] <= allowed[what], where
 
 
+@pytest.mark.exhaustive
 @pytest.mark.behaviour("The module", "`torch.compile` on blocks, in place or not, and on the whole module")
 @pytest.mark.parametrize(
     "way",
@@ -161,6 +162,7 @@ def test_a_compiled_module_has_ddps_losses_and_no_more_graphs_than_with_fsdp2(ru
     run_on(2, compare, kind=Interleaved, way=way)
 
 
+@pytest.mark.exhaustive
 def test_a_compiled_loop_over_blocks_has_no_more_graphs_than_with_fsdp2(run_on):
     run_on(2, compare, kind=Net, way=compile_whole)
 

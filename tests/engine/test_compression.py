@@ -59,6 +59,7 @@ def count(**options: Any) -> None:
         assert found == {"all_gather": 2 * numel // 4, "reduce_scatter": (width + 4 / 128) * numel // 4}
 
 
+@pytest.mark.exhaustive(but=1)
 @PLACEMENTS
 def test_compression_sends_fewer_bytes_between_machines(run_on, placement):
     run_on(4, count, **placement)
@@ -75,6 +76,7 @@ def train_nearly(compression: dict[str, Any], bound: float, micro_batches: int, 
     assert any(not torch.equal(found.weights[name], value) for name, value in expected.weights.items())
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("placement", [{"stage": 1}, {"stage": 2}, {"stage": 3}, WITHIN], ids=str)
 @pytest.mark.parametrize(
     ("compression", "bound", "micro_batches"),
@@ -214,6 +216,7 @@ def over_another_backend(**options: Any) -> None:
             refuse("aabb", BF16, "works over NCCL only with shard_within", compression="int8", **options)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("placement", [WITHIN, {"stage": 2}], ids=str)
 def test_over_another_backend_than_gloo_gradients_are_compressed_with_shard_within(run_on, placement):
     run_on(4, over_another_backend, **placement)
@@ -256,6 +259,7 @@ def kill_one(machines: str, **placement: Any) -> None:
         assert ending.code == 1 and "rank 3 was killed" in ending.said and ending.seconds < 15
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("machines", "placement"), [("aabb", WITHIN), ("aabb", {"stage": 2}), ("abcd", {"stage": 2})], ids=str
 )

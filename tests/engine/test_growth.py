@@ -141,6 +141,7 @@ def test_a_step_with_offloaded_states_is_linear_in_the_number_of_units(run_on, r
     check_linear(counts, "units")
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 def test_a_step_takes_as_many_instructions_on_1024_ranks_as_on_8(run_on, stage):
     (counts,) = run_on(1, count_each, stage=stage, sizes=[(20, 5, 8), (20, 5, 1024)])
@@ -148,6 +149,7 @@ def test_a_step_takes_as_many_instructions_on_1024_ranks_as_on_8(run_on, stage):
     assert many <= NEARLY * few, f"{many} instructions on 1024 ranks, {few} on 8"
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 @pytest.mark.parametrize(
     ("within", "few"), [("lightning_zero/engine", 50), ("", 300)], ids=["of the engine", "also of torch"]

@@ -85,6 +85,7 @@ def test_a_large_parameter_trains_in_a_bucket_of_its_own(run_on, stage, options)
     run_on(2, compare, stage=stage, machines="aa", **options)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"micro_batches": 2}], ids=str)
 def test_with_shard_within_a_large_parameter_trains_in_a_bucket_of_its_own(run_on, options):
     run_on(4, compare, stage=3, machines="aabb", shard_within="node", **options)

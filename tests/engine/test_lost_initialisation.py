@@ -143,6 +143,7 @@ def refused(stage: int) -> None:
         Engine(loaded, stage=stage)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.behaviour("The module", "Values written to a module on the meta device are repeated, or refused by name")
 def test_values_that_initialisers_would_replace_are_refused_on_every_rank(run_on, stage):
@@ -256,6 +257,7 @@ def initialised(stage: int) -> None:
                 assert torch.equal(found[name], value) if constant else found[name].std() > 0, (make, name)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_ordinary_modules_have_the_values_of_ordinary_construction(run_on, stage):
     run_on(2, initialised, stage=stage)

@@ -28,6 +28,7 @@ def compare(recipe: Recipe, stage: int, bound: float = 0, **options: object) -> 
     same_runs(train_zero(recipe, stage, **options), train_ddp(recipe), bound)
 
 
+@pytest.mark.exhaustive(but=2)
 @GROUPINGS
 @STAGES
 @pytest.mark.parametrize("size", [1, 2, 4])
@@ -55,6 +56,7 @@ RECIPES = {
 }
 
 
+@pytest.mark.exhaustive(but=2)
 @GROUPINGS
 @STAGES
 @pytest.mark.parametrize("name", ["decay_groups", "several_groups"])
@@ -74,6 +76,7 @@ def compare_with_single_units(recipe: Recipe, stage: int, **options: object) -> 
     same_runs(train_zero(recipe, stage, **options), train_zero(recipe, stage, unit_numel=0))
 
 
+@pytest.mark.exhaustive(but=2)
 @GROUPINGS
 @STAGES
 @pytest.mark.parametrize(

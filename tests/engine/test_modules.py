@@ -452,6 +452,7 @@ def compare_with_ddp(kind):
             torch.testing.assert_close(module.state_dict()[name], value, **bound, msg=lambda m: f"{stage} {name}: {m}")
 
 
+@pytest.mark.exhaustive(but=1)
 @KINDS
 def test_losses_and_weights_equal_ddps_at_every_stage(run_on, kind):
     run_on(2, compare_with_ddp, kind=kind)
@@ -629,6 +630,7 @@ def beside_other_graphs(way, in_window):
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("in_window", [False, True])
 @pytest.mark.parametrize("way", ["kept", "dropped", "failed"])
 def test_a_graph_that_is_never_differentiated_does_not_affect_training(run_on, way, in_window):
@@ -683,6 +685,7 @@ def delete_while_another_rank_still_reads(stage):
     assert ignored == []
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_module_may_be_deleted_while_another_rank_reads_its_memory(run_on, stage):
     run_on(2, delete_while_another_rank_still_reads, stage=stage)

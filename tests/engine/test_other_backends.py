@@ -183,5 +183,6 @@ def test_the_process_group_is_left_as_it_is_when_all_ranks_fail_alike(run_on):
     run_on(2, fail_alike)
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_waits_only_for_its_device_learns_that_another_rank_has_failed(run_on):
     run_on(2, fail_while_the_other_waits_for_a_device)

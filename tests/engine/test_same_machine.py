@@ -82,6 +82,7 @@ def train_both_ways(recipe: Recipe, stage: int, **options: object) -> None:
     same_runs(run, train_zero(recipe, stage, **options))
 
 
+@pytest.mark.exhaustive(but=2)
 @SIZES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"reduce_dtype": "bf16"}, {"unit_numel": 2**20}], ids=str)
@@ -219,6 +220,7 @@ def end_one_after_another() -> None:
         transport.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("size", [3, 4])
 def test_a_rank_may_close_before_the_others_notice_that_the_exchange_is_done(run_on, size):
     run_on(size, end_one_after_another)

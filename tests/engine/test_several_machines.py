@@ -151,6 +151,7 @@ def train_alike(machines: str, recipe: Recipe, bound: float = CLOSE, **options: 
     same_runs(runs[0], train_ddp(recipe), bound=bound)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers", "Several machines with several ranks each, over Gloo: each byte crosses between them once"
 )
@@ -195,6 +196,7 @@ def refuse_two_levels(machines: str) -> None:
     same_runs(train_on(machines, 3, Recipe(steps=3)), train_on("aaaa", 3, Recipe(steps=3)))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(("size", "machines"), [(3, "aab"), (4, "abcd"), (4, "aaaa")])
 def test_machines_with_different_numbers_of_ranks_or_one_rank_each_exchange_directly(run_on, size, machines):
     run_on(size, refuse_two_levels, machines=machines)
@@ -253,6 +255,7 @@ def be_killed() -> str:
     return "trained on"
 
 
+@pytest.mark.exhaustive
 def test_a_killed_rank_ends_the_others_on_both_machines(run_on):
     run_on(1, kill_one)
 

@@ -35,6 +35,7 @@ def train_as_flat(machines: str, recipe: Recipe, bound: float = CLOSE, **options
     same_runs(within, train_ddp(recipe), bound=bound)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers",
     "`shard_within`: stage 3 within each machine, the optimizer over all ranks",
@@ -56,6 +57,7 @@ def train_in_bf16(options: dict[str, Any], dtype: torch.dtype) -> None:
     same_runs(within, train_on("aabb", 3, recipe, **options))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("options", "dtype"),
     [
@@ -82,6 +84,7 @@ def test_states_on_a_disk_are_sharded_over_all_ranks(run_on, tmp_path):
     run_on(4, train_on_disk, folder=str(tmp_path))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("optimizer", "bound"),
     [(whole.adafactor, 1e-5), (whole.muon_and_adamw, 1e-2)],  # Newton-Schulz in bf16 amplifies differences of sums
@@ -190,6 +193,7 @@ def test_options_that_contradict_shard_within_are_refused(options, said):
 # -- gradients --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -451,6 +455,7 @@ def count(micro_batches: int) -> None:
         assert elements["reduce_scatter", "within"] == 2 * (micro_batches * PSI + PSI // 4)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("micro_batches", [1, 4])
 def test_each_parameter_and_each_gradient_crosses_between_machines_once_a_step(run_on, micro_batches):
     run_on(4, count, micro_batches=micro_batches)
@@ -563,6 +568,7 @@ def write_by(write: Callable[[nn.Module], None], options: dict[str, Any]) -> Non
         parts_are_those_of(module, engine)
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("write", WRITERS, ids=lambda write: write.__name__)
 @pytest.mark.parametrize("options", [{}, {"is_low": True}, {"offload": "cpu"}], ids=str)
 def test_every_write_reaches_the_parts_of_all_machines(run_on, write, options):
@@ -641,6 +647,7 @@ def resume(first: dict[str, Any], then: dict[str, Any]) -> None:
     same_runs(*runs)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("within_first", [True, False])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_states_carry_over_from_one_placement_to_another(run_on, within_first, stage):

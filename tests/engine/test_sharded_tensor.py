@@ -139,6 +139,7 @@ def read_everywhere(stage):
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The module", "70 ways to read a parameter or a gradient, also under `no_grad` and `inference_mode`"
 )
@@ -197,6 +198,7 @@ def write_everywhere(stage):
         engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The module", "26 ways to write to a parameter")
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -218,6 +220,7 @@ def write_everywhere_in_bf16(stage):
         engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_parameter_with_a_wider_master_can_be_written_in_each_way(run_on, stage):
     run_on(2, write_everywhere_in_bf16, stage=stage)
@@ -264,6 +267,7 @@ def test_operators_on_lists_compute_in_the_dtype_of_the_tensors(run_on, world_si
     run_on(world_size, compute_with_lists)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The module", "Writes to a gradient")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_write_to_a_gradient_is_what_the_optimizer_uses(run_on, stage):
@@ -472,6 +476,7 @@ def read_on_rank_0_while_others_wait_in(where):
     assert time.monotonic() - begin < 15
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("where", ["a collective", "another parameter"])
 def test_a_read_on_some_ranks_only_fails_in_seconds_and_names_the_parameter_and_the_ranks(run_on, where):
     run_on(2, read_on_rank_0_while_others_wait_in, where=where)
@@ -499,6 +504,7 @@ def look_on_rank_0_while_others_train_on(what):
     engine.close(communicate=False)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("what", LOOKS)
 def test_inspection_on_one_rank_alone_fails_in_seconds_on_every_rank(run_on, what):
     run_on(2, look_on_rank_0_while_others_train_on, what=what)
@@ -599,6 +605,7 @@ def count_requests():
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_handshakes_requests_do_not_grow_with_the_number_of_ranks(run_on, size):
     run_on(size, count_requests)

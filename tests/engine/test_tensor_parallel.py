@@ -123,6 +123,7 @@ def train_in_two_dimensions(
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [(4, 2), (2, 2)], ids=["2 x 2", "1 x 2"])
 def test_training_in_two_dimensions_equals_one_process(run_on, stage, ranks):
@@ -130,6 +131,7 @@ def test_training_in_two_dimensions_equals_one_process(run_on, stage, ranks):
     run_on(world, train_in_two_dimensions, tensor_parallel_size=tensor_parallel_size, stage=stage, clip=0.5)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -325,6 +327,7 @@ def partition(stage: int, **options: Any) -> None:
     assert gathered == {"calls": 3 * 3, "bytes": 3 * 3 * ACTIVATION}, "in three steps each input but the last block's"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("offload", [None, {"activations": "cpu"}, {"activations": "nvme"}], ids=str)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_partitioned_activations_change_no_bit_and_take_half_the_memory(run_on, stage, offload, tmp_path):
@@ -486,6 +489,7 @@ def train_odd(stage: int) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sizes_that_ranks_do_not_divide_train_as_one_process(run_on, stage):
     run_on(4, train_odd, stage=stage)
@@ -597,6 +601,7 @@ def overflow(stage: int) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_overflow_in_one_ranks_share_skips_the_step_on_all_ranks(run_on, stage):
     run_on(4, overflow, stage=stage)
@@ -656,6 +661,7 @@ def skip_a_block(stage: int) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [2, 3])
 def test_matrices_that_one_data_parallel_rank_does_not_use_train_as_one_process(run_on, stage):
     run_on(4, skip_a_block, stage=stage)

@@ -100,6 +100,7 @@ def read(stage):
             same_tensors(module.state_dict(), expected, bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 @pytest.mark.behaviour(
     "The module", "`load_weights`: safetensors, torch files and checkpoints, each rank reading its share"
@@ -166,6 +167,7 @@ def mapped(stage):
         same_tensors(module.state_dict(), expected, bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 def test_parameters_mapped_from_files_are_read_by_each_rank_unless_they_differ(run_on, stage):
     run_on(2, mapped, stage=stage)
@@ -276,6 +278,7 @@ def use_before_it_is_cut(stage):
     assert all(isinstance(parameter, LazyTensor) for parameter in net.parameters()), "that needs no values"
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 @pytest.mark.behaviour(
     "The module", "Weights of a file that has not been read yet can be read, written and reparametrised"

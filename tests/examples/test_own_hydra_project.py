@@ -17,6 +17,7 @@ def loss_under_ddp(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return validation_loss(SCRIPT, tmp_path_factory.mktemp("ddp"), "stage=ddp")
 
 
+@pytest.mark.exhaustive
 def test_plain_script_trains_at_stage_3_with_the_loss_of_ddp(loss_under_ddp: list[str], tmp_path: Path) -> None:
     assert validation_loss(SCRIPT, tmp_path) == loss_under_ddp
 

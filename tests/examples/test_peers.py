@@ -108,6 +108,7 @@ def count_a_step() -> list[tuple[float, float, int]]:
     return counted
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel's count of what sockets sent")
 def test_each_system_communicates_the_bytes_that_theory_predicts(run_on: Callable[..., list[Any]]) -> None:
     for rank in run_on(2, count_a_step):

@@ -58,6 +58,7 @@ def saved_and_loaded() -> None:
         same_values(end, ends["ddp"], f"{strategy} from {file}")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.behaviour("Fabric", "`save` and `load`: the same file as DDP's, read by DDP and by each stage; `filter=`")
 def test_every_strategy_writes_the_same_file_and_reads_the_files_of_all_others(run_on):
     run_on(2, saved_and_loaded)

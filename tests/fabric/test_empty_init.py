@@ -197,6 +197,7 @@ def counted() -> Iterator[list[Write]]:
         yield runs
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("how", [row_by_row, row_by_row_through_data, over_other_values, some_rows])
 def test_a_table_filled_row_by_row_takes_linear_time_and_has_the_same_values(run_on, how):
     run_on(2, by_rows, how=how)

@@ -238,6 +238,7 @@ def scheduled(strategy: str) -> Any:
     return losses, weights(model), state_of(optimizer)
 
 
+@pytest.mark.exhaustive(but=1)
 @fabrics(plain, marked, lightning_module, compiled, scheduled)
 def test_a_loop_gives_ddps_numbers(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
@@ -398,6 +399,7 @@ def target_network(strategy: str) -> Any:
     return losses, weights(second)
 
 
+@pytest.mark.exhaustive(but=2)
 @fabrics(
     gan,
     gan_modules_first,

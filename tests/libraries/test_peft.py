@@ -60,6 +60,7 @@ def costs_follow_what_trains(run, stage):
     assert held["parameters"] <= 4 * (whole + padding) / (size if stage == 3 else 1), held
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The module", "PEFT: LoRA and DoRA on a transformers model, `modules_to_save` too")
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @pytest.mark.parametrize("name", ADAPTERS)

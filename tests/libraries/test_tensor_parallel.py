@@ -65,6 +65,7 @@ def learn(name: str, stage: int) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("name", ["Llama", "Qwen3"])
 def test_a_model_split_by_its_tensor_parallel_plan_learns_as_in_one_process(run_on, name, stage):

@@ -32,6 +32,7 @@ def equal_to_ddp(name, stages=(3,), make=None, bound=0, **options):
         same_learning(fit(f"zero{stage}", learner, **options), reference, bound)
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour("The module", "Unmodified transformers models (text, vision, audio)")
 @pytest.mark.parametrize("name", exhaustive_but(IN_EVERY_RUN, MODELS))
 def test_a_model_learns_as_under_ddp_bit_for_bit(run_on, name):
@@ -39,6 +40,7 @@ def test_a_model_learns_as_under_ddp_bit_for_bit(run_on, name):
 
 
 # ALBERT has a test of its own below.
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("name", ["Llama", "Mixtral", "BERT", "T5", "ConvNeXt", "Wav2Vec2"])
 def test_a_model_learns_as_under_ddp_in_mixed_precision(run_on, name):
     run_on(2, equal_to_ddp, name=name, precision="bf16-mixed")
@@ -118,6 +120,7 @@ def curious():
         equal_to_ddp(name, (1, 2, 3), partial(Curious, name, attn_implementation="eager"), bound=CLOSE)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.behaviour("The module", "A transformers model read from outside: tied heads, sizes, dtype, kept outputs")
 def test_a_model_may_be_read_resized_and_asked_for_all_its_outputs(run_on):
     run_on(2, curious)

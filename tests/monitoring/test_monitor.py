@@ -156,6 +156,7 @@ def read_csv(folder: Path) -> list[dict[str, str]]:
     return [row for row in csv.DictReader(file.open()) if row["throughput/step_s"]]
 
 
+@pytest.mark.exhaustive
 @behaviours("The Trainer", with_monitor)
 def test_a_monitored_run_is_the_same_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=1e-6)
@@ -219,6 +220,7 @@ def validated() -> None:
     assert len(monitor.validation_curve) == 5  # the sanity check and four epochs
 
 
+@pytest.mark.exhaustive
 def test_validation_is_not_measured(run_on):
     run_on(2, validated)
 
@@ -271,6 +273,7 @@ def validated_within_a_step(strategy: str) -> None:
     assert found[0] == found[1] and (found[0] is None) == (strategy == "ddp")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3"])
 def test_a_step_that_validation_interrupts_is_not_measured(run_on, strategy):
     run_on(2, validated_within_a_step, strategy=strategy)
@@ -320,6 +323,7 @@ def straggling(stage: int, slow: int) -> None:
             assert sum(monitor.waited.values()) > 0.8 * DELAY
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("slow", [0, 1])
 @pytest.mark.parametrize("stage", [1, 3])
 def test_the_slowest_rank_is_named(run_on, stage, slow):

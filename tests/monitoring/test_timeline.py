@@ -67,6 +67,7 @@ def phases(stage: int) -> None:
     assert any("Optimizer.step" in span["name"] for span in spans)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_traces_name_units_and_phases(run_on, stage):
     run_on(2, phases, stage=stage)
@@ -86,6 +87,7 @@ def gathered_during_forward(overlap: bool) -> None:
     assert shares and all(shares) == any(shares) == overlap
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("overlap", [True, False])
 def test_with_overlap_a_unit_is_gathered_while_the_previous_one_computes(run_on, overlap):
     run_on(2, gathered_during_forward, overlap=overlap)

@@ -62,6 +62,7 @@ def train(stage: int, accumulate: int = 1, reads_memory: bool = False, **options
     return found | {"sum": weights.double().sum().item()}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("options", "accumulate", "elements", "reads_memory"),
     # In units of PSI. Each element crosses once, so each of two machines sends half of a reduction or a gather.

@@ -30,6 +30,7 @@ def train_both(stage: int, recipe: Recipe, bound: float) -> None:
     same_runs(train_zero(recipe, stage), train_ddp(recipe), bound)
 
 
+@pytest.mark.exhaustive(but=1)
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_micro_batches_per_step_train_as_under_ddp(run_on, stage):
@@ -41,6 +42,7 @@ def clip_by_norm(parameters) -> None:
     nn.utils.clip_grad_norm_(parameters, 0.1)
 
 
+@pytest.mark.exhaustive(but=1)
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_three_micro_batches_per_step_with_clipping_train_as_under_ddp(run_on, stage):
@@ -77,6 +79,7 @@ def count_collectives(stage: int, micro_batches: int) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers",
     "Accumulation communicates gradients",
@@ -104,12 +107,14 @@ def fit_both(stage: int, bound: float, gradient_clip_val: float | None) -> None:
         assert run.reports[after].steps - run.reports[before].steps == 1
 
 
+@pytest.mark.exhaustive(but=1)
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_trainer_accumulates_seven_batches_in_threes_as_under_ddp_with_the_expected_traffic(run_on, stage):
     run_on(2, fit_both, stage=stage, bound=BOUND[stage], gradient_clip_val=None)
 
 
+@pytest.mark.exhaustive(but=1)
 @ACCUMULATION
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_the_trainer_accumulates_seven_batches_in_threes_and_clips_as_under_ddp(run_on, stage):

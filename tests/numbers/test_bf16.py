@@ -158,6 +158,7 @@ def train_beside_ddp() -> None:
     assert not torch.equal(reference.losses[0], exact.losses[0]), "this was computed in fp32"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "`bf16-mixed`")
 @pytest.mark.parametrize("size", [1, 2])
 def test_bf16_mixed_equals_ddp_bit_for_bit(run_on, size):
@@ -171,6 +172,7 @@ def train_repeated_layers(precision: str) -> None:
         same_runs(fit(f"zero{stage}", learner, precision=precision), reference)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "`bf16-mixed`: a weight used several times in a step, as often as DDP casts it")
 @pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_gradients_of_a_weight_used_many_times_are_added_as_under_ddp(run_on, precision):
@@ -190,6 +192,7 @@ def train_beside_fp32(stage: int) -> None:
     assert not torch.equal(run.losses[0].float(), reference.losses[0]), "this was computed in fp32"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "`bf16-true`", notes=dict.fromkeys((1, 2, 3), "fp32 masters: follows fp32"))
 @STAGES
 def test_losses_of_bf16_true_follow_fp32_within_the_precision_of_bf16(run_on, stage):
@@ -203,6 +206,7 @@ def train_all_stages(kind: str) -> None:
         same_runs(other, first)
 
 
+@pytest.mark.exhaustive(but=1)
 @KINDS
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_three_stages_give_the_same_bits_in_bf16(run_on, kind, size):
@@ -263,6 +267,7 @@ def train_with_buffers(stage: int) -> None:
     same_runs(run, reference)
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 def test_in_fp32_a_model_with_buffers_integers_and_frozen_parameters_trains_as_under_ddp(run_on, stage):
     run_on(2, train_with_buffers, stage=stage)

@@ -73,6 +73,7 @@ def write_the_same_file(
     assert len({count.data_ptr() for count in counts}) == len(counts), "parameters share one count of steps"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STAGES)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda optimizer: optimizer.__name__)
 def test_a_checkpoint_equals_ddps_with_full_weights_and_optimizer_state_in_torchs_format(
@@ -81,6 +82,7 @@ def test_a_checkpoint_equals_ddps_with_full_weights_and_optimizer_state_in_torch
     run_on(2, write_the_same_file, strategy=strategy, folder=tmp_path, optimizer=optimizer, batches=3)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STAGES)
 def test_a_checkpoint_equals_ddps_with_parameters_without_elements(run_on, tmp_path, strategy):
     options = {"optimizer": models.adam, "batches": 3, "model": models.OddModel}
@@ -96,6 +98,7 @@ def write_the_same_file_before_any_step(strategy: str, folder: Path) -> None:
     write_the_same_file(strategy, folder, models.adam, 1, accumulate_grad_batches=3)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STAGES)
 def test_a_checkpoint_in_the_first_accumulation_window_has_no_optimizer_state_yet(run_on, tmp_path, strategy):
     run_on(2, write_the_same_file_before_any_step, strategy=strategy, folder=tmp_path)
@@ -112,6 +115,7 @@ def write_after_fit(strategy: str, folder: Path) -> None:
     same_values(files[1], files[0], "checkpoint")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STAGES)
 def test_a_checkpoint_written_after_fit_equals_ddps(run_on, tmp_path, strategy):
     run_on(2, write_after_fit, strategy=strategy, folder=tmp_path)
@@ -133,6 +137,7 @@ def resume_everywhere(saver: str, folder: Path, precision: str, systems: list[st
         same_tensors(resumed.weights, whole.weights, bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("saver", SYSTEMS)
 def test_every_stage_and_ddp_resume_exactly_from_any_others_checkpoint(run_on, tmp_path, saver):
     run_on(2, resume_everywhere, saver=saver, folder=tmp_path, precision="32-true", systems=SYSTEMS)
@@ -175,6 +180,7 @@ def load_alone(path: Path, weights: dict[str, Tensor]) -> None:
         same_tensors(resumed.weights, reference.weights, bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STAGES)
 def test_a_single_device_loads_a_checkpoint_of_two_ranks_and_continues_training(run_on, tmp_path, strategy):
     weights, _ = run_on(2, write, strategy=strategy, path=tmp_path / "checkpoint.ckpt")
@@ -203,6 +209,7 @@ def write_from_every_rank_once(strategy: str, folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir()) if rank() == 0 else []
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("strategy", STAGES)
 def test_one_checkpoint_is_one_file(run_on, tmp_path, strategy):
     assert run_on(2, write_from_every_rank_once, strategy=strategy, folder=tmp_path)[0] == ["checkpoint.ckpt"]

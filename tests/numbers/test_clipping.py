@@ -138,11 +138,13 @@ def test_clipping_different_parameters_on_each_rank_is_an_error(run_on):
     run_on(2, clip_fewer_on_rank_1)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_clipping_takes_one_reduction_however_many_parameters_there_are(run_on, stage):
     run_on(2, count_reductions, stage=stage)
 
 
+@pytest.mark.exhaustive(but=1)
 @CLIPPING
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_torchs_clip_grad_value_before_a_step_acts_as_under_ddp(run_on, stage):

@@ -91,6 +91,7 @@ def skip_together(optimizer: Any) -> None:
     fit_all(partial(Learner, Lifted, optimizer, batches=10))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers", "`16-mixed`: an overflow on one rank skips the step on all; the scale changes as under DDP"
 )
@@ -142,6 +143,7 @@ def skip_otherwise() -> None:
     fit_all(partial(TwoOptimizers, Lifted, batches=10), ROUNDED, "ddp_find_unused_parameters_true", max_epochs=1)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers",
     "`16-mixed` with schedules, clipping, accumulation, two optimizers in manual optimization (within 1e-5)",
@@ -187,6 +189,7 @@ class Resumed(Learner):
         self.model.batches = self.trainer.fit_loop.epoch_loop.total_batch_idx + 1
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "`16-mixed`: checkpoints keep the scale and its growth count")
 @SIZES
 def test_fp16_checkpoints_equal_ddps_and_a_resumed_run_continues_with_their_scale(run_on, size, tmp_path):

@@ -64,6 +64,7 @@ def unfreeze() -> None:
         assert (frozen == 1 - 16 * tiny).all()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "A low-precision parameter unfrozen in mid-run gets an fp32 master")
 @pytest.mark.parametrize("size", [1, 2])
 def test_small_updates_add_up_in_a_parameter_that_was_unfrozen_in_mid_run(run_on, size):

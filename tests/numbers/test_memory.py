@@ -88,6 +88,7 @@ def measure_at_rest(stage: int, kind: str) -> None:
     engine.close()
 
 
+@pytest.mark.exhaustive(but=2)
 @STAGES
 @SIZES
 @pytest.mark.parametrize("kind", ["fp32", "mixed", "true", "fp64"])
@@ -218,6 +219,7 @@ def measure_peak(stage: int, kind: str, prefetch: int, reduction_buffers: int) -
     engine.close()
 
 
+@pytest.mark.exhaustive(but=2)
 @STAGES
 @SIZES
 @KINDS
@@ -364,6 +366,7 @@ def compare_with_ddp(stage: int, model: str, clip: bool, micro_batches: int) -> 
     engine.close()
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour("The numbers", "A model of a million parameters takes no more memory than under DDP")
 @pytest.mark.parametrize(
     ("stage", "clip", "micro_batches", "model"),

@@ -88,6 +88,7 @@ def mix() -> None:
             assert ours == losses
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "fp32, fp64, complex and integer parameters in one model")
 @pytest.mark.parametrize("size", [1, 2])
 def test_fp32_fp64_complex_and_integer_parameters_in_one_model_equal_ddps_in_every_bit(run_on, size):
@@ -134,6 +135,7 @@ def mix_low(compute_dtype: Any) -> None:
             assert ours == losses, f"stage {stage}, {dtypes}"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "Low and high precision in one model, each parameter updated from its own master")
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("compute_dtype", [None, torch.bfloat16], ids=["true", "mixed"])

@@ -113,6 +113,7 @@ def is_as_without(recipe: Recipe, stage: int, offload: str, **options: Any) -> N
     same_values(found, train_without(recipe, stage, None, **options), offload)
 
 
+@pytest.mark.exhaustive(but=2)
 @EACH
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -126,6 +127,7 @@ def test_offload_changes_no_numbers_in_low_precision(run_on, stage, offload):
     run_on(2, is_as_without, recipe=Recipe(Wide, steps=4, dtype=torch.bfloat16), stage=stage, offload=offload)
 
 
+@pytest.mark.exhaustive(but=2)
 @ON_BOTH
 @pytest.mark.parametrize(
     "optimizer",
@@ -401,6 +403,7 @@ def in_between_is_as_without(stage: int, offload: str) -> None:
     same_values(in_between(stage, offload), in_between_without(stage, None), offload)
 
 
+@pytest.mark.exhaustive(but=2)
 @EACH
 @pytest.mark.parametrize(("ranks", "stage"), [(1, 3), (2, 1), (2, 3)])
 def test_changes_between_steps_take_effect_as_without_offload(run_on, ranks, stage, offload):
@@ -429,6 +432,7 @@ def momentum_from_mid_run_is_as_without(offload: str) -> None:
     same_values(momentum_from_mid_run(offload), momentum_from_mid_run(None), offload)
 
 
+@pytest.mark.exhaustive(but=1)
 @EACH
 def test_an_option_that_adds_a_state_in_mid_run_takes_effect_as_without_offload(run_on, offload):
     run_on(2, momentum_from_mid_run_is_as_without, offload=offload)
@@ -593,6 +597,7 @@ def test_a_kept_view_of_a_weight_has_the_new_values_when_other_ranks_shards_arri
         same_values(found, expected, offload or "")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_kept_view_of_a_weight_has_the_new_values_when_other_tensors_shared_its_buffer(run_on, stage):
     (expected,) = run_on(1, kept_parts, offload=None, sharded=False)
@@ -696,6 +701,7 @@ def unfrozen_is_as_without(offload: str, dtype: torch.dtype) -> None:
     same_values(unfrozen(offload, dtype), unfrozen_without(None, dtype), offload)
 
 
+@pytest.mark.exhaustive(but=2)
 @EACH
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_parameters_unfrozen_in_mid_run_train_as_without_offload(run_on, dtype, offload):

@@ -40,6 +40,7 @@ def train_both(stage: int, optimizer: Callable[[nn.Module], Optimizer]) -> None:
     assert not torch.equal(run.weights["embed.weight"], train_ddp(Recipe(steps=0)).weights["embed.weight"])
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour(
     "The numbers",
     "Adam, AdamW, SGD with momentum, Adagrad, RMSprop, NAdam; `fused`, `foreach`; groups, also empty ones",
@@ -128,6 +129,7 @@ def train_with_two_optimizers(stage: int) -> None:
     same_tensors(train(stage), train(None), bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "Two optimizers that step at different times")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_two_optimizers_that_step_at_different_times_train_as_under_ddp(run_on, stage):

@@ -43,6 +43,7 @@ def train_both(stage: int, options: dict[str, Any]) -> None:
     same_runs(train_zero(recipe, stage, **options), train_ddp(recipe))
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour("The numbers", "Overlap on and off, every prefetch, bucket size and choice of units: bit-equal")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", SCHEDULES, ids=describe)
@@ -111,6 +112,7 @@ def train_both_with_late_collectives(stage: int, options: dict[str, Any], delays
     same_runs(run, train_ddp(recipe))
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour("The numbers", "Delayed collectives change no numbers")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("seed", range(2))

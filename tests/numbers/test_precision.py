@@ -57,6 +57,7 @@ def train_in_fp16() -> None:
         same_runs(run, first)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "`16-true`", notes=dict.fromkeys((1, 2, 3), "fp32 masters: follows fp32"))
 @SIZES
 def test_16_true_follows_fp32_and_the_three_stages_give_the_same_bits(run_on, size):
@@ -111,6 +112,7 @@ def train_with_a_plugin(plugin: Callable[[], Precision]) -> None:
         same_runs(fit(f"zero{stage}", plugins=plugin(), max_epochs=1), reference)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "A project's own precision plugin")
 @pytest.mark.parametrize("plugin", [Scaled, Autocast], ids=lambda plugin: plugin.__name__)
 def test_a_users_own_precision_plugin_works_as_under_ddp(run_on, plugin):

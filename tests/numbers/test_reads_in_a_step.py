@@ -47,6 +47,7 @@ def read() -> None:
         same_runs(fit(f"zero{stage}", Reader, **options), reference, bound=CLOSE)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "In mixed precision, a parameter read directly has its fp32 value")
 @pytest.mark.parametrize("size", [1, 2])
 def test_penalties_norms_and_direct_uses_of_parameters_equal_ddps_within_fp32_precision(run_on, size):
@@ -141,6 +142,7 @@ def call_outside_of_autocast() -> None:
             torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers", "In mixed precision, layers called where autocast is off, and forward passes in hooks"
 )

@@ -72,6 +72,7 @@ def round_on_the_wire_only(name: str) -> None:
         assert torch.equal(reduce_once(wire, torch.float32, stage, [[1.0], [tiny]]), torch.full((2,), (1 + tiny) / 2))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The numbers", "`reduce_dtype=`: gradients are rounded on the wire only")
 @pytest.mark.parametrize("name", ["bf16", "fp16"])
 def test_gradients_are_rounded_on_the_wire_and_added_up_in_fp32(run_on, name):

@@ -416,6 +416,7 @@ def train_as_plain_lightning(optimizer: Any, model: Any, folder: str) -> None:
         same_values(train_plain(f"zero{stage}", optimizer, model, folder), expected, f"stage {stage}")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers", "On one rank, every optimizer, also those that need whole matrices or several closure calls"
 )
@@ -550,6 +551,7 @@ def refuse_overrides(by_module: bool) -> None:
         manager.initialize()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("by_module", [False, True])
 def test_bitsandbytes_overrides_of_individual_tensors_are_refused(run_on, by_module):
     run_on(2, refuse_overrides, by_module=by_module)

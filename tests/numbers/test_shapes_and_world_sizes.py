@@ -22,6 +22,7 @@ def train_both(stage: int, recipe: Recipe) -> None:
     same_on_every_rank(run.weights)
 
 
+@pytest.mark.exhaustive(but=2)
 @SHAPES
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("size", [1, 2, 3, 4])

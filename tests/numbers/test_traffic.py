@@ -50,6 +50,7 @@ def measure(stage: int, prefetch: int, optimizer: Callable[[nn.Module], Optimize
     assert world_size() == report.world_size
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour(
     "The numbers",
     "Elements communicated per step, for Psi parameters (DDP: 2 Psi)",

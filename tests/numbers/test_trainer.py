@@ -35,6 +35,7 @@ def fit_both(stage: int, learner: Callable[[], Learner], bound: float = 0) -> No
     assert dist.is_initialized() == (world_size() > 1)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers",
     "Optimizers and parameter groups through the Trainer",
@@ -45,6 +46,7 @@ def test_losses_and_weights_through_the_trainer_equal_ddps_over_20_steps(run_on,
     run_on(2, fit_both, stage=stage, learner=partial(Learner, optimizer=optimizer, batches=10))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The numbers",
     "1, 3 and 4 ranks through the Trainer",
@@ -56,6 +58,7 @@ def test_losses_and_weights_equal_those_of_a_single_device_and_follow_ddps_on_mo
     run_on(size, fit_both, stage=stage, learner=learner, bound=0 if size == 1 else CLOSE)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "Manual optimization")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_manual_optimization_trains_as_under_ddp(run_on, stage):
@@ -69,6 +72,7 @@ class LearnerWithSchedule(Learner):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_learning_rate_schedule_acts_as_under_ddp(run_on, stage):
     run_on(2, fit_both, stage=stage, learner=LearnerWithSchedule)
@@ -88,6 +92,7 @@ class LearnerWithLooseParameters(Learner):
         return self.make_optimizer(self)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The module", "Parameters of the LightningModule itself, outside of any layer")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_parameters_of_the_lightning_module_itself_train_as_under_ddp(run_on, stage):

@@ -67,6 +67,7 @@ def train_both(stage: int, optimizer: Callable[[nn.Module], Any], steps: int = 2
     assert not torch.equal(run.weights["layers.0.up.weight"], prepare(recipe)[0].layers[0].up.weight)
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour(
     "The numbers",
     "Muon, Adafactor, SOAP, Shampoo, LAMB, LARS, CAME; 8-bit and 4-bit AdamW and Lion; Muon with AdamW, as one or two",
@@ -102,6 +103,7 @@ def train_crossed(stage: int, recipe: Recipe, options: dict[str, Any]) -> None:
     same_on_every_rank(run.weights)
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("recipe", "options"), CROSSED)
 def test_whole_parameter_optimizers_equal_ddp_combined_with_other_options(run_on, stage, recipe, options):
@@ -234,6 +236,7 @@ def same_states(stage: int, optimizer: Callable[[nn.Module], Any], **options: An
     engine.close()
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(
     "optimizer",
@@ -394,6 +397,7 @@ def fit_both(stage: int, learner: Any, options: dict[str, Any], clips_by: str | 
     same_on_every_rank(run.weights)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize(("learner", "options", "clips_by"), IN_THE_TRAINER)
 def test_whole_parameter_optimizers_through_the_trainer_equal_ddp(run_on, stage, learner, options, clips_by):
@@ -409,6 +413,7 @@ def fit_low(stage: int) -> None:
     assert not torch.equal(run.losses[0].float(), reference.losses[0])
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_whole_parameter_optimizers_in_bf16_follow_fp32(run_on, stage):
     run_on(2, fit_low, stage=stage)

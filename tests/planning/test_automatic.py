@@ -107,6 +107,7 @@ def trained(
     }
 
 
+@pytest.mark.exhaustive
 def test_training_under_zero_auto_gives_ddps_numbers(run_on):
     expected, found = run_on(2, trained, strategy="ddp"), run_on(2, trained, strategy="zero_auto")
     for theirs, ours in zip(expected, found):
@@ -119,6 +120,7 @@ def test_training_under_zero_auto_gives_ddps_numbers(run_on):
     assert found[0]["read"] == expected[0]["read"] + 1 and found[1]["read"] == expected[1]["read"]
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("options", "name"),
     [

@@ -23,6 +23,7 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
     return json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.exhaustive
 def test_json_has_an_entry_for_each_choice(capsys):
     plans = planned(capsys, "--ranks", "64", "--stage", "1", "2", "3", "--offload", "none", "cpu")
     assert [(plan["stage"], plan["offload"]) for plan in plans] == [
@@ -35,6 +36,7 @@ def test_json_has_an_entry_for_each_choice(capsys):
         assert plan["fits"] is None and plan["seconds_per_step"] is None
 
 
+@pytest.mark.exhaustive
 def test_with_memory_and_speeds_a_plan_says_what_fits_and_how_long_a_step_takes(capsys):
     speeds = ["--flops", "1e12", "--link-bandwidth", "1e10"]
     choices = ["--ranks", "8", "--stage", "0", "3"]
@@ -84,6 +86,7 @@ raise SystemExit("the script was to end at fit")
 """
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("devices", [-1, "-1", "auto"])
 def test_all_devices_of_a_machine_are_an_unknown_number_of_ranks(capsys, tmp_path, devices):
     (tmp_path / "train.py").write_text(SCRIPT.replace("devices=8, num_nodes=2", f"{devices=}, num_nodes=2"))
@@ -102,6 +105,7 @@ def test_devices_in_every_form_of_lightning_are_counted(devices, ranks):
     assert settings_of({"devices": devices, "num_nodes": 2}) == {"ranks": 2 * ranks, "machines": 2}
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("folder", ["lr=1", "12:30"])
 def test_the_path_of_a_script_may_contain_characters_of_overrides_and_classes(capsys, tmp_path, monkeypatch, folder):
     (tmp_path / folder).mkdir()
@@ -140,6 +144,7 @@ def test_arguments_of_a_class_may_be_written_as_in_python():
     assert project_of(parser().parse_args(given), []).make_module().bias is None
 
 
+@pytest.mark.exhaustive
 def test_a_script_is_planned_with_its_trainers_settings_without_its_devices(capsys, tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT)
     assert main([str(tmp_path / "train.py"), "--stage", "2", "--json", "--", "--width", "32"]) == 0
@@ -199,6 +204,7 @@ parser = """,
 )
 
 
+@pytest.mark.exhaustive
 def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
     (tmp_path / "train.py").write_text(OTHER_SCRIPT)
     assert main([str(tmp_path / "train.py"), "--stage", "0", "2", "--json", "--", "--width", "32"]) == 0
@@ -209,6 +215,7 @@ def test_a_script_of_pytorch_lightning_is_planned(capsys, tmp_path):
         assert plan["peak_bytes"]["optimizer"] == like["peak_bytes"]["optimizer"]
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_is_planned_as_train_would_run_it(capsys):
     overrides = ["model=vit_tiny", "data=digits", "trainer.devices=4", "precision=bf16-mixed"]
     assert main([*overrides, "--stage", "3", "--json"]) == 0
@@ -219,6 +226,7 @@ def test_a_configuration_is_planned_as_train_would_run_it(capsys):
     assert wider["ranks"] == 8 and wider["peak_bytes"]["optimizer"] < plan["peak_bytes"]["optimizer"]
 
 
+@pytest.mark.exhaustive
 def test_plans_of_a_batch_of_unknown_size_are_compared_by_their_time(capsys):
     project = ["tests.planning.projects:OfTwoTensors", "--batch", "float32[4,16,64]", "float32[2,64]"]
     arguments = [*project, "--ranks", "8", "--stage", "0", "3", "--flops", "1e12", "--link-bandwidth", "1e7"]

@@ -35,6 +35,7 @@ from tests.support.transports import in_use
 REAL = in_use()  # the transport of the real ranks
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("offload", [None, "cpu", "nvme"])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fake_tensors_take_as_many_bytes_as_real_tensors(stage, offload):
@@ -126,6 +127,7 @@ def hold_within_groups(precision: str, accumulate: int) -> dict[str, int]:
     return watch.peak
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_planned_memory_of_sharding_within_groups_is_what_real_ranks_hold(run_on, precision, accumulate):
@@ -159,6 +161,7 @@ def test_traffic_that_leaves_a_machine_is_planned(options, elements):
     assert fake_run(Net, batch(), ranks=4, accumulate=2, transport="shared memory", **options).leaving_bytes == 0
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
 def test_fake_tensors_of_other_precisions_take_as_many_bytes_as_real_tensors(precision):
     runs = [
@@ -206,6 +209,7 @@ class WithSparseGradients(Net):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [None, 1, 3])
 def test_sparse_gradients_are_counted_as_dense_ones(stage):
     run = fake_run(WithSparseGradients, batch(), ranks=2, stage=stage)
@@ -260,6 +264,7 @@ def compare_with_real_ranks(
                 )
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ranks):
     cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu", "nvme")]
@@ -269,6 +274,7 @@ def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ra
 SHARING = {"gpt2": (GPT2, tokens), "t5": (T5, tokens), "sharing": (Sharing, batch)}
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("project", SHARING)
 def test_a_tied_parameter_is_planned_once(run_on, project):
     make_module, make_batch = SHARING[project]
@@ -281,6 +287,7 @@ def test_a_tied_parameter_is_planned_once(run_on, project):
 PROJECTS = {"llama": (Llama, tokens), "vit": (ViT, labelled_pictures), "gan": (Adversaries, pictures)}
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [None, 2, 3])
 @pytest.mark.parametrize("project", PROJECTS)
 def test_unmodified_projects_are_planned(project, stage):

@@ -23,6 +23,7 @@ def probed(*arguments: str) -> tuple[int, list[dict]]:
     return done.returncode, json.loads(done.stdout)
 
 
+@pytest.mark.exhaustive
 def test_a_project_trains_as_under_ddp():
     done = run(*PROJECT)
     assert done.returncode == 0, done.stderr

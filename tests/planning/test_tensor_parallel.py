@@ -107,6 +107,7 @@ def test_planned_bytes_are_those_of_real_ranks(run_on):
             assert {each: nbytes for each, nbytes in run.report_peak.items() if nbytes} == pytest.approx(real, rel=0.02)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("together", [2, 4])
 def test_sums_over_tensor_parallel_ranks_are_planned(together):
     run = fake_run(Divided, batch(), ranks=8, stage=3, tensor_parallel_size=together)
@@ -214,6 +215,7 @@ def test_tensor_parallel_ranks_are_consecutive(together, crossing):
     assert run.leaving_bytes == pytest.approx(leaving + of_zero)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("together", [2, 4])
 @pytest.mark.parametrize("name", exhaustive_but(["C5"], CONFIGURATIONS))
 def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name, together):
@@ -243,6 +245,7 @@ def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name
     assert more.host_bytes == (2 * DEPTH * whole / together if name == "C5" else 0)
 
 
+@pytest.mark.exhaustive
 def test_the_command_plans_choices_of_both_dimensions(capsys):
     project = ["tests.planning.test_tensor_parallel:Divided", "--batch", "float32[256,128]", "--ranks", "8"]
     sizes = ["--option", "tensor_parallel_size=null", "tensor_parallel_size=2"]

@@ -347,6 +347,7 @@ def test_a_damaged_record_is_named_in_one_line(name: str, content: bytes, tmp_pa
     assert refused(tmp_path).startswith(f"{tmp_path}/{name}")
 
 
+@pytest.mark.exhaustive
 @settings(
     max_examples=40,
     deadline=None,

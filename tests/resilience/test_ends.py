@@ -23,6 +23,7 @@ LAST_THREADS = r"threads at the end: MainThread( lightning_zero-notices)?"
 """The timer belongs to the process group."""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("stage", "runs", "resilience"),
@@ -84,6 +85,7 @@ def test_ctrl_c_keeps_the_state_and_leaves_no_process(uninterrupted, tmp_path):
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("stage", "victims", "moment"),
     one_at_a_time([3, 1, 2], [[1], [0], [0, 1]], ["forward", "start", "backward", "update", "end"]),
@@ -96,6 +98,7 @@ def test_after_one_exception_of_the_project_the_job_continues(stage, victims, mo
     found.repeats_at_most(1)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "rank"), one_at_a_time([3, 1, 2], [1, 0]))
 def test_a_loss_that_is_not_finite_once_leaves_no_trace(stage, rank, uninterrupted, tmp_path):
     found = run(tmp_path, {"stage": stage, "finds": True, "faults": [fault(0, 5, [rank], "loss", "nan")]})
@@ -104,6 +107,7 @@ def test_a_loss_that_is_not_finite_once_leaves_no_trace(stage, rank, uninterrupt
     found.same_as(uninterrupted({"stage": stage}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "rank", "moment"), one_at_a_time([3, 1, 2], [1, 0], ["backward", "start", "update"]))
 def test_cut_connections_end_the_attempt_and_the_job_continues(stage, rank, moment, uninterrupted, tmp_path):
     found = run(tmp_path, {"stage": stage, "faults": [fault(0, 5, [rank], moment, "cut")]})

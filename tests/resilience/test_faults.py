@@ -56,6 +56,7 @@ def folder(tmp_path):
 # -- signals -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "what_is_left"), one_at_a_time([3, 1, 2], ["memory", "disk"]))
 def test_sigterm_to_one_rank_saves_on_all_and_the_same_job_continues(stage, what_is_left, uninterrupted, folder):
     options = {"stage": stage, "faults": [fault(0, 5, [1], "backward", "term")]}
@@ -156,6 +157,7 @@ DAMAGES = {
 }
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("damage", "which"),
     [
@@ -187,6 +189,7 @@ def test_of_a_state_that_is_damaged_or_not_the_users_own_another_takes_the_place
     found.same_as(uninterrupted({}))
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("left", ["damaged", pytest.param("nothing", marks=pytest.mark.exhaustive)])
 def test_without_a_whole_state_in_memory_the_job_continues_from_its_last_checkpoint(left, uninterrupted, folder):
     options = stopped_after_kills(folder, {"saves": 3}, 8)
@@ -212,6 +215,7 @@ def test_the_folder_of_checkpoints_may_be_a_url(uninterrupted, folder):
 # -- no room -----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("nbytes", [2**18, pytest.param(2**14, marks=pytest.mark.exhaustive)])
 def test_training_continues_with_one_warning_where_memory_has_no_room(nbytes, tmp_path):
     def act():
@@ -225,6 +229,7 @@ def test_training_continues_with_one_warning_where_memory_has_no_room(nbytes, tm
 # -- other ranks -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.exhaustive)])
 def test_a_job_continues_on_another_number_of_ranks(ranks, folder):
     options = stopped_after_kills(folder, {"precision": "64-true", "is_plain": True}, 6)

@@ -26,6 +26,7 @@ def victims_at(moment, victims):
     return [0] if moment == "commit" else victims  # rank 0 alone commits
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The Trainer",
     '`resilience="memory"`: a job whose processes are killed at any moment continues from the newest state in memory',

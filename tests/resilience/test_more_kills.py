@@ -30,6 +30,7 @@ def leaves_no_trace(found, expected, kills, repeats=1):
 # -- one process -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "moments"), one_at_a_time([3, 1, 2], [["copy", "update"], MOMENTS]))
 def test_a_job_of_one_process_continues_after_kills(stage, moments, uninterrupted, tmp_path):
     found = run(tmp_path, {"stage": stage, "faults": killed_at(moments, stage, ranks=1)}, ranks=1)
@@ -50,6 +51,7 @@ def test_a_job_killed_again_while_it_recovers_continues(stage, moment, victims, 
 # -- how often the state is kept, and in which precision ---------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", STAGES)
 def test_with_every_n_steps_at_most_n_steps_are_repeated(stage, uninterrupted, tmp_path):
     faults = [fault(0, 9, [1], "end"), fault(1, 15, [0], "copy", until=16)]
@@ -72,6 +74,7 @@ def test_kills_between_and_in_micro_batches_in_bf16_leave_no_trace(stage, precis
 # -- what an epoch has set ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     "options",
     [
@@ -93,6 +96,7 @@ def test_what_an_epoch_has_set_survives_kills(options, uninterrupted, tmp_path):
 # -- several fits, and after the fit -----------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "kill"), one_at_a_time([3, 1, 2], [(3, "forward"), (0, "fit")]))
 def test_a_kill_in_the_second_fit_of_a_script_does_not_repeat_the_first(stage, kill, uninterrupted, tmp_path):
     options, (step, moment) = {"stage": stage, "fits": 2, "epochs": 1}, kill
@@ -112,6 +116,7 @@ def test_a_kill_in_each_of_three_fits_leaves_no_trace(stage, uninterrupted, tmp_
     found.same_as(uninterrupted(options))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("where", "what"),
     [

@@ -49,6 +49,7 @@ def start_tasks(folder, options, attempt, port):
     ]
 
 
+@pytest.mark.exhaustive
 def test_a_job_step_continues_after_a_task_was_killed(port, tmp_path):
     folder, options = tmp_path / "job", {"faults": [fault(0, 5, [1], "backward")]}
     codes = [process.wait(90) for process in start_tasks(folder, options, 0, port)]

@@ -223,6 +223,7 @@ def train_with_a_head_by_rank(overlap, reduction_buffers):
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(("overlap", "reduction_buffers"), [(True, 1), (True, 2), (False, 2)])
 def test_ranks_that_use_different_heads_do_not_wait_for_each_other(run_on, overlap, reduction_buffers):
     """A rank that has all gradients of a head's buckets waits until the other one starts their reductions."""
@@ -254,6 +255,7 @@ def repeat_a_backward_that_failed(head):
     engine.close()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("head", ["a", None])
 def test_a_backward_that_failed_can_be_repeated_over_the_same_graph(run_on, head):
     """Without a head, the first unit's backward begins before the first gradient."""
@@ -267,6 +269,7 @@ def test_a_second_engine_averages_gradients_of_parameters_used_outside_of_their_
     assert found == [None, None], "\n".join(filter(None, found))
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("units", ["merged", "single", "resident"])
 @pytest.mark.parametrize("name", FOUND)

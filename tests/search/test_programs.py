@@ -25,6 +25,7 @@ SHARES = {
 RUNNERS = {"engine": execute, "Trainer": execute_in_trainer, "Fabric": execute_in_fabric}
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("where", SHARES)
 @pytest.mark.timeout(0)  # --programs determines how long it takes; each program has its own timeout
 def test_random_programs_give_averaged_gradients(run_on, where, request):

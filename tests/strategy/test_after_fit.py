@@ -126,6 +126,7 @@ def check_sharded(stage, sharded):
     assert engine_of(model) is None and all(type(p) is nn.Parameter for p in model.parameters())
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The Trainer",
     '`after_fit="sharded"`, or `"auto"` without host memory for an ordinary module: every later run continues with '
@@ -254,6 +255,7 @@ def change_between_is_the_same(change, precision):
     same_tensors(found, change_between("full", change, precision), bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("change", "precision"),
     [(new_head, None), (new_layer, None), (no_change, "bf16-true"), (no_change, "64-true")],
@@ -412,6 +414,7 @@ def test_no_training_runs_out_of_memory_after_its_last_step(run_limited, tmp_pat
     run_limited(size, end_with_little_memory, stage=stage, folder=tmp_path)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not Path("/proc/self/limits").exists(), reason="needs Linux")
 def test_with_enough_memory_the_module_is_ordinary_and_equals_ddps_bit_for_bit(run_limited):
     run_limited(2, end_with_memory, stage=3)

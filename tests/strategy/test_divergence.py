@@ -102,6 +102,7 @@ def run_other_blocks_later(prefetch):
     return said
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("prefetch", [0, 1])
 def test_ranks_that_turn_to_another_order_of_units_get_an_error(run_on, prefetch):
     for said in run_on(2, run_other_blocks_later, prefetch=prefetch):
@@ -175,6 +176,7 @@ def end_early(stage, ends, validates):
     return seconds
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("validates", [False, True])
 @pytest.mark.parametrize("ends", ["sized", "stream", "stopped"])
 @pytest.mark.parametrize("stage", [1, 3])
@@ -194,6 +196,7 @@ def be_late():
     return full
 
 
+@pytest.mark.exhaustive
 def test_a_slow_rank_is_waited_for(run_on):
     first, second = run_on(2, be_late)
     assert first == second > 0
@@ -210,6 +213,7 @@ def be_slow_to_transfer():
     return failure()
 
 
+@pytest.mark.exhaustive
 def test_ranks_that_wait_long_for_transfers_are_not_taken_for_a_deadlock(run_on):
     assert run_on(3, be_slow_to_transfer) == [None] * 3
 

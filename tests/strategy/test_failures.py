@@ -124,6 +124,7 @@ ERRORS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The Trainer", "An exception, Ctrl-C or out of memory on one rank ends every rank in seconds; all can fit again"
 )
@@ -134,6 +135,7 @@ def test_a_failure_on_one_rank_ends_every_rank_and_all_can_fit_the_module_again(
     same_tensors(first, second, bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The Trainer", "An exception, Ctrl-C or out of memory on one rank ends every rank in seconds; all can fit again"
 )
@@ -144,6 +146,7 @@ def test_a_failure_anywhere_in_fit_ends_every_rank_and_all_can_fit_again(run_on,
     same_tensors(found[0], found[2], bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 def test_after_a_failure_of_rank_0_in_low_precision_all_ranks_can_fit_again(run_on, stage):
     options = {"fail": user_error, "error": UserError, "name": "UserError", "failing": 0, "precision": "bf16-mixed"}
@@ -174,6 +177,7 @@ def fail_before_any_step(stage):
     same_tensors(module.state_dict(), reference.state_dict(), bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "A fit after a failure starts from the weights of the failed fit")
 @STAGES
 def test_a_fit_after_a_failure_starts_from_the_weights_of_the_failed_fit(run_on, stage):
@@ -351,6 +355,7 @@ def test_processes_that_the_trainer_started_can_fit_again_after_a_failure(tmp_pa
     assert "TRAINED 0 2" in done.stdout and "TRAINED 1 2" in done.stdout, done.stderr
 
 
+@pytest.mark.exhaustive
 def test_a_failure_in_a_spawned_process_reaches_the_user(tmp_path):
     done = run_script(tmp_path, "zero3_spawn", "user_error", again=False)
     assert "FAILED ProcessRaisedException" in done.stdout and "in the user's code" in done.stdout, done.stderr

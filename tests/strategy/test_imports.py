@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 IMPORTED = """
@@ -24,6 +26,7 @@ print(ZeroStrategy.__module__, load_weights.__module__)
 """
 
 
+@pytest.mark.exhaustive
 def test_importing_the_package_registers_the_strategies_of_lightning_and_imports_nothing_unrelated():
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
     command = [sys.executable, "-c", IMPORTED]  # in a new process: tests/support/warm.py would change what is imported

@@ -64,6 +64,7 @@ def while_a_rank_waits_in(where, victim, size):
     survivors_name(act, victim, size)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     "where",
@@ -101,6 +102,7 @@ def while_others_wait_for_each_other(failing):
         assert ending.code == 1 and ending.said == said and ending.seconds < SECONDS, ending
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("failing", [0, 1])
 def test_the_reason_of_a_failure_reaches_ranks_that_wait_for_others_than_the_failed_rank(run_on, failing):
     run_on(1, while_others_wait_for_each_other, timeout=60, failing=failing)
@@ -119,6 +121,7 @@ def with_default_dtypes_that_differ():
     engine.close()
 
 
+@pytest.mark.exhaustive
 def test_ranks_may_have_different_default_dtypes(run_on):
     run_on(2, with_default_dtypes_that_differ)
 
@@ -181,6 +184,7 @@ def while_a_rank_is_stopped():
     assert [ending.code for ending in endings] == [0, 0] and endings[0].said == endings[1].said, endings
 
 
+@pytest.mark.exhaustive
 def test_a_rank_that_is_stopped_for_a_while_is_waited_for(run_on):
     run_on(1, while_a_rank_is_stopped, timeout=60)
 
@@ -238,6 +242,7 @@ def in_fit(stage, where, victim, folder):
     survivors_name(act, victim)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.parametrize(
     ("stage", "where"), [(3, "setup"), (1, "batch"), (2, "update"), (2, "save"), (3, "batch"), (3, "save")]

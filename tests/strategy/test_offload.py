@@ -115,6 +115,7 @@ def fit_with_and_without(
     assert reference.reports[-1].at_rest["optimizer"] > 0 == found.reports[-1].at_rest.get("optimizer", 0)
 
 
+@pytest.mark.exhaustive(but=2)
 @STAGES
 @PLACES
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -150,6 +151,7 @@ def fit_names(stage: int, path: str) -> None:
             same_runs(fit(name, learner), reference, 0)
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 def test_a_strategy_name_alone_trains_as_without_offload(run_on, tmp_path: Path, stage):
     run_on(2, fit_names, stage=stage, path=str(tmp_path))
@@ -193,6 +195,7 @@ def fit_on_a_failing_disk(stage: int, path: str, when: str, at: int, **offload: 
     assert all(type(p) is nn.Parameter and p.isfinite().all() for p in module.parameters())
 
 
+@pytest.mark.exhaustive(but=2)
 @STAGES
 @pytest.mark.parametrize("when", ["read", "write"])
 @pytest.mark.parametrize("at", [2, 3], ids=["in mid-run", "at the end"])
@@ -249,6 +252,7 @@ def resume_elsewhere(stage: int, path: str) -> None:
         same_values(resumed.weights, whole.weights, f"from {start}", 0)
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 def test_checkpoints_are_the_same_and_resume_with_or_without_offload(run_on, tmp_path: Path, stage):
     run_on(2, resume_elsewhere, stage=stage, path=str(tmp_path))

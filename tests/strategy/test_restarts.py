@@ -76,6 +76,7 @@ def times(output: str, what: str) -> list[float]:
     return [float(line.split()[-1]) for line in output.splitlines() if line.startswith(what)]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(("stage", "killed"), one_at_a_time([3, 1, 2], [1, 0]))
 def test_a_job_continues_after_a_rank_was_killed_in_each_of_two_attempts(stage, killed, tmp_path):
     expected = run(tmp_path / "whole", stage)

@@ -63,6 +63,7 @@ def train_with(options: dict[str, Any]) -> None:
     same_runs(found, fit("ddp", learner, **options), bound=CLOSE)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("options", [{"gradient_clip_val": 0.3}, {"accumulate_grad_batches": 2}], ids=str)
 def test_the_trainer_clips_and_accumulates_as_under_ddp(run_on, options):
     run_on(4, train_with, options=options)
@@ -95,6 +96,7 @@ def write_parameters(callback: Any, precision: str) -> None:
         same_runs(run(within(), SamePartsOnAllMachines()), run(ZeroStrategy(3)))
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("precision", ["bf16-true", pytest.param("32-true", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("callback", [partial(MagnitudePruning, 0.5), AVERAGING], ids=["pruning", "averaging"])
 def test_parameters_that_callbacks_write_reach_all_machines(run_on, callback, precision):
@@ -142,6 +144,7 @@ def generate() -> None:
         write_as_under_ddp(3, shard_within="node")
 
 
+@pytest.mark.exhaustive
 def test_ranks_generate_texts_of_different_lengths(run_on):
     run_on(4, generate)
 

@@ -255,6 +255,7 @@ def validate_copies(stage):
     assert found[f"zero{stage}"] == pytest.approx(found["ddp"], rel=1e-5) and len(found["ddp"]) == 3
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "A copy of the module validated by another Trainer in mid-run")
 @STAGES
 def test_a_copy_of_the_module_is_validated_by_another_trainer_in_mid_run(run_on, stage):
@@ -325,6 +326,7 @@ def _environment():
     return {**os.environ, "PYTHONPATH": os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])}
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "Launched as a script, by spawn or by fork: the main process has the weights")
 @pytest.mark.parametrize(("stage", "launch"), [(1, "_fork"), (2, "_fork"), (3, ""), (3, "_spawn")])
 def test_each_launcher_trains_and_the_main_process_has_the_weights(tmp_path, stage, launch):

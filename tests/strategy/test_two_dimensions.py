@@ -79,6 +79,7 @@ def train(strategy: Any, resume: str | None = None, save: str | None = None, **o
     return learned | {name: value.clone() for name, value in trainer.callback_metrics.items()}
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "With tensor parallelism: `tensor_parallel_size`, as for `ModelParallelStrategy`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("options", [{}, {"accumulate_grad_batches": 2}, {"on_meta": True}], ids=str)
@@ -104,6 +105,7 @@ def train_after_a_failure(strategy: dict[str, Any]) -> dict[str, Tensor]:
     return train(strategy)
 
 
+@pytest.mark.exhaustive
 def test_after_a_failure_the_same_processes_can_train_with_tensor_parallelism_again(run_on):
     """The process groups are new, and DTensor does not communicate in those of the failed run."""
     (expected, *_) = run_on(2, train, strategy="ddp")
@@ -162,6 +164,7 @@ def test_a_module_for_model_parallel_strategy_learns_the_same_under_zero_strateg
     run_on(2, train_as_model_parallel)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("form", ["full", pytest.param("sharded", marks=pytest.mark.exhaustive)])
 def test_checkpoints_resume_on_any_mesh_and_under_ddp(run_on, form, tmp_path: Path):
     """2 x 2 saves; 1 x 4, 1 x 2, 2 x 2, 4 x 1, ZeRO and DDP on two ranks, and plain Lightning on one rank resume."""
@@ -273,6 +276,7 @@ def validate_plainly() -> list[Tensor]:
     return [value.clone() for value in module.validated]
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_evaluation_without_training_computes_what_ddp_computes(run_on, stage):
     found, expected = run_on(4, evaluate, stage=stage), run_on(2, validate_plainly)
@@ -301,6 +305,7 @@ def train_with_fabric(strategy: Any) -> Any:
     return weights(model)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("Fabric", "With tensor parallelism: `tensor_parallel_size`")
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fabric_on_two_by_two_ranks_learns_what_ddp_learns_on_two(run_on, stage):

@@ -129,6 +129,7 @@ def write_as_under_ddp(stage, by_hand=False, uneven_loaders=True, most=None, **o
     assert "generate" not in vars(module.writer), "an ordinary module again"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The module", "`generate`: texts that end at different lengths on different ranks, in any step or hook"
 )
@@ -137,6 +138,7 @@ def test_ranks_write_texts_of_different_lengths(run_on, stage):
     run_on(2, write_as_under_ddp, stage=stage)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("prefetch", [0, 3])
 def test_three_ranks_write_texts_of_different_lengths_with_any_prefetch(run_on, prefetch):
     run_on(3, write_as_under_ddp, stage=3, prefetch=prefetch)

@@ -123,6 +123,7 @@ def test_loops_of_uneven_length_give_ddps_metrics_and_predictions(run_on, stage)
     run_on(2, evaluate_as_under_ddp, stage=stage, counts=[[1, 3]])
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
 def test_a_rank_without_any_batch_joins_the_collectives_of_the_others(run_on, backend):
     run_on(3, evaluate_as_under_ddp, counts=[[1, 3, 0]], backend=backend, sized=False, sync_dist=False)
@@ -172,6 +173,7 @@ def validate_in_fit(stage, counts, norm=nn.Identity, **options):
     torch.testing.assert_close(train(f"zero{stage}"), train("ddp"), **CLOSE)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "Training continues after a validation of uneven length")
 @STAGES
 def test_training_continues_after_an_uneven_validation(run_on, stage):

@@ -79,6 +79,7 @@ OPTIONS = st.one_of(
 )
 
 
+@pytest.mark.exhaustive
 @settings(max_examples=800, deadline=None, derandomize=True, database=None)
 @given(OPTIONS, VALUES)
 def test_a_wrong_value_gives_one_line_that_names_the_option(option: tuple[Any, str, str], value: Any) -> None:

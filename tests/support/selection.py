@@ -1,6 +1,7 @@
 """Selects the tests of `make test`: the specification. `make test-all` (`pytest --all`) runs every test.
 
-The specification omits tests marked ``exhaustive``, and most cases of heavily parametrized tests. With three or more
+The specification omits tests marked ``exhaustive``, except for as many cases as ``exhaustive(but=...)`` says, and most
+cases of heavily parametrized tests. With three or more
 lists of parameters, cases are selected that cover every pair of values (pairwise coverage: most faults depend on one or
 two values); with two lists and more than ``FEW`` cases, cases that cover every value, with the stages in turn. At each
 stage, at least one test of each behaviour in docs/reference/compatibility.md is kept, even if all are ``exhaustive``.
@@ -36,7 +37,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "exhaustive: run by `make test-all` only")
+    config.addinivalue_line("markers", "exhaustive(but=0): run by `make test-all` only, but for so many cases")
     config.stash[_BEGIN], config.stash[_LEFT_OUT] = time.monotonic(), set()
 
 
@@ -62,7 +63,11 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 def _left_out_of(items: list[pytest.Item]) -> set[pytest.Item]:
     """The tests that the specification leaves out."""
-    left_out = {item for item in items if item.get_closest_marker("exhaustive") is not None}
+    marked: dict[tuple[str, int], list[pytest.Item]] = {}
+    for item in items:
+        if (marker := item.get_closest_marker("exhaustive")) is not None:
+            marked.setdefault((item.nodeid.partition("[")[0], marker.kwargs.get("but", 0)), []).append(item)
+    left_out = set().union(*(set(cases) - set(_spread(cases, but)) for (_, but), cases in marked.items()))
     matrices: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item not in left_out and len(_lists(item)) > 1:
@@ -77,6 +82,11 @@ def _left_out_of(items: list[pytest.Item]) -> set[pytest.Item]:
             left_out.discard(item)
             proven.update(cells)
     return left_out
+
+
+def _spread(cases: list[pytest.Item], number: int) -> list[pytest.Item]:
+    """Some of the cases, at equal distances."""
+    return [cases[place * len(cases) // number] for place in range(number)]
 
 
 def exhaustive_but(kept: Collection[Any], values: Iterable[Any]) -> list[Any]:

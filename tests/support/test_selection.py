@@ -46,6 +46,15 @@ TESTS_OF_A_TABLE = """
         pass
 """
 
+TESTS_OF_A_SLOW_LIST = """
+    import pytest
+
+    @pytest.mark.exhaustive(but=2)
+    @pytest.mark.parametrize("a", range(8))
+    def test_slowly(a):
+        pass
+"""
+
 
 @pytest.fixture
 def project(pytester):
@@ -68,6 +77,12 @@ def test_an_exhaustive_test_is_kept_where_no_other_test_proves_its_behaviour_at_
     assert [name for name in found if "lists" not in name] == ["test_train[1-cpu]", "test_two[2]"]
 
 
+def test_of_an_exhaustive_test_so_many_cases_are_kept_as_its_mark_says(project):
+    project.makepyfile(TESTS_OF_A_SLOW_LIST)
+    assert selected(project) == ["test_slowly[0]", "test_slowly[4]"]
+    assert len(selected(project, "--all")) == 8
+
+
 def test_selected_cases_cover_every_value_of_two_lists_and_every_pair_of_three(project):
     cases = {name: [] for name in ("test_two_lists", "test_three_lists")}
     for name, values in (name.rstrip("]").split("[") for name in selected(project) if "lists" in name):
@@ -85,6 +100,7 @@ def test_cases_that_differ_in_one_value_from_the_first_are_exhaustive(project):
     assert selected(project) == ["test_train[1-a]", "test_train[2-a]"]  # stage 2 because nothing else proves it there
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("workers", [(), ("-n", "2", "--dist", "loadfile")], ids=["one process", "two workers"])
 def test_out_of_time_the_tests_left_out_are_skipped_and_the_table_is_still_checked(project, workers):
     project.makepyfile(TESTS_OF_A_TABLE)

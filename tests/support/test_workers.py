@@ -86,6 +86,7 @@ def test_a_case_leaves_no_traces_for_the_next(run_on):
     assert run_on(1, traces) == [(False, False, torch.float32)]
 
 
+@pytest.mark.exhaustive
 def test_an_error_on_one_rank_comes_back_with_its_traceback_and_output_and_the_next_case_runs(run_on):
     with pytest.raises(CaseFailed) as failure:
         run_on(2, raise_on_the_last_rank)
@@ -103,6 +104,7 @@ def test_a_hang_ends_at_the_timeout_with_every_ranks_stack_and_the_next_case_run
     assert run_on(2, sum_of_ranks, start=0) == [1.0, 1.0]
 
 
+@pytest.mark.exhaustive
 def test_ranks_out_of_step_are_detected_in_the_case_that_caused_it(run_on):
     with pytest.raises(CaseFailed):
         run_on(2, one_collective_more_on_rank_0, timeout=2)

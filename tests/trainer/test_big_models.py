@@ -86,6 +86,7 @@ def train(stage: int) -> None:
     same_runs(fit("ddp", lambda: BigLearner(True, "model.pt")), fit(strategy, lambda: OnMeta("model.pt")))
 
 
+@pytest.mark.exhaustive(but=1)
 @STAGES
 @pytest.mark.behaviour("The Trainer", "`configure_model` on the meta device, and `load_weights` in it")
 def test_a_model_made_on_the_meta_device_trains_as_one_made_on_the_cpu(run_on, stage):

@@ -121,6 +121,7 @@ EXACT = [automatic, manual, manual_with_two_optimizers, manual_then_automatic, m
 ACCUMULATING = [automatic_accumulation, manual_accumulation]  # stages 2 and 3 average each micro-batch
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour(
     "The Trainer", "Manual optimization: buffers follow rank 0's in the first step only, as under Lightning's DDP"
 )

@@ -307,6 +307,7 @@ def save_on_an_exception(strategy: str) -> Any:
     return files_in(folder)
 
 
+@pytest.mark.exhaustive(but=2)
 @behaviours(
     "The Trainer",
     save_checkpoints,

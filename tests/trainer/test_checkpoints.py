@@ -220,6 +220,7 @@ def write_elsewhere(strategy: str) -> Any:
     return results
 
 
+@pytest.mark.exhaustive(but=2)
 @behaviours(
     "The Trainer",
     save_anywhere,

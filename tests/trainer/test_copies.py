@@ -81,6 +81,7 @@ def copy_with_all_that_runs_beside(offload: str | None) -> None:
             assert not isinstance(each.fit_loop.epoch_loop.val_loop.run, WrappedMethod)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("offload", [None, "cpu"])
 def test_background_saves_and_updates_are_not_copied(run_on, offload):
     run_on(2, copy_with_all_that_runs_beside, offload=offload)

@@ -72,6 +72,7 @@ def is_refused(look: Callable[[nn.Module], Tensor], what: str) -> None:
         fit("zero3", look)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("look", "what"),
     [

@@ -107,6 +107,7 @@ def construct_under_a_trainer(strategy: str) -> Any:
     return [*results, observed(trainer, empty)]
 
 
+@pytest.mark.exhaustive(but=1)
 @behaviours("The Trainer", train_on_two_nodes, train_under_slurm, requeue, terminate, construct_under_a_trainer)
 def test_a_launch_or_a_signal_is_handled_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)

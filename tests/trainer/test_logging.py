@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.nn
@@ -175,6 +176,7 @@ def show_progress(strategy: str) -> Any:
     return result, trained(strategy, module, enable_progress_bar=True, use_distributed_sampler=False)
 
 
+@pytest.mark.exhaustive(but=1)
 @behaviours("The Trainer", log_everything, use_metrics, talk, communicate_by_hand, write_logs, profile, show_progress)
 def test_logging_and_communication_by_user_code_are_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)

@@ -471,6 +471,7 @@ def configure_in_every_form(strategy: str) -> Any:
     return results
 
 
+@pytest.mark.exhaustive(but=2)
 @behaviours(
     "The Trainer",
     step_schedulers,
@@ -490,6 +491,7 @@ def test_an_optimization_step_equals_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
+@pytest.mark.exhaustive(but=1)
 @behaviours(
     "The Trainer",
     train_a_gan,

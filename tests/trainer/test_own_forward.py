@@ -129,6 +129,7 @@ def enter_autocast(strategy: str) -> Any:
     return trained(strategy, Autocasts())
 
 
+@pytest.mark.exhaustive(but=1)
 @behaviours("The module", know_its_own_weights, hook_in_forward, enter_autocast)
 def test_in_its_own_forward_a_layer_has_the_projects_parameters(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
@@ -182,6 +183,7 @@ def adapt_quantised_layers(strategy: str) -> Any:
     return first, saved, resumed, weights(module)
 
 
+@pytest.mark.exhaustive
 @behaviours("The module", adapt_quantised_layers)
 def test_quantised_layers_train_as_under_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
@@ -229,6 +231,7 @@ def evaluate_encoders(stage: int, precision: str) -> None:
     assert "hooked" in expected["seen"]
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
     "The module", "`nn.TransformerEncoderLayer` as one kernel in evaluation", notes={3: "layer by layer"}
 )

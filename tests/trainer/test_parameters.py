@@ -128,6 +128,7 @@ def extract_with(unit_numel: int | None, precision: str) -> None:
     same_values(found, run("ddp"), "stage 3")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("unit_numel", [None, 1])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_torchscript_modules_may_stand_among_checkpointed_blocks(run_on, unit_numel, precision):
@@ -640,6 +641,7 @@ def accumulate_by_hand(strategy: str) -> Any:
     return trained(strategy, WithoutSync())
 
 
+@pytest.mark.exhaustive(but=2)
 @behaviours(
     "The module",
     freeze,
@@ -664,6 +666,7 @@ def test_parameters_equal_ddps_bit_for_bit(run_on, case):
     run_on(2, same_as_under_ddp, case=case)
 
 
+@pytest.mark.exhaustive(but=1)
 @behaviours("The module", read_weights, write_in_a_step, nest_modules, accumulate_by_hand)
 def test_parameters_are_close_to_ddps_where_sums_are_taken_in_another_order(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)

@@ -138,6 +138,7 @@ def count_backwards(strategy: str) -> Any:
     return found
 
 
+@pytest.mark.exhaustive(but=2)
 @behaviours("The Trainer", wrap_by_a_mock, patch_the_class, wrap_in_a_subclass, count_backwards)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_patched_steps_and_strategy_methods_are_called_as_under_ddp(run_on, case, ranks):

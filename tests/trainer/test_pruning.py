@@ -88,6 +88,7 @@ def stays_pruned(stage: int, precision: str, offload: str | None, folder: Path) 
     assert sum(int((weight == 0).sum()) for weight in matrices) == wanted
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
@@ -147,6 +148,7 @@ def prunes_after_new_optimizers(strategy: str, hook: str) -> None:
     assert zeros == round(0.5 * sum(weight.numel() for weight in matrices))
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "zero2_offload"])
 @pytest.mark.parametrize("hook", ["on_train_batch_start", "on_train_batch_end"])
 def test_pruned_elements_stay_zero_after_optimizers_are_replaced(run_on, strategy, hook):
@@ -202,6 +204,7 @@ def prunes(stage: int, optimizer: Any, precision: str, **options: Any) -> None:
     )
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour(
     "The Trainer", "`MagnitudePruning`: global magnitude pruning on shards; `torch.nn.utils.prune` works as before"
 )
@@ -288,6 +291,7 @@ def resumed(first: str, second: str, sharded: bool) -> None:
     same_tensors(weights, expected, bound=0)
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(
     ("first", "second", "sharded"),
     [

@@ -85,6 +85,7 @@ def whole(strategy: str) -> Any:
     return observed(*fit(strategy, Shaped(), callbacks=[MagnitudePruning(0.3)]))
 
 
+@pytest.mark.exhaustive(but=1)
 @behaviours("The Trainer", plain, whole)
 def test_pytorch_lightnings_trainer_gives_the_same_numbers_as_its_ddp(run_on, case):
     run_on(2, same_as_under_ddp, case=case)

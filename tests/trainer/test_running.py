@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch import Callback, LightningDataModule
 from torch import nn
@@ -238,6 +239,7 @@ def read_any_iterable(strategy: str) -> Any:
     return results
 
 
+@pytest.mark.exhaustive(but=2)
 @behaviours(
     "The Trainer",
     train,

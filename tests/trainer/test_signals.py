@@ -75,6 +75,7 @@ def terminated(stage, receivers, where, batch, folder):
     return trainer.global_step, getattr(module, "evaluated", None)
 
 
+@pytest.mark.exhaustive(but=2)
 @pytest.mark.behaviour("The Trainer", "SIGTERM to some ranks, or to all, ends every rank after the same batch")
 @AMONG
 @pytest.mark.parametrize(
@@ -89,6 +90,7 @@ def test_all_ranks_stop_training_after_the_same_batch_whichever_got_sigterm(
     assert first == second == (batch + 1, None)
 
 
+@pytest.mark.exhaustive(but=2)
 @AMONG
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_all_ranks_stop_after_the_same_batch_of_validation_during_fit(run_on, tmp_path, stage, receivers):
