@@ -60,6 +60,9 @@ class Chain:
         if self._end.alive:
             self._queue.put(then)
             self._end()
+        if threading.current_thread() is not self._thread:
+            # This thread must not drop the last reference to a process group: destroying one at exit ends in an abort.
+            self._thread.join(timeout=2)
 
 
 def _work(queue: SimpleQueue[Callable[[], None] | None]) -> None:
