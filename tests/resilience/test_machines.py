@@ -77,7 +77,9 @@ def test_on_two_machines_the_files_of_a_state_are_exchanged(stage, victims, mome
         codes = [each.process.wait(200) for each in machines]
     found = ended(folder, max(codes))
     found.same_as(uninterrupted(options))
-    assert len(found.continued) == 1 and found.continued[0] >= 4, found.output
+    # after step 5, the commit that is hit may still be that of the state before it: one step and that in flight repeat
+    least = 3 if moment == "commit" else 4
+    assert len(found.continued) == 1 and found.continued[0] >= least, found.output
 
 
 @pytest.mark.exhaustive
