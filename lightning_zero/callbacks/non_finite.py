@@ -188,7 +188,7 @@ class _Recorder:
 
     first: str | None = None
     _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor id: the innermost module with this input
-    _kept: list[Tensor] = field(default_factory=list)  # keeps the tensors alive, as their ids are keys
+    _kept: dict[int, Tensor] = field(default_factory=dict)  # by id, which stays unique as long as the tensor is kept
 
     def enter(self, name: str, _module: nn.Module, *inputs: Any) -> None:
         for tensor in _floats(inputs):
@@ -207,8 +207,8 @@ class _Recorder:
             self.first = f"{what} is not finite ({bad} of {tensor.numel()} elements) and is the first such value"
 
     def _follow(self, tensor: Tensor, otherwise: str = "") -> None:
-        if tensor.requires_grad and not any(tensor is other for other in self._kept):
-            self._kept.append(tensor)
+        if tensor.requires_grad and id(tensor) not in self._kept:
+            self._kept[id(tensor)] = tensor
 
             def look(gradient: Tensor) -> None:
                 taker = self._inputs_of.get(id(tensor))

@@ -59,6 +59,8 @@ class RunManifest(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         self._began, self._manifest = time.monotonic(), None
+        if self._data is not None and trainer.is_global_zero:
+            self._of_files = fingerprint_of_files(self._data)
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         folder = self._folder or trainer.log_dir or trainer.default_root_dir  # reading log_dir is collective
@@ -107,10 +109,8 @@ class RunManifest(Callback):
     def _fingerprint(self, trainer: Trainer) -> dict[str, Any]:
         datasets = datasets_of(trainer.train_dataloader)
         names = {"class": ", ".join(name_of(type(dataset)) for dataset in datasets)}
-        if self._data is not None:
-            return names | fingerprint_of_files(self._data)
         try:
-            found = fingerprint_of_datasets(datasets)
+            found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
         except Exception as error:  # raised by the user's dataset; training must continue without a fingerprint
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
         return names | found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,28 +16,28 @@ def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
     """Add the memory in use by category, and remedies, to an out-of-memory error. Leave other errors unchanged."""
     if engine is None or not failures.is_of_memory(error) or not error.args:
         return
-    error.args = (f"{error.args[0]}\n{_holders(engine)}\n{_remedies(engine)}", *error.args[1:])
+    held, rest = engine.report().at_rest, _rest(engine)
+    message = f"{error.args[0]}\n{_holders(engine, held, rest)}\n{_remedies(engine, held.get('optimizer', 0), rest)}"
+    error.args = (message, *error.args[1:])
 
 
-def _holders(engine: Engine) -> str:
-    held = {category: nbytes for category, nbytes in engine.report().at_rest.items() if nbytes}
+def _holders(engine: Engine, at_rest: Mapping[str, int], rest: int) -> str:
+    held = {category: nbytes for category, nbytes in at_rest.items() if nbytes}
     states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
     return (
         f"When the allocation failed, rank {engine.rank} held {in_gb(sum(held.values()))} of model states and buffers "
-        f"({states}), and {in_gb(_rest(engine))} of activations and everything else."
+        f"({states}), and {in_gb(rest)} of activations and everything else."
     )
 
 
-def _remedies(engine: Engine) -> str:
-    rest, on_cpu = _rest(engine), engine.device.type == "cpu"
+def _remedies(engine: Engine, optimizer: int, rest: int) -> str:
     remedies = []
     if (leanest := placement.placements_of(3)) != engine.placements:
         less = engine.bytes_saved_by(leanest)
         without = "without shard_within " if engine.placements.parameters.is_sharded else ""
         remedies.append((less, f"stage=3 {without}frees {in_gb(less)}"))
-    optimizer = engine.report().at_rest.get("optimizer", 0)
-    place = "nvme" if on_cpu else "cpu"
     if optimizer:
+        place = "nvme" if engine.device.type == "cpu" else "cpu"
         remedies.append((optimizer, f'offload="{place}" frees {in_gb(optimizer)}'))
     if engine.config.activation_checkpointing is None:
         remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))

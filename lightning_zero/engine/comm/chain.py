@@ -55,7 +55,7 @@ class Chain:
     def close(self, then: Callable[[], None]) -> None:
         """End the thread, once every second half has started or failed to start, and ``then`` was called.
 
-        Does nothing if it was called before: what no thread takes from the queue would keep the process groups alive.
+        A second call adds nothing to the queue: what no thread takes from it would keep the process groups alive.
         """
         if self._end.alive:
             self._queue.put(then)

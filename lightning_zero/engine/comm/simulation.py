@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges, Wait
+from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges
 
 
 @dataclass(frozen=True)
@@ -64,10 +64,10 @@ class SimulatedExchanges(CrossMemoryExchanges):
     def __init__(self) -> None:
         pass
 
-    def gather(self, tag: int, slices: Sequence[Tensor]) -> Wait:
+    def gather(self, tag: int, slices: Sequence[Tensor]) -> Callable[[], None]:
         return partial(_wait, slices)
 
-    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Wait, Tensor]:
+    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
         return partial(_wait, (own, sent)), torch.empty_like(own)
 
 

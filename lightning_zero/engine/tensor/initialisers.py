@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from itertools import islice
 from typing import Any, TypeGuard
 
 from torch import nn
@@ -22,10 +21,14 @@ def running() -> set[str]:
     The innermost constructor of a model of transformers counts as the model's ``_init_weights``: since version 5 of
     transformers, it calls that method at its end only on other devices.
     """
-    calls = calls_on_stack((*OWN, APPLIED, OF_ADAPTERS))
-    labels = {label(name, owner) for name, owner in calls if _is_called_again(name, owner)}
-    constructed = (owner for _, owner in calls_on_stack(("__init__",)) if _is_of_transformers(owner))
-    return labels | {label(APPLIED, model) for model in islice(constructed, 1)}
+    labels, model = set(), None
+    for name, owner in calls_on_stack((*OWN, APPLIED, OF_ADAPTERS, "__init__")):
+        if name != "__init__":
+            if _is_called_again(name, owner):
+                labels.add(label(name, owner))
+        elif model is None and _is_of_transformers(owner):
+            model = owner
+    return labels if model is None else labels | {label(APPLIED, model)}
 
 
 def _is_of_transformers(owner: Any) -> bool:

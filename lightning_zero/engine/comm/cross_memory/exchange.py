@@ -29,7 +29,6 @@ from lightning_zero.engine.comm.cross_memory.small_messages import Key, SmallMes
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
-Wait = Callable[[], None]
 _CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torch adds them on one core
 
 _exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
@@ -96,7 +95,7 @@ class CrossMemoryExchanges:
         self._thread = threading.Thread(target=self._run, name="lightning_zero-shared-memory", daemon=True)
         self._thread.start()
 
-    def gather(self, tag: int, slices: Sequence[Tensor]) -> Wait:
+    def gather(self, tag: int, slices: Sequence[Tensor]) -> Callable[[], None]:
         """Fill ``slices`` from the other ranks' memory, while the other ranks read this rank's slice.
 
         Args:
@@ -113,7 +112,7 @@ class CrossMemoryExchanges:
 
         return self._begin(tag, [slices[self._rank]] * len(self._ranks), take)
 
-    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Wait, Tensor]:
+    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
         """Add up all ranks' contributions, in the order of ranks; the sum is complete when the exchange has ended.
 
         Args:
@@ -141,7 +140,9 @@ class CrossMemoryExchanges:
 
         return self._begin(tag, [sent[rank] for rank in self._ranks], take, own), total
 
-    def _begin(self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], kept: Any = None) -> Wait:
+    def _begin(
+        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], kept: Any = None
+    ) -> Callable[[], None]:
         exchange, key = _Exchange((sources, kept), take), self._signals.begin(tag)
         with self._lock:
             failure = self._failure
