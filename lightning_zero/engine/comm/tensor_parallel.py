@@ -89,7 +89,7 @@ class TensorParallel:
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         self.rank, self.size, self.counters = 0, 1, counters
-        self.control = ControlPlane(None, [0], 0, None, counters)
+        self.control = ControlPlane(None, None, [0], 0, None, counters)
         self._watch: Watch | None = None
         along = self._mesh = mesh[TENSOR] if mesh is not None else None
         if along is not None and along.size() > 1:
@@ -111,9 +111,8 @@ class TensorParallel:
             control_group: a process group of the same ranks, for tensors on the CPU; None if they are simulated.
             note: see the attribute.
         """
-        self.note = note
-        self._watch, self._control_group = watch, control_group
-        self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters)
+        self.note, self._watch = note, watch
+        self.control = ControlPlane(control_group, self.group, self.ranks, self.rank, watch, self.counters)
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -171,27 +170,6 @@ class TensorParallel:
             dist.all_gather(list(gathered.unbind()), padded, self.group)
         parts = (part.narrow(share.dimension, 0, share.length(index)) for index, part in enumerate(gathered.unbind()))
         return torch.cat(list(parts), share.dimension)
-
-    def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor over the tensor-parallel ranks, in place."""
-        if self._watch is not None:
-            self.counters.add("control", tensor.numel(), tensor.nbytes)
-            with self.waiting("a reduction over tensor-parallel ranks"):
-                dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self.group)
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast the first tensor-parallel rank's values, in place."""
-        if self._watch is not None:
-            self.counters.add("control", tensor.numel(), tensor.nbytes)
-            group = self._control_group if tensor.device.type == "cpu" else self.group
-            values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            with self.waiting("a broadcast over tensor-parallel ranks"):
-                dist.broadcast(values.view(-1).view(torch.uint8), self.ranks[0], group)  # Gloo lacks some dtypes
-            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # ``values`` are a copy
-                with torch.no_grad():
-                    tensor.copy_(values)
-        return tensor
 
     def check_same(self, batch: Any, sampler: str) -> None:
         """Raise a ValueError on every rank if the tensors of a batch differ between tensor-parallel ranks. Collective.

@@ -94,7 +94,7 @@ class Windows:
         module = self._module()
         assert module is not None, "the module was deleted"
         with torch.no_grad(), self._shared.phases("wait for the other ranks", "buffers of rank 0"):
-            self._shared.communicator.copy_from_first(list(map(own_share, module.buffers())))
+            self._shared.communicator.control.copy_from_first(list(map(own_share, module.buffers())))
 
     def _open(self, *, is_step: bool) -> None:
         if not in_backward():
