@@ -53,8 +53,6 @@ class Everyone(NamedTuple):
     """All ranks that hold a module: the data-parallel ranks times the tensor-parallel ranks.
 
     Attributes:
-        rank, size: this rank's number, and the number of ranks.
-        control: the control plane.
         watch: detects failed waits and deadlocks; None if no other process exists.
         name: identifies this communicator on every rank; empty if no other process exists.
     """
@@ -71,8 +69,6 @@ class Communicator:
 
     Args:
         group: the process group; None means the default group. Ignored if no process group is initialised.
-        device: the device of the flat buffers.
-        shard_within: see ``EngineConfig``.
         mesh: a device mesh with a data-parallel and a tensor-parallel dimension, in place of ``group``.
         simulation: describes the ranks of a fake process group; None for real ranks.
         cross_memory: whether CPU ranks of one machine may read each other's memory, instead of using the collectives of
@@ -82,9 +78,7 @@ class Communicator:
         rank, size: this rank's number in the group, and the group's size.
         everyone: the ranks of all tensor-parallel groups together.
         tensor: the tensor-parallel ranks that share tensors with this rank.
-        counters: counts of calls, elements and bytes.
         mesh: the mesh of ranks, two-dimensional if collectives have two levels, or ``shards_within`` is set.
-        control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
         may_compress: whether gradients cross between machines in an exchange of their own, which can be compressed.
@@ -132,11 +126,7 @@ class Communicator:
             self._choose_transports(shard_within, cross_memory)
 
     def _meet(self, everywhere: ProcessGroup) -> None:
-        """Agree with all ranks on the engine's name; make its watch and control planes. Collective.
-
-        Args:
-            everywhere: the process group of all ranks of the mesh.
-        """
+        """Agree with all ranks on the engine's name; make its watch and control planes. Collective."""
         all_ranks = process_group.ranks_of(everywhere)
         has_cpu = process_group.serves_cpu(everywhere)
         control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])

@@ -35,9 +35,7 @@ class ControlPlane:
             then, and all ranks are assumed to have this rank's values.
         on_device: a process group of the same ranks that communicates tensors on the device.
         ranks: the group's ranks, as numbered in the default group.
-        rank: this rank's number in the group.
         watch: turns failures and deadlocks during waits into errors; None without a group.
-        counters: where calls are counted, under the kind "control".
 
     Attributes:
         small: a faster channel for ``any_rank`` and ``gather_numbers`` between ranks of one machine, or None.
@@ -68,9 +66,6 @@ class ControlPlane:
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Return, for each flag, whether any rank has set it. Collective; every rank passes the same number of flags.
-
-        Args:
-            what: a name for this exchange, for error messages.
         """
         if self._is_alone:
             return list(flags)
@@ -97,12 +92,7 @@ class ControlPlane:
         return tensor
 
     def numbers_of(self, source: int, numbers: Sequence[int], what: str) -> list[int]:
-        """Broadcast a rank's numbers, and return them. Collective; every rank passes the same count of numbers.
-
-        Args:
-            source: the rank's number in the group.
-            what: a name for this exchange, for error messages.
-        """
+        """Broadcast a rank's numbers, and return them. Collective; every rank passes the same count of numbers."""
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -116,11 +106,7 @@ class ControlPlane:
         return self._group if tensor.device.type == "cpu" else self._on_device
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Broadcast one rank's value of a tensor on any device, in place. Collective.
-
-        Args:
-            source: the rank's number in the group.
-        """
+        """Broadcast one rank's value of a tensor on any device, in place. Collective."""
         if self._is_alone:
             return tensor
         self._counters.add("control", tensor.numel(), tensor.nbytes)

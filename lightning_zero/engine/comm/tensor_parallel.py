@@ -59,7 +59,6 @@ class Placed:
     """How the user's project has divided a parameter over the tensor-parallel ranks.
 
     Attributes:
-        share: this rank's share.
         placements, stride: a DTensor's placements and stride; ``placements`` is None for an ordinary tensor.
     """
 
@@ -79,8 +78,6 @@ class TensorParallel:
         ranks: the ranks along the dimension, as numbered in the default group; exists only if there are several.
         groups: the ranks of each tensor-parallel group; exists only if ``ranks`` does.
         group: the process group of ``ranks``; exists only if ``ranks`` does.
-        control: the control plane between these ranks, for Python values.
-        counters: counters of the communication between these ranks.
         note: for simulated ranks, called with the bytes of each gather of activations, instead of a gather; returns a
             function that is called when this rank waits for the gather.
     """
@@ -175,7 +172,6 @@ class TensorParallel:
         """Raise a ValueError on every rank if the tensors of a batch differ between tensor-parallel ranks. Collective.
 
         Args:
-            batch: tensors in nested lists, tuples and dictionaries.
             sampler: advice for the error message: how to write a sampler that gives these ranks the same batches.
         """
         if self._watch is None:
@@ -198,12 +194,10 @@ class ActivationParts:
     """Divides activations that are identical on all tensor-parallel ranks: each rank keeps one part.
 
     Args:
-        tensor: the tensor-parallel ranks.
         group: a separate process group of the same ranks, used only for activations.
 
     Attributes:
         rank, size: this rank's number among the tensor-parallel ranks, and their number.
-        is_first: whether this is the first rank.
     """
 
     def __init__(self, tensor: TensorParallel, group: ProcessGroup) -> None:

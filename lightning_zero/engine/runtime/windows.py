@@ -23,8 +23,6 @@ class Windows:
     """Opens and closes the windows of a module, which may be nested; the outermost window is usually one step.
 
     Args:
-        module: the root module, which is not kept alive.
-        checkpointed: the modules with activation checkpointing.
         before: called before the outermost window is opened.
         check: raises an error if user code has changed parameters so that they would not be trained.
 
