@@ -409,23 +409,23 @@ class LateCopies:
     def wait(self, copied):
         copied.event.synchronize()
 
-    def out(self, source, target):
+    def out(self, source, room, form):
         found = weakref.ref(source)
 
         def copy():
             assert found() is not None, "let go of before it was copied"
-            target.copy_(found())
+            form.in_place(room).copy_(form.kept_of(found()))
 
         return _Copied(Late(copy))
 
-    def into(self, target, source, after, then):
+    def into(self, target, room, form, after):
         target.fill_(float("nan"))
         found = weakref.ref(target)
 
         def copy():
             after.synchronize()
             assert found() is not None, "let go of before it was filled"
-            found().copy_(source)
+            form.kept_of(found()).copy_(form.in_place(room))
 
         return _Copied(Late(copy))
 
@@ -472,9 +472,9 @@ def test_a_loaded_tensor_keeps_its_strides_and_alignment():
     ):
         form = _Form(tensor)
         host = torch.empty(form.nbytes, dtype=torch.uint8)
-        form.in_place(host).copy_(tensor)
+        form.in_place(host).copy_(form.kept_of(tensor))
         back = form.empty()
-        back.copy_(form.in_place(host))
+        form.kept_of(back).copy_(form.in_place(host))
         assert torch.equal(back, tensor)
         assert (back.stride(), back.dtype) == (tensor.stride(), tensor.dtype)
         assert back.data_ptr() % 64 == tensor.data_ptr() % 64
