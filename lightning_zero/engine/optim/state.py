@@ -7,16 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
-from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
-from lightning_zero.engine.offload.updates import Updates, of_no_parameter
+from lightning_zero.engine.offload.updates import of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
     Small,
@@ -32,8 +31,6 @@ from lightning_zero.engine.optim.kinds import (
     tensors_in,
 )
 from lightning_zero.engine.optim.master import Master, is_alone, runs_of
-from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, OwnedSlot, slot_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
@@ -44,24 +41,8 @@ States = dict[Any, dict[str, Any]]
 """For each parameter, the entries of its state by name."""
 
 
-class OptimizedEngine(Protocol):
-    """The part of an engine's interface that the masters of optimizers use."""
-
-    ledger: Ledger
-    background: Updates
-    communicator: Communicator
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def buckets(self) -> list[Bucket]: ...
-
-    def begin_update(self) -> None: ...
-
-    def show(self, buckets: list[Bucket]) -> None: ...
-
-    def updated(self, buckets: list[Bucket]) -> None: ...
+# The ``Optimizers`` of one engine (``optimizers.py``, which imports this file).
+OptimizedEngine = Any
 
 
 class MasterStates:
