@@ -14,11 +14,9 @@ the device when backward begins. In backward, each input is copied back while th
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,7 +39,6 @@ from lightning_zero.engine.compat import (
     tree_unflatten,
 )
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.offload.scratch import Disk, Memory
 from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.runtime.saved_tensors import Saved
 from lightning_zero.engine.state.ledger import Ledger
@@ -66,8 +63,8 @@ class ActivationStore:
 
     Args:
         device: the device whose memory is freed.
-        place: the memory or disk that tensors are moved to.
-        moves_whole: whether tensors that differ between tensor-parallel ranks are moved too, undivided.
+        to_host: whether tensors are moved to host memory, also, undivided, those that differ between tensor-parallel
+            ranks; otherwise parts stay on the device.
         parts: divides tensors that are equal on all tensor-parallel ranks; None to move all tensors undivided.
         ledger: counts the memory of kept tensors.
     """
@@ -75,13 +72,12 @@ class ActivationStore:
     def __init__(
         self,
         device: torch.device,
-        place: Memory | Disk,
         *,
-        moves_whole: bool,
+        to_host: bool,
         parts: ActivationParts | None,
         ledger: Ledger,
     ) -> None:
-        self.device, self._place, self._moves_whole, self._parts = device, place, moves_whole, parts
+        self.device, self._to_host, self._parts = device, to_host, parts
         self._copies = _Copies(device)
         self._ledger = ledger
         self._alike: weakref.WeakKeyDictionary[nn.Module, dict[str, frozenset[int]]] = weakref.WeakKeyDictionary()
@@ -136,7 +132,7 @@ class ActivationStore:
             call: describes the structure of the arguments; the same on every rank.
         """
         worth = {number: leaf for number, leaf in enumerate(leaves) if self._is_worth_moving(leaf)}
-        moved: dict[int, ActivationParts | None] = dict.fromkeys(map(id, worth.values())) if self._moves_whole else {}
+        moved: dict[int, ActivationParts | None] = dict.fromkeys(map(id, worth.values())) if self._to_host else {}
         if self._parts is not None:
             alike = self._alike_in(self._parts, module, leaves, call, worth)
             shared = (leaf for number, leaf in worth.items() if number in alike and _Form(leaf).is_dense)
@@ -216,15 +212,19 @@ class ActivationStore:
         if kept is not None:
             kept.stay(tensor)
         else:
-            layout, in_memory = _Form(tensor, parts), isinstance(self._place, Memory)
-            count = partial(self._ledger.add, "host" if self._moves_whole else "activations")
-            if in_memory:
-                count(layout.nbytes)
-            kept = self._kept[key] = Kept(tensor, layout, region, self._copies, self._place)
-            if in_memory:
-                weakref.finalize(kept, count, -layout.nbytes).atexit = False
+            form = _Form(tensor, parts)
+            count = partial(self._ledger.add, "host" if self._to_host else "activations")
+            count(form.nbytes)
+            kept = self._kept[key] = Kept(tensor, form, region, self._copies, self._room(form.nbytes))
+            weakref.finalize(kept, count, -form.nbytes).atexit = False
             self._last = weakref.ref(region)
         return kept
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Memory to keep values in; pinned host memory, so that copies to and from an accelerator run on their own."""
+        if not self._to_host:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu", device="cpu")
 
 
 class _Region:
@@ -252,20 +252,18 @@ class _Region:
 class Kept:
     """One moved tensor; it lives as long as the graph that saved it."""
 
-    _where: Any = None
-    _arriving: tuple[Tensor, Future[_Copied]] | None = None
+    _arriving: tuple[Tensor, _Copied] | None = None
     _original: Saved | None = None  # the tensor on the device; None once released
     _copied: _Copied | None = None
+    _room: Tensor | None = None
 
-    def __init__(self, tensor: Tensor, form: _Form, region: _Region, copies: _Copies, place: Memory | Disk) -> None:
+    def __init__(self, tensor: Tensor, form: _Form, region: _Region, copies: _Copies, room: Tensor) -> None:
         self.region = region
-        self._copies, self._place, self._form, self.nbytes = copies, place, form, form.nbytes
+        self._copies, self._form, self._room = copies, form, room
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._original = Saved.of(tensor)
         self._stays = False
-        room = place.memory(form.nbytes)
         self._copied = copies.out(self._original.tensor, room, form)
-        self._where = place.put(room, self._copied.event)
         region.add(self)
 
     def let_go(self) -> None:
@@ -289,15 +287,10 @@ class Kept:
         """Start to copy the values back to the device, unless they are already there or on their way."""
         if self._original is not None or self._arriving is not None:
             return
+        assert self._room is not None
         target = self._form.empty()
-        # Once this event occurs, earlier work on the new tensor's memory has ended, and so has the copy to ``_place``.
-        ready = self._copies.now()
-        copies, form = self._copies, self._form  # a running read must not keep ``self`` alive
-
-        def deliver(room: Tensor) -> _Copied:
-            return copies.into(target, room, form, after=ready)
-
-        self._arriving = target, self._place.get(self._where, deliver)
+        # Once this event occurs, earlier work on the new tensor's memory has ended, and so has the copy to ``_room``.
+        self._arriving = target, self._copies.into(target, self._room, self._form, after=self._copies.now())
 
     @torch.no_grad()
     def value(self) -> Tensor:
@@ -312,21 +305,15 @@ class Kept:
         if self._original is not None:  # the last module's input, an input of several modules, or a changed input
             return self._original.unpack()
         assert self._arriving is not None
-        (target, arrival), self._arriving = self._arriving, None
-        try:
-            self._copies.wait(arrival.result())
-        finally:
-            del arrival  # avoids a cycle: the traceback of its exception refers to this frame
+        (target, copied), self._arriving = self._arriving, None
+        self._copies.wait(copied)
         return target
 
     def _forget(self) -> None:
         if self._arriving is not None:
-            (_, arrival), self._arriving = self._arriving, None
-            if arrival.exception() is None:  # after a failed read, there is nothing to wait for
-                self._copies.wait(arrival.result())  # the memory is about to be reused
-        if self._where is not None:
-            where, self._where = self._where, None
-            self._place.free(where)
+            (_, copied), self._arriving = self._arriving, None
+            self._copies.wait(copied)  # the memory is about to be reused
+        self._room = None
 
     def __del__(self) -> None:
         if self._original is not None and self._copied is not None:  # perhaps nothing has waited for the copy
@@ -388,7 +375,7 @@ class _Copied(NamedTuple):
 
     Attributes:
         event: recorded on the copy's stream after the copy and the operation; None without a stream.
-        wait: a function that waits for the operation, in any thread; None if there is nothing to wait for.
+        wait: a function that waits for the operation; None if there is nothing to wait for.
     """
 
     event: torch.Event | None
@@ -424,7 +411,7 @@ class _Copies:
         return self._copy(self._leaving, form.in_place(room), form.kept_of(tensor), self.now())
 
     def into(self, tensor: Tensor, room: Tensor, form: _Form, after: torch.Event | None) -> _Copied:
-        """Start to copy back to the device after an event, then to fetch the rest. May run in any thread."""
+        """Start to copy back to the device after an event, then to fetch the rest."""
         return self._copy(self._coming, form.kept_of(tensor), form.in_place(room), after, form.completes(tensor))
 
     @staticmethod
@@ -444,15 +431,8 @@ class _Copies:
 
 def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
     """Make the store for inputs of checkpointed modules, as configured; None if inputs are not moved."""
-    offload, device = config.offload, communicator.device
-    target = offload.activations if offload is not None else None
-    if target is None and not config.partition_activations:
+    to_host = config.offload is not None and config.offload.activations is not None
+    if not to_host and not config.partition_activations:
         return None
-    is_pinned = device.type != "cpu"
-    place: Memory | Disk = Memory(device)
-    if target == "cpu":
-        place = Memory(torch.device("cpu"), is_pinned=is_pinned)
-    elif offload is not None and target is not None:
-        place = Disk(os.fspath(offload.path or ""), is_pinned)
     parts = communicator.activation_parts() if config.partition_activations else None
-    return ActivationStore(device, place, moves_whole=target is not None, parts=parts, ledger=ledger)
+    return ActivationStore(communicator.device, to_host=to_host, parts=parts, ledger=ledger)
