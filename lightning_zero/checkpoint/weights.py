@@ -56,8 +56,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         >>> model.weight.sum().item()
         6.0
     """
-    path = Path(path)
-    state = _read(path)
+    state = _read(Path(path))
     found: list[compat.IncompatibleKeys] = []
     misshapen = []
     with deferred_param.taking_values(module, lambda tensor: True) as targets:
@@ -93,12 +92,11 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         raise ValueError(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
-    origin_of = _origins_in(state, path)
-    deferred_param.give_values(targets, wait=deferred_param.may_values_wait(), origin_of=origin_of)
+    deferred_param.give_values(targets, wait=deferred_param.may_values_wait(), origin_of=_origins_in(state, path))
     return keys
 
 
-def _origins_in(state: dict[str, Tensor], path: Path) -> Callable[[Tensor], Any]:
+def _origins_in(state: dict[str, Tensor], path: str | os.PathLike[str]) -> Callable[[Tensor], Any]:
     """Make a function that returns the origin of a file's values (see ``LazyTensor``), by which ranks compare them."""
     names = {id(tensor): name for name, tensor in state.items()}
 
@@ -106,7 +104,12 @@ def _origins_in(state: dict[str, Tensor], path: Path) -> Callable[[Tensor], Any]
         if id(values) not in names or isinstance(values, LazyTensor):
             return None  # a hook of the module has changed them, or they have an origin
         # On another machine, a file of this name may hold other values, so ranks also compare some values.
-        return path.name, names[id(values)], str(values.dtype), repr(values.detach().flatten()[:4].tolist())
+        return (
+            os.path.basename(path),
+            names[id(values)],
+            str(values.dtype),
+            repr(values.detach().flatten()[:4].tolist()),
+        )
 
     return origin_of
 

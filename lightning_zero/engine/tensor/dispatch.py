@@ -328,10 +328,6 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     return _extreme_over_ranks(part, tensor.slot, sign).to(tensor.dtype)
 
 
-def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].alias()
-
-
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``add_``. In backward, autograd calls ``add_`` on ``.grad`` to accumulate a local gradient."""
     target = args[0]
@@ -395,18 +391,13 @@ def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
 _NEW = "empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros"
 _HANDLERS: dict[Any, _Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, args, kwargs: args[0].alias()),
     aten.add_.Tensor: _accumulate,
     aten.copy_.default: _copy,
     aten._to_copy.default: _cast,
     aten.linalg_vector_norm.default: _vector_norm,
-    aten.sum.default: _sum,
-    aten.mean.default: _sum,
-    aten.all.default: _sum,
-    aten.any.default: _sum,
-    aten.max.default: _extreme,
-    aten.min.default: _extreme,
+    **dict.fromkeys((aten.sum.default, aten.mean.default, aten.all.default, aten.any.default), _sum),
+    **dict.fromkeys((aten.max.default, aten.min.default), _extreme),
     **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}

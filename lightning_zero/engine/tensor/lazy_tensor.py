@@ -37,7 +37,7 @@ class Write:
     function: Any
     args: Any
     kwargs: Any
-    state: Tensor | None
+    state: Tensor | None = None
 
     @property
     def generator(self) -> torch.Generator:
@@ -206,7 +206,7 @@ class LazyTensor(WrapperTensor):
         will run again, and replace all earlier values.
         """
         source = self._source
-        writes = source.writes
+        writes, write = source.writes, Write(steps, function, args, kwargs)
         assert writes is not None
         if is_within_meta_device() and not source.is_whole:
             source.held = None
@@ -214,15 +214,14 @@ class LazyTensor(WrapperTensor):
                 writes.clear()
                 source.is_written, source.initialised_by = False, source.initialised_by | running
             else:
-                writes.append(Write(steps, function, args, kwargs, None))
+                writes.append(write)
             return
         if source.held is None and len(writes) >= _MOST_REPEATED:
             source.hold(self._repeated(writes))
         if source.held is not None and source.is_written:
-            Write(steps, function, args, kwargs, None).run(source.held)
+            write.run(source.held)
             return
         values = self._repeated([] if source.is_written else writes) if source.held is None else source.held
-        write = Write(steps, function, args, kwargs, None)
         if write.may_draw:
             write = replace(write, state=write.generator.get_state())
         write.run(values)
@@ -241,10 +240,6 @@ class LazyTensor(WrapperTensor):
 
     def _of_the_shape(self) -> Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
-
-    @property
-    def stored_name(self) -> str:
-        return self._source.name
 
     @property
     def origin(self) -> Any:
@@ -311,7 +306,7 @@ class LazyTensor(WrapperTensor):
         """Turn this into an ordinary tensor, with memory that its aliases share."""
         if self._source.write is not None:  # later writes to memory would not reach the source
             raise RuntimeError(
-                f"'{self.stored_name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
+                f"'{self._source.name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
                 "Call tensor.clone() to read the values into an ordinary tensor."
             )
         if self.device.type == "meta":
@@ -335,7 +330,7 @@ class LazyTensor(WrapperTensor):
         return self._made_ordinary().set_(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"LazyTensor({self.stored_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
