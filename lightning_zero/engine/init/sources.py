@@ -78,18 +78,10 @@ def check_frozen(scripted: Mapping[str, Tensor]) -> None:
         )
 
 
-def common_device(plans: list[UnitPlan]) -> torch.device:
-    """The device of all parameters with values; the CPU if none has values. Raises a ValueError for several devices."""
-    found = None
-    for name, parameter in (named for plan in plans for named in plan.parameters.items()):
-        if not is_on_meta(parameter):
-            found = found or parameter.device
-            if parameter.device != found:
-                raise ValueError(
-                    f"{name} is on {parameter.device}, but other parameters are on {found}: move the module to one "
-                    "device."
-                )
-    return found or torch.device("cpu")
+def first_device(plans: list[UnitPlan]) -> torch.device:
+    """The device of the first parameter with values; the CPU if none has values."""
+    parameters = (parameter for plan in plans for parameter in plan.parameters.values())
+    return next((p.device for p in parameters if not is_on_meta(p)), torch.device("cpu"))
 
 
 def move_own_kinds(module: nn.Module, device: torch.device) -> None:
