@@ -78,7 +78,7 @@ def in_plain_tensors(value: Any) -> Any:
 
 def _in_plain(tensor: Tensor) -> Any:
     if is_made_of_tensors(tensor):
-        names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, context = tensor.__tensor_flatten__()
         kind, inner = type(tensor), {name: in_plain_tensors(getattr(tensor, name)) for name in names}
         return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", _CONTEXT: context, **inner}
     order = _order_in_memory(tensor) if type(tensor) is Tensor else None

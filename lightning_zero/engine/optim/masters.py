@@ -382,7 +382,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
     owners = balanced_owners([[s.numel for s in bucket.layout.segments] for bucket in late], ranks, loads)
 
     def of_late(tensor: Tensor) -> Tensor:
-        is_late = isinstance(tensor, ShardedTensor) and tensor.slot.bucket in late  # type: ignore[attr-defined]
+        is_late = isinstance(tensor, ShardedTensor) and tensor.slot.bucket in late
         return whole(tensor) if is_late else tensor
 
     held = [(masters, masters.states.by_parameter(of_late)) for masters in all_masters]

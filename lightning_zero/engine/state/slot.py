@@ -339,5 +339,5 @@ def slots_of(bucket: Bucket, first: int = 0, last: int | None = None) -> list[Bu
 def slot_of(tensor: Any) -> BucketSlot | None:
     """The slot of a sharded parameter, also in its module's forward; None for any other tensor."""
     if isinstance(tensor, ShardedTensor) and tensor.is_parameter:
-        return tensor.slot  # type: ignore[return-value]
+        return tensor.slot
     return tensor.__dict__.get("slot") if isinstance(tensor, View) else None

@@ -98,10 +98,6 @@ class _LazyValues:
         """Whether ``held`` has all values, so that operators write to it in place and need not be recorded."""
         return self.held is not None and self.is_written
 
-    def hold(self, values: Tensor) -> None:
-        self.held, self.is_checked = values, False
-        self.check()
-
     def check(self) -> None:
         """Check whether every element of ``held`` has been written."""
         if self.held is not None and not self.is_checked:
@@ -217,7 +213,8 @@ class LazyTensor(WrapperTensor):
                 writes.append(write)
             return
         if source.held is None and len(writes) >= _MOST_REPEATED:
-            source.hold(self._repeated(writes))
+            source.held, source.is_checked = self._repeated(writes), False
+            source.check()
         if source.held is not None and source.is_written:
             write.run(source.held)
             return
