@@ -234,10 +234,6 @@ def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
     hooks.move_to_end(handle.id, last=False)
 
 
-# The attributes with an optimizer's load hooks. The engine calls the hooks if the class overrides ``load_state_dict``.
-LOAD_HOOKS = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks")
-
-
 def running_steps(optimizer: torch.optim.Optimizer) -> int:
     """The number of an optimizer's steps on the stack. Hooks cannot count them: after an error, none is called."""
     return _running(_HOOKED_STEP, optimizer)

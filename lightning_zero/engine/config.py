@@ -163,7 +163,7 @@ class EngineConfig:
 
 
 _PLACES = (None, "cpu", "nvme")
-_MOVED = ("optimizer", "parameters", "activations")
+_MOVED = ("optimizer", "parameters")
 
 
 @dataclass(frozen=True)
@@ -180,7 +180,7 @@ class OffloadConfig:
             or None to leave it on the device until the update.
         parameters: each rank's shard of the parameters while they are not gathered (stage 3): ``"cpu"``, ``"nvme"`` or
             None.
-        activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"``, ``"nvme"`` or None.
+        activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"`` or None.
         path: a folder on a fast local disk, for ``"nvme"``.
         fraction: share of the optimizer states and master weights to offload, starting with the last modules.
         sub_group: number of master weights in one chunk of an update from disk. Three chunks are in host memory: one is
@@ -198,7 +198,7 @@ class OffloadConfig:
     optimizer: OffloadTarget | None = "cpu"
     gradients: Literal["cpu"] | None = None
     parameters: OffloadTarget | None = None
-    activations: OffloadTarget | None = None
+    activations: Literal["cpu"] | None = None
     path: str | Path | None = None
     fraction: float = field(default=1.0, metadata={"least": 0})
     sub_group: int = field(default=2**24, metadata={"least": 1})
@@ -219,12 +219,8 @@ class OffloadConfig:
                 "offload: parameters='nvme' requires optimizer='nvme', since parameters and master weights share a "
                 "file. Write optimizer='nvme' as well, or parameters='cpu'."
             )
-        if self.needs_disk and self.path is None:
+        if self.optimizer == "nvme" and self.path is None:
             raise ValueError("offload: 'nvme' requires path=, a folder on a fast local disk.")
-
-    @property
-    def needs_disk(self) -> bool:
-        return "nvme" in (self.optimizer, self.parameters, self.activations)
 
 
 def offload_config(offload: Any) -> OffloadConfig | None:

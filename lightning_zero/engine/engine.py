@@ -37,7 +37,7 @@ from lightning_zero.engine.init.sources import (
     agree_on_sources,
     check_frozen,
     check_ordinary,
-    common_device,
+    first_device,
     move_own_kinds,
 )
 from lightning_zero.engine.offload.states import Swap
@@ -101,12 +101,12 @@ class Engine:
 
     Args:
         module: the root module. Its parameters and buffers may be ordinary tensors (rank 0's values are used), on the
-            meta device (each submodule initialises its own tensors), or mapped from files (``torch.load(mmap=True)``,
-            safetensors; each rank reads only its shard). The module is sharded unit by unit, so values on the meta
-            device or in files are never all in memory at once.
+            meta device (each submodule initialises its own tensors), or to be read from a file (``load_weights``; each
+            rank reads only its shard). The module is sharded unit by unit, so values on the meta device or in files are
+            never all in memory at once.
         optimizers: the optimizers of the module's parameters; keep using the same objects afterwards.
         config: the options; ``EngineConfig()`` by default.
-        device: the device of parameters and buffers; None for their current device, which must be the same for all.
+        device: the device of parameters and buffers; None for the device of the first parameter.
         group: the data-parallel process group; None for the default one.
         mesh: a ``DeviceMesh`` of all ranks with the dimensions ``data_parallel`` and ``tensor_parallel``, instead of a
             group. The user's project divides parameters over the second dimension, as DTensors; the engine shards each
@@ -148,7 +148,7 @@ class Engine:
             device = torch.device(device)
             move_own_kinds(module, device)
         plans = plan_units(module, config.units, config.unit_numel)
-        device = device or common_device(plans)
+        device = device or first_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
         if device.type == "cpu":
             let_freed_memory_stay()

@@ -213,9 +213,6 @@ def test_hooks_of_an_optimizer_can_be_ordered():
     compat.call_first(optimizer.register_step_post_hook(lambda *_: calls.append("second")))
     optimizer.step()
     assert calls == ["second", "first"]
-    optimizer.register_load_state_dict_pre_hook(lambda *_: None)
-    optimizer.register_load_state_dict_post_hook(lambda *_: None)
-    assert [len(getattr(optimizer, name)) for name in compat.LOAD_HOOKS] == [1, 1]
 
 
 def test_the_device_under_which_an_operator_was_called_is_known_within_the_operator():

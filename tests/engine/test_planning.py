@@ -12,7 +12,7 @@ from torch import nn
 from lightning_zero.engine import Engine
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.init import host_room
-from lightning_zero.engine.init.host_room import available_memory, left_to_process, memory_for
+from lightning_zero.engine.init.host_room import available_memory, memory_for
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.state.residency import ResidencyPlan
@@ -171,30 +171,6 @@ def test_available_memory_is_what_the_system_and_its_containers_allow(tmp_path: 
     assert available_memory(write(tmp_path, files)) == found
 
 
-STATUS = {"proc/self/status": "Name:\tpython\nVmSize:\t    5000 kB\nVmData:\t    3000 kB\n"}
-NO_LIMIT = """Limit                     Soft Limit           Hard Limit           Units
-Max data size             unlimited            unlimited            bytes
-Max address space         unlimited            unlimited            bytes
-"""
-
-
-@pytest.mark.parametrize(
-    ("limits", "left"),
-    [
-        (NO_LIMIT, None),
-        (NO_LIMIT.replace("data size             unlimited", "data size             4096000  "), 4096000 - 3000 * 1024),
-        (NO_LIMIT.replace("space         unlimited", "space         6144000  "), 6144000 - 5000 * 1024),
-        (NO_LIMIT.replace("space         unlimited", "space         4096000  "), 0),  # lowered since
-    ],
-)
-def test_a_process_may_take_what_its_own_limits_leave(tmp_path: Path, limits, left):
-    assert left_to_process(write(tmp_path, {**STATUS, "proc/self/limits": limits})) == left
-
-
-def test_no_limit_is_known_without_the_proc_files_of_linux(tmp_path: Path):
-    assert left_to_process(tmp_path) is None
-
-
 def test_the_memory_of_this_machine_is_known_on_linux():
     if Path("/proc/meminfo").exists():
         assert 2**20 < available_memory() < 2**50
@@ -249,23 +225,6 @@ def asks_for_its_own(tmp: str) -> None:
         patch.setattr(host_room, "available_memory", lambda: 3 * 1024 * 4 - rank())
         with pytest.raises(ValueError, match=r"memory. The 1 rank\(s\) on node1 need 12288 .* 12287 are available: "):
             Engine(Square(), stage=1, offload="cpu")
-
-
-def asks_within_its_limit() -> None:
-    """The machine has room for both ranks, but one rank has a limit of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_room, "this_machine", lambda: "node7.1")
-        patch.setattr(host_room, "available_memory", lambda: 2**30)
-        patch.setattr(host_room, "left_to_process", lambda: 3 * 1024 * 4 - rank())
-        limited = (
-            r"The 1 rank\(s\) on node7 within the limits of rank 1 \(ulimit -d, ulimit -v\) need 12288 .* 12287 are"
-        )
-        with pytest.raises(ValueError, match=limited):
-            Engine(Square(), stage=1, offload="cpu")
-
-
-def test_a_limit_of_one_process_applies_to_that_process_alone(run_on):
-    run_on(2, asks_within_its_limit)
 
 
 def test_memory_is_checked_per_machine_and_a_shortage_is_reported_on_all_ranks(run_on, tmp_path: Path):

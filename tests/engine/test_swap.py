@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from lightning_zero.engine.offload.scratch import Disk
 from lightning_zero.io import swap
 from lightning_zero.io.disk import ALIGNMENT, free_bytes
 from lightning_zero.io.swap import BUFFERS, FileRange, Ring, SwapFile, stream
@@ -414,35 +413,25 @@ def prepared(path, how, monkeypatch):
     return "other users may change"
 
 
-def of_states(path):
-    return SwapFile(str(path), 1)
-
-
-def of_activations(path):
-    return Disk(str(path), is_pinned=False)
-
-
-@pytest.mark.parametrize("make", [of_states, of_activations])
 @pytest.mark.parametrize("how", ["a link", "another user's", "open to all"])
-def test_a_path_that_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, how, make):
+def test_a_path_that_another_user_may_have_prepared_is_refused(tmp_path, monkeypatch, how):
     path = anybodys_folder(tmp_path) / "offload"
     words = prepared(path, how, monkeypatch)
     with pytest.raises(PermissionError, match=words) as raised:
-        make(path)
+        SwapFile(str(path), 1)
     assert str(path) in str(raised.value)
     assert list(path.iterdir()) == [] and not list((tmp_path).glob("target/*"))
 
 
-@pytest.mark.parametrize("make", [of_states, of_activations])
-def test_a_folder_in_a_shared_folder_is_made_for_this_user_alone_and_used_again(tmp_path, make):
+def test_a_folder_in_a_shared_folder_is_made_for_this_user_alone_and_used_again(tmp_path):
     path = anybodys_folder(tmp_path) / "offload"
     for _ in range(2):
-        kept = make(path)
+        kept = SwapFile(str(path), 1)
         assert path.stat().st_mode & 0o777 == 0o700
         del kept
     path = anybodys_folder(path)  # inside the user's own folder, any permissions are accepted
     path.chmod(0o777)
-    make(path)
+    SwapFile(str(path), 1)
 
 
 # ----------------------------------------------------------------------------------------------------------- at the end

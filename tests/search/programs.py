@@ -32,7 +32,7 @@ class Setup:
         is_tied: layers ``b`` of all blocks share their weight.
         whole: each parameter has one owner (``whole_parameters``).
         checkpoints: the engine checkpoints the activations of blocks.
-        activations: "cpu" or "nvme", where the engine keeps checkpointed inputs; None for the device.
+        activations: "cpu", where the engine keeps checkpointed inputs; None for the device.
         several: each block has its own engine, and the model's own parameters have one, too.
         is_low: the model is in bfloat16, with fp32 masters.
     """
@@ -308,7 +308,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         is_tied=draw(st.sampled_from((False, False, True))) and not several,
         whole=draw(st.sampled_from((False, False, True))) and shard_within is None,
         checkpoints=draw(st.sampled_from((False, False, True))),
-        activations=draw(st.sampled_from((None, None, "cpu", "nvme"))),
+        activations=draw(st.sampled_from((None, "cpu"))),
         several=several,
         is_low=draw(st.sampled_from((False, False, True))),
     )

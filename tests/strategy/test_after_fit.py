@@ -342,12 +342,22 @@ def used():
 
 @contextmanager
 def limited() -> Iterator[Callable[[int], None]]:
-    """Yield a function that limits this process to a number of further bytes, until the context ends."""
+    """Yield a function that limits this process to a number of further bytes, until the context ends.
+
+    The ranks of the machine together then have as much more as their limits leave.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    try:
-        yield lambda more: resource.setrlimit(resource.RLIMIT_DATA, (used() + more, hard))
-    finally:
-        resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
+
+    def limit(more: int) -> None:
+        resource.setrlimit(resource.RLIMIT_DATA, (used() + more, hard))
+        stop = used() + more
+        patch.setattr(host_room, "available_memory", lambda: (stop - used()) * world_size())
+
+    with pytest.MonkeyPatch.context() as patch:
+        try:
+            yield limit
+        finally:
+            resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
 def return_memory_at_once():

@@ -91,13 +91,13 @@ def check_room(
         in_memory = [s.values for s in own if not s.everywhere and not isinstance(s.values, LazyTensor)]
         freed = sum(values.nbytes for values in in_memory if values is not None and values.device.type == "cpu")
     missing = []
-    for place in _without_room(memory_for(shards, offload), communicator, freed=freed):
+    for shortage in _without_room(memory_for(shards, offload), communicator, freed=freed):
         advice = "use more machines"
-        if place.needed["buffers for the disk"]:
+        if shortage.needed["buffers for the disk"]:
             advice = f"set a smaller sub_group, or {advice}"
-        if place.needed["master weights"] or place.needed["optimizer states"]:
+        if shortage.needed["master weights"] or shortage.needed["optimizer states"]:
             advice = f"write offload='nvme', or {advice}"
-        missing.append(f"{place}: {advice}.")
+        missing.append(f"{shortage}: {advice}.")
     if missing:
         raise ValueError(f"offload: not enough host memory. {' '.join(missing)}")
 
@@ -136,9 +136,9 @@ def without_room_for_whole(
 
 
 class Shortage(NamedTuple):
-    """A host that lacks memory for its ranks, or a process whose own limits leave it too little."""
+    """A host that lacks memory for its ranks."""
 
-    place: str
+    host: str
     ranks: int
     needed: Counter[str]  # bytes by purpose
     available: int
@@ -146,7 +146,7 @@ class Shortage(NamedTuple):
     def __str__(self) -> str:
         purposes = ", ".join(f"{what}: {nbytes}" for what, nbytes in self.needed.items())
         return (
-            f"The {self.ranks} rank(s) on {self.place} need {self.needed.total()} bytes ({purposes}), and "
+            f"The {self.ranks} rank(s) on {self.host} need {self.needed.total()} bytes ({purposes}), and "
             f"{self.available} are available"
         )
 
@@ -154,27 +154,24 @@ class Shortage(NamedTuple):
 def _without_room(
     need: Counter[str], communicator: Communicator, *, freed: int = 0, may_take: float = 1.0
 ) -> list[Shortage]:
-    """The places that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
+    """The hosts that lack memory for the sum of their ranks' needs; the same list on every rank. Collective.
 
     Args:
         need: the bytes that this rank needs, by purpose.
         freed: bytes that this rank frees before it allocates the needed bytes.
         may_take: the fraction of the available memory that the ranks may use.
     """
-    host = this_machine()
-    own = {(host, None): available_memory(), (host, communicator.everyone.rank): left_to_process()}
-    ranks_at: dict[tuple[str, int | None], list[tuple[Counter[str], int, int]]] = defaultdict(list)
-    for of_rank, given, places in communicator.everyone.control.gather_objects((need, freed, own)):
-        for place, available in places.items():
-            if available is not None:
-                ranks_at[place].append((of_rank, given, available))
+    own = this_machine(), available_memory(), need, freed
+    by_host: dict[str, list[tuple[int, Counter[str], int]]] = defaultdict(list)
+    for host, available, needed, given in communicator.everyone.control.gather_objects(own):
+        if available is not None:
+            by_host[host].append((available, needed, given))
     found = []
-    for (host, rank), ranks in ranks_at.items():
-        needed = sum((of_rank for of_rank, _, _ in ranks), Counter[str]())
-        available = min(available for _, _, available in ranks) + sum(given for _, given, _ in ranks)
+    for host, ranks in by_host.items():
+        needed = sum((of_rank for _, of_rank, _ in ranks), Counter[str]())
+        available = min(of_rank for of_rank, _, _ in ranks) + sum(given for *_, given in ranks)
         if needed.total() > may_take * available:
-            limit = "" if rank is None else f" within the limits of rank {rank} (ulimit -d, ulimit -v)"
-            found.append(Shortage(f"{host.partition('.')[0]}{limit}", len(ranks), needed, available))
+            found.append(Shortage(host.partition(".")[0], len(ranks), needed, available))
     return found
 
 
@@ -196,17 +193,6 @@ def available_memory(root: Path = Path("/")) -> int | None:
         _, controllers, path = line.split(":", 2)
         if controllers in ("", "memory"):
             found += _left_in_groups(root / "sys/fs/cgroup" / controllers, Path(path.strip("/")))
-    return min(found, default=None)
-
-
-def left_to_process(root: Path = Path("/")) -> int | None:
-    """Bytes that this process may still allocate under ``RLIMIT_DATA`` and ``RLIMIT_AS``; None without limits."""
-    used = dict(line.split()[:2] for line in _lines(root / "proc/self/status") if line.startswith("Vm"))
-    found = []
-    for line in _lines(root / "proc/self/limits"):
-        for name, kind in (("Max data size", "VmData:"), ("Max address space", "VmSize:")):
-            if line.startswith(name) and (soft := line[len(name) :].split()[0]).isdigit():
-                found.append(max(int(soft) - 1024 * int(used[kind]), 0))
     return min(found, default=None)
 
 

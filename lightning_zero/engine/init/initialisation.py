@@ -10,7 +10,7 @@ import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from functools import cache, partial
 from types import CodeType
 from typing import Any
 
@@ -77,7 +77,6 @@ class _Trial:
         self._versions = {} if is_scripted else versions
         self._repeated: Counter[str] = Counter()  # writes that initialisers will repeat, by tensor
         self._unknown: set[str] = set()  # tensors of modules whose initialisers cannot run on the meta device
-        self._classes_that_apply: dict[type, bool] = {}
 
     @contextmanager
     def stand_ins(self) -> Iterator[None]:
@@ -121,7 +120,7 @@ class _Trial:
             )
             if recorded:
                 has_run |= label(APPLIED, model) in recorded
-            elif writes and not any(map(self._applies, (module, *ancestors))):
+            elif writes and not any(_applies(type(model)) for model in (module, *ancestors)):
                 has_run = False
             else:
                 has_run |= not calls  # even with lower version counters, as copies of modules have them
@@ -149,14 +148,6 @@ class _Trial:
         constructors = (vars(base).get("__init__") for base in type(caller).__mro__)
         times = max(1, sum(_mentions(constructor, methods) for constructor in constructors))
         self._repeated.update({name: count * times for name, count in writes.items()})
-
-    def _applies(self, model: nn.Module) -> bool:
-        """Whether any code of a model's class, outside of ``_init_weights`` itself, mentions that method."""
-        cls = type(model)
-        if cls not in self._classes_that_apply:
-            functions = (value for base in cls.__mro__ for name, value in vars(base).items() if name != APPLIED)
-            self._classes_that_apply[cls] = any(_mentions(function, (APPLIED,)) for function in functions)
-        return self._classes_that_apply[cls]
 
     def _writes_of(self, call: Call, module: nn.Module) -> dict[str, int]:
         """Run an initialiser on the stand-ins, and return its number of writes to each tensor that has a counter."""
@@ -230,6 +221,13 @@ def _of_adapters(module: nn.Module, ancestors: Sequence[nn.Module]) -> list[Call
 def _has_initialiser(module: nn.Module) -> bool:
     """Whether a module initialises tensors, of its own or of modules in it."""
     return bool(_own(module)) or hasattr(module, OF_ADAPTERS) or takes(getattr(module, APPLIED, None), 1)
+
+
+@cache
+def _applies(cls: Any) -> bool:
+    """Whether any code of a model's class, outside of ``_init_weights`` itself, mentions that method."""
+    functions = (value for base in cls.__mro__ for name, value in vars(base).items() if name != APPLIED)
+    return any(_mentions(function, (APPLIED,)) for function in functions)
 
 
 def _mentions(function: Any, names: Sequence[str]) -> bool:

@@ -143,7 +143,8 @@ class Materialiser:
                     if room.shape != parameter.shape:  # divided: initialise a full tensor, then copy the share
                         instead = unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
                         instead = rooms[id(parameter)] = with_attributes(parameter, instead)
-                        divided.append((instead, room, self._share_of(parameter)))
+                        bucket, index = self._new_parameters[id(parameter)]
+                        divided.append((instead, room, bucket.layout.segments[index].share))
                 places.append((inner._parameters, name, parameter, instead))
             for name, buffer in inner._buffers.items():
                 if buffer is not None and id(buffer) in self._buffers_with_values:
@@ -160,10 +161,6 @@ class Materialiser:
         finally:
             for holder, name, tensor, _ in places:
                 holder[name] = tensor
-
-    def _share_of(self, parameter: nn.Parameter) -> Share:
-        bucket, index = self._new_parameters[id(parameter)]
-        return bucket.layout.segments[index].share
 
     def _room_of(self, parameter: nn.Parameter) -> Tensor:
         if isinstance(parameter, ShardedTensor):

@@ -102,7 +102,8 @@ def consolidate(module: nn.Module, timeout: float) -> None:
         for parameter in module.parameters():
             if isinstance(parameter, ShardedTensor) and not parameter.is_parameter:
                 set_contents(parameter, like(parameter, parameter.whole()))
-    left = _left_in(module)
+    slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
+    left = {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}
     if any(bucket.communicator.tensor.size > 1 for bucket in left.values()):
         raise ValueError(
             "The parameters were left sharded by a failed run with tensor parallelism, and cannot be unsharded: make a "
@@ -141,9 +142,3 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     finally:
         rendezvous.close()
         communicator.close()
-
-
-def _left_in(module: nn.Module) -> dict[str, Bucket]:
-    """The bucket of each parameter that a closed engine left sharded, by parameter name."""
-    slots = {name: slot for name, p in module.named_parameters() if (slot := slot_of(p)) is not None}
-    return {name: slot.bucket for name, slot in slots.items() if slot.bucket.rendezvous.is_closed}

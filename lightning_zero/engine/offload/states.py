@@ -57,10 +57,6 @@ class Swap:
         for file in list(self._files):
             file.close()
 
-    def over(self, memory: memoryview, dtype: torch.dtype, numel: int, offset: int) -> Tensor:
-        """A 1-D tensor that is a view of file contents in memory, starting at a byte offset."""
-        return torch.frombuffer(memory, dtype=dtype, count=numel, offset=offset)
-
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, enlarged if needed to hold extents of ``nbytes`` bytes."""
         if nbytes > self._ring.nbytes:
@@ -140,7 +136,8 @@ class DiskStates:
         start, stop = self.range_of(index)
         offsets = self._offsets(index)
         return {
-            field: self.swap.over(memory, dtype, stop - start, offsets[field]) for field, dtype in self.fields.items()
+            field: torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=offsets[field])
+            for field, dtype in self.fields.items()
         }
 
     # -- by range ---------------------------------------------------------------------------------------------------
@@ -170,7 +167,7 @@ class DiskStates:
             begin = (low - first) * dtype.itemsize // ALIGNMENT * ALIGNMENT
             memory = aligned_memory(aligned((high - first) * dtype.itemsize) - begin)
             offset = (low - first) * dtype.itemsize - begin
-            elements = self.swap.over(memory, dtype, high - low, offset)
+            elements = torch.frombuffer(memory, dtype=dtype, count=high - low, offset=offset)
             position = index * self._nbytes(0) + self._offsets(index)[field] + begin
             yield slice(low - start, high - start), position, memory, elements
 

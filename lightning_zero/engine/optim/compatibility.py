@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Sequence
@@ -43,7 +44,7 @@ class Known(NamedTuple):
 def known_class(optimizer: Optimizer) -> Known | None:
     """The table's entry for an optimizer's class, or for its nearest listed base class; None if there is no entry."""
     for cls in type(optimizer).__mro__:
-        found = _TABLE.get((cls.__module__.partition(".")[0], cls.__name__))
+        found = _TABLE.get((cls.__module__.partition(".")[0], _VARIANT.sub("", cls.__name__)))
         if found is None:
             continue
         need, why = found
@@ -58,73 +59,50 @@ def known_class(optimizer: Optimizer) -> Known | None:
 _ORDER = list(Need)
 
 # Separate from the table, since error messages list these optimizers.
-TORCHS_ELEMENTWISE = (
-    *("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"),
-)
+TORCHS_ELEMENTWISE = "ASGD Adadelta Adagrad Adam AdamW Adamax NAdam RAdam RMSprop Rprop SGD".split()
 
-_MATRIX = "it computes with each whole matrix"
 _FACTORED = "it factors the second moment over the rows and columns of each matrix"
 _LAYER_NORM = "it scales the update by the norm of each parameter"
 _BLOCKS = "it quantises its state in blocks from the parameter's start, and keeps small parameters' states in fp32"
-_GLOBAL = "it computes the step size from all parameters together"
-_TWO_STEPS = "it moves all parameters along the gradient, and computes the gradient again at the new point"
 
-_NEEDS: dict[str, dict[Need, dict[str, tuple[str, ...]]]] = {
-    "torch": {
-        Need.ELEMENT: {"": TORCHS_ELEMENTWISE},
-        Need.PARAMETER: {
-            "it orthogonalises each whole matrix": ("Muon",),
-            _FACTORED: ("Adafactor",),
-        },
-        Need.MODEL: {
-            "it takes inner products of whole gradients and calls the closure several times": ("LBFGS",),
-            "it requires sparse gradients, which cannot be laid out in a flat buffer": ("SparseAdam",),
-        },
-    },
-    "transformers": {Need.PARAMETER: {_FACTORED: ("Adafactor",)}},
-    "pytorch_optimizer": {
-        Need.ELEMENT: {"": ("Lion", "ScheduleFreeAdamW", "ScheduleFreeSGD", "ScheduleFreeRAdam")},
-        Need.PARAMETER: {
-            _MATRIX: ("SOAP", "Shampoo", "ScalableShampoo", "Muon", "AdaMuon", "NorMuon"),
-            _FACTORED: ("AdaFactor", "CAME"),
-            _LAYER_NORM: ("Lamb", "LARS"),
-        },
-        Need.MODEL: {
-            _GLOBAL: (
-                *("Prodigy", "DAdaptAdaGrad", "DAdaptAdam", "DAdaptAdan", "DAdaptLion", "DAdaptSGD"),
-                *("AliG", "AdamG", "SGDSaI"),
-            ),
-            _TWO_STEPS: ("SAM", "GSAM", "WSAM", "BSAM", "LookSAM", "FriendlySAM"),
-            "it distributes matrices over the ranks itself (use Muon, for which ZeRO does this)": ("DistributedMuon",),
-            "it updates parameters within backward": ("LOMO", "AdaLOMO"),
-        },
-    },
-    "torchao": {
-        Need.PARAMETER: {_BLOCKS: ("Adam8bit", "AdamW8bit", "Adam4bit", "AdamW4bit", "AdamFp8", "AdamWFp8")},
-        Need.MODEL: {"it offloads states itself (write offload='cpu' instead)": ("CPUOffloadOptimizer",)},
-    },
-    "bitsandbytes": {
-        Need.PARAMETER: {
-            _BLOCKS: (
-                *("Adam", "AdamW", "Adagrad", "AdEMAMix", "Lion", "RMSprop", "SGD"),
-                *("Adam8bit", "AdamW8bit", "Adagrad8bit", "AdEMAMix8bit", "Lion8bit", "RMSprop8bit", "SGD8bit"),
-                *("Adam32bit", "AdamW32bit", "Adagrad32bit", "AdEMAMix32bit", "Lion32bit", "RMSprop32bit", "SGD32bit"),
-                *("PagedAdam", "PagedAdam8bit", "PagedAdam32bit", "PagedAdamW", "PagedAdamW8bit", "PagedAdamW32bit"),
-                *("PagedAdEMAMix", "PagedAdEMAMix8bit", "PagedAdEMAMix32bit"),
-                *("PagedLion", "PagedLion8bit", "PagedLion32bit"),
-            ),
-            _LAYER_NORM: ("LAMB", "LAMB8bit", "LAMB32bit", "LARS", "LARS8bit", "LARS32bit", "PytorchLARS"),
-        },
-    },
-}
-
-_TABLE: dict[tuple[str, str], tuple[Need, str]] = {
-    (package, name): (need, why)
-    for package, needs in _NEEDS.items()
-    for need, reasons in needs.items()
-    for why, names in reasons.items()
-    for name in names
-}
+# Rows of (package, need, why the optimizer needs more than single elements, classes).
+_NEEDS: tuple[tuple[str, Need, str, str], ...] = (
+    ("torch", Need.ELEMENT, "", " ".join(TORCHS_ELEMENTWISE)),
+    ("torch", Need.PARAMETER, "it orthogonalises each whole matrix", "Muon"),
+    ("torch", Need.PARAMETER, _FACTORED, "Adafactor"),
+    ("torch", Need.MODEL, "it takes inner products of whole gradients and calls the closure several times", "LBFGS"),
+    ("torch", Need.MODEL, "it requires sparse gradients, which cannot be laid out in a flat buffer", "SparseAdam"),
+    ("transformers", Need.PARAMETER, _FACTORED, "Adafactor"),
+    ("pytorch_optimizer", Need.ELEMENT, "", "Lion ScheduleFreeAdamW ScheduleFreeSGD ScheduleFreeRAdam"),
+    (
+        *("pytorch_optimizer", Need.PARAMETER, "it computes with each whole matrix"),
+        "SOAP Shampoo ScalableShampoo Muon AdaMuon NorMuon",
+    ),
+    ("pytorch_optimizer", Need.PARAMETER, _FACTORED, "AdaFactor CAME"),
+    ("pytorch_optimizer", Need.PARAMETER, _LAYER_NORM, "Lamb LARS"),
+    (
+        *("pytorch_optimizer", Need.MODEL, "it computes the step size from all parameters together"),
+        "Prodigy DAdaptAdaGrad DAdaptAdam DAdaptAdan DAdaptLion DAdaptSGD AliG AdamG SGDSaI",
+    ),
+    (
+        *("pytorch_optimizer", Need.MODEL),
+        "it moves all parameters along the gradient, and computes the gradient again at the new point",
+        "SAM GSAM WSAM BSAM LookSAM FriendlySAM",
+    ),
+    (
+        *("pytorch_optimizer", Need.MODEL),
+        "it distributes matrices over the ranks itself (use Muon, for which ZeRO does this)",
+        "DistributedMuon",
+    ),
+    ("pytorch_optimizer", Need.MODEL, "it updates parameters within backward", "LOMO AdaLOMO"),
+    ("torchao", Need.PARAMETER, _BLOCKS, "Adam AdamW"),
+    ("torchao", Need.MODEL, "it offloads states itself (write offload='cpu' instead)", "CPUOffloadOptimizer"),
+    ("bitsandbytes", Need.PARAMETER, _BLOCKS, "Adam AdamW Adagrad AdEMAMix Lion RMSprop SGD"),
+    ("bitsandbytes", Need.PARAMETER, _LAYER_NORM, "LAMB LARS PytorchLARS"),
+)
+_TABLE = {(package, name): (need, why) for package, need, why, names in _NEEDS for name in names.split()}
+_VARIANT = re.compile("^Paged|(4bit|8bit|32bit|Fp8)$")
+"""What names of classes have besides those in the table, as in ``PagedAdamW8bit``."""
 
 _OPTIONS: dict[str, tuple[Need, str]] = {
     "use_gc": (Need.PARAMETER, "use_gc subtracts the mean of each gradient"),

@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.compat import is_made_of_tensors, tree_map_only
+from lightning_zero.engine.compat import is_made_of_tensors, tree_leaves, tree_map, tree_map_only
 from lightning_zero.engine.tensor.sharded_tree import walk
 
 # Names of entries that are small, not by element, even if both the entry and its parameter are zero-dimensional.
@@ -46,7 +47,8 @@ class Small:
         return Small, (self.value.tolist(), self.value.dtype, self.is_on_device)  # 10 times faster than pickled tensors
 
 
-class Owned(NamedTuple):
+@dataclass(frozen=True)
+class Owned:
     """Describes a tensor to ranks that do not have the tensor; ``number`` is its index among the entry's tensors."""
 
     number: int
@@ -71,17 +73,16 @@ def in_plain_tensors(value: Any) -> Any:
     A tensor whose dimensions are permuted in memory also becomes a dict, which records the permutation: with another
     order in memory, products with the tensor would be rounded differently.
     """
-    if isinstance(value, dict):
-        return {key: in_plain_tensors(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(in_plain_tensors, value))
-    if not is_made_of_tensors(value):
-        order = _order_in_memory(value) if type(value) is Tensor else None
-        return value if order is None else {_CLASS: _PERMUTED, _CONTEXT: order, "values": value.permute(order)}
-    names, context = value.__tensor_flatten__()
-    kind = type(value)
-    inner = {name: in_plain_tensors(getattr(value, name)) for name in names}
-    return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", _CONTEXT: context, **inner}
+    return walk(value, _in_plain)
+
+
+def _in_plain(tensor: Tensor) -> Any:
+    if is_made_of_tensors(tensor):
+        names, context = tensor.__tensor_flatten__()
+        kind, inner = type(tensor), {name: in_plain_tensors(getattr(tensor, name)) for name in names}
+        return {_CLASS: f"{kind.__module__}:{kind.__qualname__}", _CONTEXT: context, **inner}
+    order = _order_in_memory(tensor) if type(tensor) is Tensor else None
+    return tensor if order is None else {_CLASS: _PERMUTED, _CONTEXT: order, "values": tensor.permute(order)}
 
 
 def as_made_of_tensors(tree: Any) -> Any:
@@ -117,33 +118,21 @@ def _order_in_memory(tensor: Tensor) -> list[int] | None:
 def described(value: Any) -> Any:
     """An entry in a form for other ranks: ``Owned`` replaces non-scalar tensors, ``Small`` replaces the rest."""
     count = iter(range(sys.maxsize))
-    return _with_tensors(value, lambda tensor: Owned(next(count), tensor.shape, tensor.dtype), Small)
+    return tree_map(lambda leaf: Owned(next(count), leaf.shape, leaf.dtype) if _is_owned(leaf) else Small(leaf), value)
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of an entry that ``described`` replaces by ``Owned``, in the order of ``Owned.number``."""
-    found: list[Tensor] = []
-    _with_tensors(value, found.append, lambda rest: rest)
-    return found
+    return list(filter(_is_owned, tree_leaves(value)))
 
 
-def _with_tensors(value: Any, of_tensor: Callable[[Tensor], Any], of_rest: Callable[[Any], Any]) -> Any:
-    if isinstance(value, dict):
-        return {key: _with_tensors(item, of_tensor, of_rest) for key, item in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_with_tensors(item, of_tensor, of_rest) for item in value)
-    return of_tensor(value) if isinstance(value, Tensor) and value.dim() else of_rest(value)
+def _is_owned(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
 
 
 def resolved(entry: Any, of_owned: Callable[[Owned], Any], device: torch.device) -> Any:
     """Turn an entry from ``described`` back into values; ``of_owned`` returns the tensor for each ``Owned``."""
-    if isinstance(entry, Owned):
-        return of_owned(entry)
-    if isinstance(entry, Small):
-        return entry.of_parameter(device)
-    if isinstance(entry, dict):
-        return {key: resolved(item, of_owned, device) for key, item in entry.items()}
-    return type(entry)(resolved(item, of_owned, device) for item in entry)
+    return tree_map(lambda leaf: of_owned(leaf) if isinstance(leaf, Owned) else leaf.of_parameter(device), entry)
 
 
 def copied(value: Any) -> Any:

@@ -22,7 +22,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
-from lightning_zero.engine.compat import LOAD_HOOKS, call_first, never_traced, running_steps, zero_grad
+from lightning_zero.engine.compat import call_first, never_traced, running_steps, zero_grad
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
 from lightning_zero.engine.optim.compatibility import warn_of_unsharded
@@ -81,7 +81,7 @@ class Masters:
             optimizer.register_load_state_dict_post_hook(self.states.after_load),
         ]
         if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-            optimizer.load_state_dict = self._load  # type: ignore[method-assign]
+            optimizer.load_state_dict = self.states.load  # type: ignore[method-assign]
         # called before users' post-hooks, which then see the module's parameters
         call_first(self._handles[1])
         self.states.adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
@@ -97,18 +97,6 @@ class Masters:
         state: dict[Any, dict[str, Any]] = self.states.by_master
         before = {key: dict.pop(state, key) for key in list(state) if slot_of(key) is not None}
         self.states.adopt({**self.states.by_parameter(in_parts), **before})
-
-    def _load(self, state_dict: dict[str, Any]) -> None:
-        """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method."""
-        own = {handle.id for handle in self._handles}
-        hooks = {name: getattr(self.states.optimizer, name) for name in LOAD_HOOKS}
-        self.states.load(
-            state_dict,
-            {
-                name: OrderedDict((key, hook) for key, hook in all_.items() if key not in own)
-                for name, all_ in hooks.items()
-            },
-        )
 
     @property
     def optimizer(self) -> Optimizer | None:
@@ -394,7 +382,7 @@ def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Mas
     owners = balanced_owners([[s.numel for s in bucket.layout.segments] for bucket in late], ranks, loads)
 
     def of_late(tensor: Tensor) -> Tensor:
-        is_late = isinstance(tensor, ShardedTensor) and tensor.slot.bucket in late  # type: ignore[attr-defined]
+        is_late = isinstance(tensor, ShardedTensor) and tensor.slot.bucket in late
         return whole(tensor) if is_late else tensor
 
     held = [(masters, masters.states.by_parameter(of_late)) for masters in all_masters]

@@ -7,16 +7,15 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
-from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
-from lightning_zero.engine.offload.updates import Updates, of_no_parameter
+from lightning_zero.engine.offload.updates import of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
     Small,
@@ -32,8 +31,6 @@ from lightning_zero.engine.optim.kinds import (
     tensors_in,
 )
 from lightning_zero.engine.optim.master import Master, is_alone, runs_of
-from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, OwnedSlot, slot_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
@@ -44,24 +41,8 @@ States = dict[Any, dict[str, Any]]
 """For each parameter, the entries of its state by name."""
 
 
-class OptimizedEngine(Protocol):
-    """The part of an engine's interface that the masters of optimizers use."""
-
-    ledger: Ledger
-    background: Updates
-    communicator: Communicator
-
-    @property
-    def module(self) -> nn.Module: ...
-
-    @property
-    def buckets(self) -> list[Bucket]: ...
-
-    def begin_update(self) -> None: ...
-
-    def show(self, buckets: list[Bucket]) -> None: ...
-
-    def updated(self, buckets: list[Bucket]) -> None: ...
+# The ``Optimizers`` of one engine (``optimizers.py``, which imports this file).
+OptimizedEngine = Any
 
 
 class MasterStates:
@@ -79,6 +60,7 @@ class MasterStates:
         self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
+        self._is_loading = False  # whether ``load`` is running
         self._cleared: set[BucketSlot] = set()  # parameters without an update since their state was cleared
         self._measured = 0
         self._bytes: Counter[str] = Counter()
@@ -335,41 +317,39 @@ class MasterStates:
 
     def after_load(self, optimizer: Optimizer) -> None:
         """Hook after ``load_state_dict()``: convert the loaded state to state by master."""
-        self.adopt(dict(dict.items(optimizer.state)), loaded=True)
+        if not self._is_loading:
+            self.adopt(dict(dict.items(optimizer.state)), loaded=True)
 
-    def load(self, state_dict: dict[str, Any], hooks: dict[str, Any]) -> None:
-        """Load a state dict with the optimizer class's own ``load_state_dict``, which may write to its ``state``.
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method.
 
-        That method is called on a stand-in optimizer, whose parameters have the same shapes but take almost no memory.
-
-        Args:
-            hooks: the optimizer's load hooks except the engine's, by the name of the attribute that holds them.
+        The class's method, which may write to ``state``, runs while stand-ins of the same shapes, which take almost no
+        memory, replace the parameters.
         """
-        optimizer, parameter_of = self.optimizer, {}
-        groups = []
-        for group in optimizer.param_groups:
-            groups.append({**group, "params": []})
-            for parameter in group["params"]:
-                slot, stand_in = slot_of(parameter), parameter
-                if slot is not None:
-                    value = torch.empty((), dtype=slot.bucket.master_dtype, device=slot.device)
-                    stand_in = torch.nn.Parameter(value.expand(slot.shape), parameter.requires_grad)
-                groups[-1]["params"].append(stand_in)
-                parameter_of[stand_in] = parameter
-        alone: Any = object.__new__(type(optimizer))
-        given = {**vars(optimizer), **hooks, "param_groups": groups, "state": defaultdict(dict)}
-        alone.__dict__ = dict(given)
-        type(optimizer).load_state_dict(alone, state_dict)
-        # what the method has set, with the parameters instead of their stand-ins
-        attributes = {name: value for name, value in vars(alone).items() if value is not given.get(name, given)}
-        for name in (*hooks, "param_groups", "state"):
-            attributes.pop(name, None)
-        vars(optimizer).update(walk(attributes, lambda t: parameter_of.get(t, t)))
-        before = optimizer.param_groups
+        optimizer, parameter_of = self.optimizer, dict[Tensor, Tensor]()
+        groups, state = optimizer.param_groups, optimizer.state
+        for parameter in (p for group in groups for p in group["params"]):
+            slot, stand_in = slot_of(parameter), parameter
+            if slot is not None:
+                value = torch.empty((), dtype=slot.bucket.master_dtype, device=slot.device)
+                stand_in = torch.nn.Parameter(value.expand(slot.shape), parameter.requires_grad)
+            parameter_of[stand_in] = parameter
+        stand_ins = iter(parameter_of)
+        before = dict(vars(optimizer))
+        optimizer.param_groups = [{**group, "params": [next(stand_ins) for _ in group["params"]]} for group in groups]
+        optimizer.state, self._is_loading = defaultdict(dict), True
+        try:
+            type(optimizer).load_state_dict(optimizer, state_dict)
+            loaded, states = optimizer.param_groups, optimizer.state
+        finally:
+            optimizer.param_groups, optimizer.state, self._is_loading = groups, state, False
+        # the method may have kept stand-ins in attributes
+        new = {name: value for name, value in vars(optimizer).items() if value is not before.get(name, before)}
+        vars(optimizer).update(walk(new, lambda tensor: parameter_of.get(tensor, tensor)))
         optimizer.param_groups = [
-            {**loaded, "params": group["params"]} for group, loaded in zip(before, alone.param_groups, strict=True)
+            {**of_file, "params": group["params"]} for group, of_file in zip(groups, loaded, strict=True)
         ]
-        self.adopt({parameter_of.get(key, key): state for key, state in alone.state.items()})
+        self.adopt({parameter_of.get(key, key): entries for key, entries in states.items()})
 
     def adopt(self, states: States, loaded: bool = False) -> None:
         """Replace all state by ``states``, converted from state by parameter to state by master.

@@ -14,11 +14,9 @@ the device when backward begins. In backward, each input is copied back while th
 
 from __future__ import annotations
 
-import os
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
@@ -41,7 +39,6 @@ from lightning_zero.engine.compat import (
     tree_unflatten,
 )
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.offload.scratch import Disk, Memory
 from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.runtime.saved_tensors import Saved
 from lightning_zero.engine.state.ledger import Ledger
@@ -66,8 +63,8 @@ class ActivationStore:
 
     Args:
         device: the device whose memory is freed.
-        place: the memory or disk that tensors are moved to.
-        moves_whole: whether tensors that differ between tensor-parallel ranks are moved too, undivided.
+        to_host: whether tensors are moved to host memory, also, undivided, those that differ between tensor-parallel
+            ranks; otherwise parts stay on the device.
         parts: divides tensors that are equal on all tensor-parallel ranks; None to move all tensors undivided.
         ledger: counts the memory of kept tensors.
     """
@@ -75,13 +72,12 @@ class ActivationStore:
     def __init__(
         self,
         device: torch.device,
-        place: Memory | Disk,
         *,
-        moves_whole: bool,
+        to_host: bool,
         parts: ActivationParts | None,
         ledger: Ledger,
     ) -> None:
-        self.device, self._place, self._moves_whole, self._parts = device, place, moves_whole, parts
+        self.device, self._to_host, self._parts = device, to_host, parts
         self._copies = _Copies(device)
         self._ledger = ledger
         self._alike: weakref.WeakKeyDictionary[nn.Module, dict[str, frozenset[int]]] = weakref.WeakKeyDictionary()
@@ -110,7 +106,7 @@ class ActivationStore:
         """
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
-        moved = self._forms_of(module, leaves, repr(spec))
+        moved = self._to_move(module, leaves, repr(spec))
         if not moved:
             return module, args, kwargs, nullcontext()
         saved: dict[int, Tensor] = {}  # by ``id``, since one tensor may be passed as several arguments
@@ -127,32 +123,40 @@ class ActivationStore:
 
         return run, tuple(saved.values()), {}, self._moving(moved)
 
-    def _forms_of(self, module: nn.Module, leaves: list[Any], call: str) -> dict[int, type[_Form]]:
-        """Return the form of each argument to move, by the argument's ``id``. May be collective: see ``_alike_in``.
+    def _to_move(self, module: nn.Module, leaves: list[Any], call: str) -> dict[int, ActivationParts | None]:
+        """By the ``id`` of each argument to move: the ranks that divide it; None to move it undivided.
+
+        May be collective: see ``_alike_in``.
 
         Args:
             call: describes the structure of the arguments; the same on every rank.
         """
         worth = {number: leaf for number, leaf in enumerate(leaves) if self._is_worth_moving(leaf)}
-        if self._parts is None:
-            return {id(leaf): _Form for leaf in worth.values()}
-        forms: dict[int, type[_Form]] = {id(leaf): _Form for leaf in worth.values()} if self._moves_whole else {}
-        alike = self._alike_in(module, leaves, call, worth)
-        shared = (leaf for number, leaf in worth.items() if number in alike and _Form(leaf).is_dense)
-        return forms | {id(leaf): _SharedForm for leaf in shared}
+        moved: dict[int, ActivationParts | None] = dict.fromkeys(map(id, worth.values())) if self._to_host else {}
+        if self._parts is not None:
+            alike = self._alike_in(self._parts, module, leaves, call, worth)
+            shared = (leaf for number, leaf in worth.items() if number in alike and _Form(leaf).is_dense)
+            moved |= {id(leaf): self._parts for leaf in shared}
+        return moved
 
-    def _alike_in(self, module: nn.Module, leaves: list[Any], call: str, worth: Mapping[int, Tensor]) -> frozenset[int]:
+    def _alike_in(
+        self,
+        parts: ActivationParts,
+        module: nn.Module,
+        leaves: list[Any],
+        call: str,
+        worth: Mapping[int, Tensor],
+    ) -> frozenset[int]:
         """Indices of arguments that are equal on all tensor-parallel ranks. Collective until a result is cached."""
         known = self._alike.setdefault(module, {})
         if call not in known:
-            assert self._parts is not None
             # tensors of all sizes are compared, since later calls with other sizes reuse the result
             values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) in _PLAIN}
-            alike = self._parts.agree(values)
+            alike = parts.agree(values)
             if alike is None:
                 return frozenset()
             known[call] = alike
-            if worth and alike.isdisjoint(worth) and self._parts.is_first and not self._has_warned:
+            if worth and alike.isdisjoint(worth) and parts.is_first and not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
@@ -173,7 +177,7 @@ class ActivationStore:
         )
 
     @contextmanager
-    def _moving(self, moved: dict[int, type[_Form]]) -> Iterator[None]:
+    def _moving(self, moved: dict[int, ActivationParts | None]) -> Iterator[None]:
         """Context in which tensors that autograd saves are moved if their ``id`` is in ``moved``.
 
         Only values are moved: autograd reconnects an unpacked tensor to the graph.
@@ -186,8 +190,8 @@ class ActivationStore:
 
         @untraced
         def pack(tensor: Tensor) -> Any:
-            form = moved.get(id(tensor))
-            return self._keep(tensor, form, region) if form is not None else outer[0](tensor)
+            key = id(tensor)
+            return self._keep(tensor, moved[key], region) if key in moved else outer[0](tensor)
 
         @untraced
         def unpack(packed: Any) -> Tensor:
@@ -199,24 +203,28 @@ class ActivationStore:
         finally:
             pop_hooks()
 
-    def _keep(self, tensor: Tensor, form: type[_Form], region: _Region) -> Kept:
+    def _keep(self, tensor: Tensor, parts: ActivationParts | None, region: _Region) -> Kept:
         # A storage's address is not reused as long as ``Kept`` lives, so equal keys mean the same storage.
         address = address_of(tensor.untyped_storage())
         shape = (tensor.storage_offset(), tensor.size(), tensor.stride(), tensor.dtype)
-        key = (address, shape, tensor._version, self._forwards if form is _SharedForm else 0)
+        key = (address, shape, tensor._version, self._forwards if parts is not None else 0)
         kept = self._kept.get(key)
         if kept is not None:
             kept.stay(tensor)
         else:
-            layout, in_memory = form(tensor, self._parts), isinstance(self._place, Memory)
-            count = partial(self._ledger.add, "host" if self._moves_whole else "activations")
-            if in_memory:
-                count(layout.nbytes)
-            kept = self._kept[key] = Kept(tensor, layout, region, self._copies, self._place)
-            if in_memory:
-                weakref.finalize(kept, count, -layout.nbytes).atexit = False
+            form = _Form(tensor, parts)
+            count = partial(self._ledger.add, "host" if self._to_host else "activations")
+            count(form.nbytes)
+            kept = self._kept[key] = Kept(tensor, form, region, self._copies, self._room(form.nbytes))
+            weakref.finalize(kept, count, -form.nbytes).atexit = False
             self._last = weakref.ref(region)
         return kept
+
+    def _room(self, nbytes: int) -> Tensor:
+        """Memory to keep values in; pinned host memory, so that copies to and from an accelerator run on their own."""
+        if not self._to_host:
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=self.device.type != "cpu", device="cpu")
 
 
 class _Region:
@@ -244,20 +252,18 @@ class _Region:
 class Kept:
     """One moved tensor; it lives as long as the graph that saved it."""
 
-    _where: Any = None
-    _arriving: tuple[Tensor, Future[_Copied]] | None = None
+    _arriving: tuple[Tensor, _Copied] | None = None
     _original: Saved | None = None  # the tensor on the device; None once released
     _copied: _Copied | None = None
+    _room: Tensor | None = None
 
-    def __init__(self, tensor: Tensor, form: _Form, region: _Region, copies: _Copies, place: Memory | Disk) -> None:
+    def __init__(self, tensor: Tensor, form: _Form, region: _Region, copies: _Copies, room: Tensor) -> None:
         self.region = region
-        self._copies, self._place, self._form, self.nbytes = copies, place, form, form.nbytes
+        self._copies, self._form, self._room = copies, form, room
         self._storage = StorageWeakRef(tensor.untyped_storage())
         self._original = Saved.of(tensor)
         self._stays = False
-        room = place.memory(form.nbytes)
-        self._copied = copies.out(form.kept_of(self._original.tensor), form.in_place(room))
-        self._where = place.put(room, self._copied.event)
+        self._copied = copies.out(self._original.tensor, room, form)
         region.add(self)
 
     def let_go(self) -> None:
@@ -281,15 +287,10 @@ class Kept:
         """Start to copy the values back to the device, unless they are already there or on their way."""
         if self._original is not None or self._arriving is not None:
             return
+        assert self._room is not None
         target = self._form.empty()
-        # Once this event occurs, earlier work on the new tensor's memory has ended, and so has the copy to ``_place``.
-        ready = self._copies.now()
-        copies, form = self._copies, self._form  # a running read must not keep ``self`` alive
-
-        def deliver(room: Tensor) -> _Copied:
-            return copies.into(form.kept_of(target), form.in_place(room), after=ready, then=form.completes(target))
-
-        self._arriving = target, self._place.get(self._where, deliver)
+        # Once this event occurs, earlier work on the new tensor's memory has ended, and so has the copy to ``_room``.
+        self._arriving = target, self._copies.into(target, self._room, self._form, after=self._copies.now())
 
     @torch.no_grad()
     def value(self) -> Tensor:
@@ -304,21 +305,15 @@ class Kept:
         if self._original is not None:  # the last module's input, an input of several modules, or a changed input
             return self._original.unpack()
         assert self._arriving is not None
-        (target, arrival), self._arriving = self._arriving, None
-        try:
-            self._copies.wait(arrival.result())
-        finally:
-            del arrival  # avoids a cycle: the traceback of its exception refers to this frame
+        (target, copied), self._arriving = self._arriving, None
+        self._copies.wait(copied)
         return target
 
     def _forget(self) -> None:
         if self._arriving is not None:
-            (_, arrival), self._arriving = self._arriving, None
-            if arrival.exception() is None:  # after a failed read, there is nothing to wait for
-                self._copies.wait(arrival.result())  # the memory is about to be reused
-        if self._where is not None:
-            where, self._where = self._where, None
-            self._place.free(where)
+            (_, copied), self._arriving = self._arriving, None
+            self._copies.wait(copied)  # the memory is about to be reused
+        self._room = None
 
     def __del__(self) -> None:
         if self._original is not None and self._copied is not None:  # perhaps nothing has waited for the copy
@@ -329,66 +324,50 @@ class Kept:
 class _Form:
     """Memory layout of a kept tensor, including its alignment, which may affect the order in which kernels sum.
 
+    Args:
+        parts: the ranks of which each keeps one range of the memory; None to keep all of it. The tensor must then be
+            dense, and equal on all of them.
+
     Attributes:
         nbytes: the number of bytes that this rank keeps.
     """
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:
-        self._size, self._stride, self.nbytes = tensor.size(), tensor.stride(), tensor.nbytes
-        self._dtype, self._device = tensor.dtype, tensor.device
-        self._dense = torch.empty_like(tensor, device="meta").stride()  # same order of dimensions, no gaps
+        self._size, self._stride, self._dtype, self._device = (
+            tensor.size(),
+            tensor.stride(),
+            tensor.dtype,
+            tensor.device,
+        )
+        # elements from the first to the last in memory: where there are gaps, they are kept, too
+        self._span = 1 + sum((count - 1) * step for count, step in zip(self._size, self._stride))
+        self.is_dense = self._span == tensor.numel()
         self._lead = tensor.data_ptr() % 64 // tensor.element_size()  # offset in elements from a 64-byte boundary
-
-    @property
-    def is_dense(self) -> bool:
-        return self._stride == self._dense
+        self._gather = partial(parts.gather, mark=mark_of(tensor)) if parts is not None else None
+        rank, count = (parts.rank, parts.size) if parts is not None else (0, 1)
+        length = -(-self._span // count)
+        self._padded = length * count
+        self._own = slice(rank * length, min((rank + 1) * length, self._span))
+        self.nbytes = length * tensor.element_size()
 
     def kept_of(self, tensor: Tensor) -> Tensor:
-        """Return a view of the part of ``tensor`` that this rank keeps. ``tensor`` may be a result of ``empty``."""
-        return tensor
+        """The part of ``tensor`` that this rank keeps, as a 1-D view. ``tensor`` may be a result of ``empty``."""
+        return tensor.as_strided((self._span,), (1,), tensor.storage_offset())[self._own]
 
     def in_place(self, memory: Tensor) -> Tensor:
-        """View ``memory``, a tensor of bytes, as the kept elements without gaps."""
-        return memory[: self.nbytes].view(self._dtype).as_strided(self._size, self._dense)
+        """View ``memory``, a tensor of bytes, as the kept elements."""
+        return memory[: self.nbytes].view(self._dtype)[: max(self._own.stop - self._own.start, 0)]
 
     def completes(self, target: Tensor) -> Callable[[], Any] | None:
         """Return a function that starts to fetch the elements kept by other ranks; None if this rank keeps all."""
-        return None
+        if self._gather is None:
+            return None
+        return partial(self._gather, target.as_strided((self._padded,), (1,), target.storage_offset()))
 
     def empty(self) -> Tensor:
         """Allocate a tensor with the same layout on the device."""
-        span = 1 + sum((count - 1) * step for count, step in zip(self._size, self._stride))
-        return self._empty(span)
-
-    def _empty(self, span: int) -> Tensor:
-        memory = torch.empty(self._lead + span, dtype=self._dtype, device=self._device)
+        memory = torch.empty(self._lead + self._padded, dtype=self._dtype, device=self._device)
         return memory.as_strided(self._size, self._stride, self._lead)
-
-
-class _SharedForm(_Form):
-    """Layout of a dense tensor that is equal on all tensor-parallel ranks. Each rank keeps one range of elements."""
-
-    def __init__(self, tensor: Tensor, parts: ActivationParts | None) -> None:
-        super().__init__(tensor)
-        assert parts is not None and self.is_dense
-        self._parts, self._mark, numel = parts, mark_of(tensor), tensor.numel()
-        self._length = -(-numel // parts.size)
-        start = min(parts.rank * self._length, numel)
-        self._own = slice(start, min(start + self._length, numel))
-        self.nbytes = self._length * tensor.element_size()
-
-    def kept_of(self, tensor: Tensor) -> Tensor:
-        return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())[self._own]
-
-    def in_place(self, memory: Tensor) -> Tensor:
-        return memory[: self.nbytes].view(self._dtype)[: self._own.stop - self._own.start]
-
-    def completes(self, target: Tensor) -> Callable[[], Any] | None:
-        padded = target.as_strided((self._length * self._parts.size,), (1,), target.storage_offset())
-        return partial(self._parts.gather, padded, self._mark)
-
-    def empty(self) -> Tensor:
-        return self._empty(self._length * self._parts.size)
 
 
 class _Copied(NamedTuple):
@@ -396,7 +375,7 @@ class _Copied(NamedTuple):
 
     Attributes:
         event: recorded on the copy's stream after the copy and the operation; None without a stream.
-        wait: a function that waits for the operation, in any thread; None if there is nothing to wait for.
+        wait: a function that waits for the operation; None if there is nothing to wait for.
     """
 
     event: torch.Event | None
@@ -427,15 +406,13 @@ class _Copies:
         if copied.wait is not None:
             copied.wait()
 
-    def out(self, source: Tensor, target: Tensor) -> _Copied:
-        """Start to copy from the device to ``target``, where the values are kept."""
-        return self._copy(self._leaving, target, source, self.now())
+    def out(self, tensor: Tensor, room: Tensor, form: _Form) -> _Copied:
+        """Start to copy what this rank keeps of a tensor to ``room``."""
+        return self._copy(self._leaving, form.in_place(room), form.kept_of(tensor), self.now())
 
-    def into(
-        self, target: Tensor, source: Tensor, after: torch.Event | None, then: Callable[[], Any] | None
-    ) -> _Copied:
-        """Start to copy to the device after an event, then start the operation ``then``. May run in any thread."""
-        return self._copy(self._coming, target, source, after, then)
+    def into(self, tensor: Tensor, room: Tensor, form: _Form, after: torch.Event | None) -> _Copied:
+        """Start to copy back to the device after an event, then to fetch the rest."""
+        return self._copy(self._coming, form.kept_of(tensor), form.in_place(room), after, form.completes(tensor))
 
     @staticmethod
     def _copy(
@@ -454,15 +431,8 @@ class _Copies:
 
 def activation_store(config: EngineConfig, communicator: Communicator, ledger: Ledger) -> ActivationStore | None:
     """Make the store for inputs of checkpointed modules, as configured; None if inputs are not moved."""
-    offload, device = config.offload, communicator.device
-    target = offload.activations if offload is not None else None
-    if target is None and not config.partition_activations:
+    to_host = config.offload is not None and config.offload.activations is not None
+    if not to_host and not config.partition_activations:
         return None
-    is_pinned = device.type != "cpu"
-    place: Memory | Disk = Memory(device)
-    if target == "cpu":
-        place = Memory(torch.device("cpu"), is_pinned=is_pinned)
-    elif offload is not None and target is not None:
-        place = Disk(os.fspath(offload.path or ""), is_pinned)
     parts = communicator.activation_parts() if config.partition_activations else None
-    return ActivationStore(device, place, moves_whole=target is not None, parts=parts, ledger=ledger)
+    return ActivationStore(communicator.device, to_host=to_host, parts=parts, ledger=ledger)

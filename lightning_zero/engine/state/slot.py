@@ -26,7 +26,15 @@ from lightning_zero.engine.tensor.unsharded_param import View
 
 
 class BucketSlot:
-    """A parameter's range of a bucket: the ``Slot`` of the parameter's sharded tensors."""
+    """A parameter's range of a bucket, to which the parameter, its gradient and copies of them refer.
+
+    Attributes:
+        name, shape, dtype, device: those of the parameter.
+        share: this rank's share of the parameter; the full parameter unless tensor parallelism divides it.
+        offset, local_numel: start and length of this rank's range of the flattened share.
+        local_range: this rank's range as a slice of the bucket's shard.
+        hooks_after_reduction: hooks that users registered with ``register_post_accumulate_grad_hook``, by id.
+    """
 
     def __init__(self, bucket: Bucket, index: int) -> None:
         segment = bucket.layout.segments[index]
@@ -59,10 +67,12 @@ class BucketSlot:
         return parameter
 
     def is_of(self, tensor: Any) -> bool:
+        """Whether a tensor is the parameter itself, which is trained; its copies and aliases have the same slot."""
         return self.bucket.parameters[self.index]() is tensor  # the parameter may have been deleted
 
     @property
     def view(self) -> Tensor:
+        """The ordinary tensor that modules compute with instead of the parameter."""
         return self.bucket.views[self.index]
 
     def enter_forward(self, parameter: nn.Parameter, stand_in: Tensor) -> None:
@@ -104,6 +114,7 @@ class BucketSlot:
                 set_gradient_hooks(tensor, gradient_hooks(tensor))
 
     def remember(self, tensor: ShardedTensor) -> None:
+        """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
         kind = "alias" if tensor.is_parameter else str(tensor.dtype)
         key = kind, self._remembered[kind]
         self._remembered[kind] += 1
@@ -132,10 +143,12 @@ class BucketSlot:
         }
 
     def local_parameter(self) -> Tensor:
+        """This rank's range of the parameter, 1-D, in the dtype of the master weights."""
         self._synchronize()
         return self.bucket.residency.part(self.local_range)
 
     def parameter_at_rest(self) -> Tensor:
+        """Like ``local_parameter``, but for reading only; a lazy tensor if the range is on a disk."""
         self._synchronize()
         return self.bucket.residency.at_rest(self.local_range)
 
@@ -147,9 +160,11 @@ class BucketSlot:
 
     @property
     def is_written_by_modules(self) -> bool:
+        """Whether ``local_parameter`` returns memory that modules compute with and may write to."""
         return self.bucket.is_in_buffer
 
     def whole_parameter(self, dtype: torch.dtype) -> Tensor | None:
+        """The full parameter in a dtype, for immediate use; None if communication would be necessary."""
         bucket = self.bucket
         if self.share.is_divided:
             return None
@@ -166,6 +181,7 @@ class BucketSlot:
         return None
 
     def write_parameter(self, value: Tensor) -> None:
+        """Write a full (unsharded) value to the parameter."""
         bucket = self.bucket
         bucket.rendezvous.require_all(f"a write to '{self.name}'")
         bucket.wait()
@@ -178,6 +194,7 @@ class BucketSlot:
                 bucket.part.write(bucket.layout.segments[self.index], self.share.own(value))
 
     def written_locally(self, values: Tensor) -> None:
+        """After ``values`` were written to this rank's range of the parameter, update all copies of the range."""
         bucket = self.bucket
         bucket.residency.written(self.local_range, values)
         if bucket.awaits_refresh:
@@ -191,6 +208,7 @@ class BucketSlot:
             bucket.segment_view(self.index).copy_(self.collect_share(values))
 
     def collect(self, local: Tensor) -> Tensor:
+        """Gather the full tensor of which ``local`` is this rank's range. Collective."""
         if self.share.is_divided and self.bucket.layout.world_size == 1:
             self.bucket.rendezvous.meet(f"'{self.name}'")
         return self.bucket.communicator.tensor.whole(self.collect_share(local), self.share)
@@ -207,26 +225,30 @@ class BucketSlot:
         return flat.view(self.share.own_shape)
 
     def accumulate(self, gradient: Tensor) -> bool:
+        """Take over a local gradient that autograd adds to ``.grad``; False if the slot reduces no gradients."""
         if self.add_gradient is None:
             return False
         self.add_gradient(gradient)
         return True
 
     def ranges(self) -> list[tuple[int, int]]:
-        """See ``tensor.sharded_tensor.Slot``."""
+        """The range of the flattened share that each rank holds, in the order of ranks."""
         layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
         owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
         return [(start - first, stop - first) for start, stop in owned]
 
     @property
     def group(self) -> Any:
+        """Identifies the ranks that the parameter is sharded over; equal for parameters with the same ranks."""
         return self.bucket.communicator
 
     @property
     def background(self) -> Updates:
+        """The owner of background work on the parameter and its optimizer state (see ``BackgroundWork``)."""
         return self.bucket.background
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
+        """Reduce a small tensor over all ranks, in place. Collective. Errors call the reduction ``what``."""
         self.bucket.rendezvous.meet(what or f"a sum, norm or other reduction of '{self.name}'")
         return self.bucket.communicator.all_reduce(value, op)
 
@@ -248,7 +270,7 @@ class OwnedSlot(BucketSlot):
         self._derived, self._remembered = {}, Counter()
 
     def ranges(self) -> list[tuple[int, int]]:
-        """See ``tensor.sharded_tensor.Slot``."""
+        """The range of the flattened state that each rank holds: all of it, or nothing."""
         ranks = range(self.bucket.layout.world_size)
         return [(0, self.shape.numel() if rank == self._owner else 0) for rank in ranks]
 
@@ -317,5 +339,5 @@ def slots_of(bucket: Bucket, first: int = 0, last: int | None = None) -> list[Bu
 def slot_of(tensor: Any) -> BucketSlot | None:
     """The slot of a sharded parameter, also in its module's forward; None for any other tensor."""
     if isinstance(tensor, ShardedTensor) and tensor.is_parameter:
-        return tensor.slot  # type: ignore[return-value]
+        return tensor.slot
     return tensor.__dict__.get("slot") if isinstance(tensor, View) else None

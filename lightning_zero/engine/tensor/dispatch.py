@@ -158,7 +158,8 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, ShardedTensor):
             local = value.local.to(value.dtype)
         else:
-            local = _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
+            local = local_range_of(value, slot) if value.dim() > 0 else value
+            local = local.to(sharded[0].local.device)  # offloaded ranges are on the host
         return _as_wide(local, sharded[0]) if in_place else local
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
@@ -179,11 +180,6 @@ def _as_wide(value: Tensor, written: ShardedTensor) -> Tensor:
     Some operators, such as ``lerp_``, require the same dtype of all arguments.
     """
     return value.to(written.local.dtype) if value.dtype == written.dtype else value
-
-
-def _beside(value: Tensor, local: Tensor) -> Tensor:
-    """Move a value to the device of the local range: operators on offloaded ranges run on the host."""
-    return value if value.device == local.device else value.to(local.device)
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
@@ -241,7 +237,7 @@ def _local_arguments(value: Any, local: Tensor) -> Any:
     if isinstance(value, ShardedTensor):
         return value.local.to(value.dtype)
     if isinstance(value, Tensor):
-        return _beside(value, local)
+        return value.to(local.device)  # offloaded ranges are on the host
     return [_local_arguments(item, local) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -328,10 +324,6 @@ def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
     return _extreme_over_ranks(part, tensor.slot, sign).to(tensor.dtype)
 
 
-def _alias(func: Any, args: Any, kwargs: Any) -> Any:
-    return args[0].alias()
-
-
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``add_``. In backward, autograd calls ``add_`` on ``.grad`` to accumulate a local gradient."""
     target = args[0]
@@ -373,8 +365,8 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
         part = gradient.local if isinstance(gradient, ShardedTensor) else gradient
         alike.setdefault((part.device, part.dtype), []).append(part)
     for parts in alike.values():
-        found = _beside(found_inf, parts[0])  # gradients may be offloaded to the host
-        func(parts, found, _beside(inverse_scale, parts[0]))
+        found = found_inf.to(parts[0].device)  # gradients may be offloaded to the host
+        func(parts, found, inverse_scale.to(found.device))
         if found is not found_inf:
             found_inf.copy_(found)  # keeps an earlier inf, since ``found`` was copied from ``found_inf``
     sharded[0].slot.reduce(found_inf, ReduceOp.MAX)
@@ -395,18 +387,13 @@ def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
 _NEW = "empty_like full_like ones_like zeros_like rand_like randn_like new_empty new_full new_ones new_zeros"
 _HANDLERS: dict[Any, _Handler] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    aten.detach.default: _alias,
-    aten.alias.default: _alias,
+    **dict.fromkeys((aten.detach.default, aten.alias.default), lambda func, args, kwargs: args[0].alias()),
     aten.add_.Tensor: _accumulate,
     aten.copy_.default: _copy,
     aten._to_copy.default: _cast,
     aten.linalg_vector_norm.default: _vector_norm,
-    aten.sum.default: _sum,
-    aten.mean.default: _sum,
-    aten.all.default: _sum,
-    aten.any.default: _sum,
-    aten.max.default: _extreme,
-    aten.min.default: _extreme,
+    **dict.fromkeys((aten.sum.default, aten.mean.default, aten.all.default, aten.any.default), _sum),
+    **dict.fromkeys((aten.max.default, aten.min.default), _extreme),
     **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}

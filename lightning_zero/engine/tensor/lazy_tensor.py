@@ -37,7 +37,7 @@ class Write:
     function: Any
     args: Any
     kwargs: Any
-    state: Tensor | None
+    state: Tensor | None = None
 
     @property
     def generator(self) -> torch.Generator:
@@ -90,7 +90,7 @@ class _LazyValues:
     initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor) -> None:
-        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
+        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), None
         self.writes = self.held = None
 
     @property
@@ -98,16 +98,12 @@ class _LazyValues:
         """Whether ``held`` has all values, so that operators write to it in place and need not be recorded."""
         return self.held is not None and self.is_written
 
-    def hold(self, values: Tensor) -> None:
-        self.held, self.is_checked = values, False
-        self.check()
-
     def check(self) -> None:
         """Check whether every element of ``held`` has been written."""
         if self.held is not None and not self.is_checked:
             self.is_checked, self.is_written = True, not is_unset(self.held)
             if self.is_written:
-                self.read, self.origin, self.writes = partial(_range_of, self.held), self.held, []
+                self.read, self.origin, self.writes = partial(_range_of, self.held), None, []
 
 
 def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
@@ -158,12 +154,12 @@ class LazyTensor(WrapperTensor):
         return cls._over(_LazyValues(name, dtype, read, origin, write), torch.Size(shape), dtype, device)
 
     @classmethod
-    def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def of(cls, values: Tensor, dtype: torch.dtype, origin: Any = None) -> Tensor:
         """A lazy tensor of the given dtype over ``values``; over a meta tensor, a lazy tensor without values."""
         if isinstance(values, LazyTensor):
             return values.cast(dtype)
         values = values.detach()
-        source = _LazyValues("", values.dtype, partial(_range_of, values), values)
+        source = _LazyValues("", values.dtype, partial(_range_of, values), origin)
         if values.device.type != "meta":
             return cls._over(source, values.shape, dtype, values.device)
         source.writes = []
@@ -206,7 +202,7 @@ class LazyTensor(WrapperTensor):
         will run again, and replace all earlier values.
         """
         source = self._source
-        writes = source.writes
+        writes, write = source.writes, Write(steps, function, args, kwargs)
         assert writes is not None
         if is_within_meta_device() and not source.is_whole:
             source.held = None
@@ -214,15 +210,15 @@ class LazyTensor(WrapperTensor):
                 writes.clear()
                 source.is_written, source.initialised_by = False, source.initialised_by | running
             else:
-                writes.append(Write(steps, function, args, kwargs, None))
+                writes.append(write)
             return
         if source.held is None and len(writes) >= _MOST_REPEATED:
-            source.hold(self._repeated(writes))
+            source.held, source.is_checked = self._repeated(writes), False
+            source.check()
         if source.held is not None and source.is_written:
-            Write(steps, function, args, kwargs, None).run(source.held)
+            write.run(source.held)
             return
         values = self._repeated([] if source.is_written else writes) if source.held is None else source.held
-        write = Write(steps, function, args, kwargs, None)
         if write.may_draw:
             write = replace(write, state=write.generator.get_state())
         write.run(values)
@@ -243,12 +239,8 @@ class LazyTensor(WrapperTensor):
         return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
-    def stored_name(self) -> str:
-        return self._source.name
-
-    @property
     def origin(self) -> Any:
-        """Equal on all ranks that read the same stored values. For values in memory, the tensor that holds them."""
+        """Equal on all ranks that read the same stored values; None for values in memory."""
         return self._source.origin
 
     def stored(self, start: int, stop: int) -> Tensor:
@@ -311,7 +303,7 @@ class LazyTensor(WrapperTensor):
         """Turn this into an ordinary tensor, with memory that its aliases share."""
         if self._source.write is not None:  # later writes to memory would not reach the source
             raise RuntimeError(
-                f"'{self.stored_name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
+                f"'{self._source.name}' is a lazy tensor, whose values stay in a file: it has no memory of its own. "
                 "Call tensor.clone() to read the values into an ordinary tensor."
             )
         if self.device.type == "meta":
@@ -335,7 +327,7 @@ class LazyTensor(WrapperTensor):
         return self._made_ordinary().set_(*args, **kwargs)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"LazyTensor({self.stored_name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
+        return f"LazyTensor({self._source.name!r}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
