@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -17,65 +16,53 @@ from lightning_zero.engine import Engine, compat
 MEGA = 1e6
 _RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
 
+Sums = Counter[Any]
+"""Sums over optimizer steps, without validation.
 
-@dataclass
-class Measured:
-    """Sums over the steps in a part of a fit, without validation.
+``"seconds"``, ``"steps"``, ``"batches"`` (each accumulated micro-batch counts), ``"samples"`` and ``"items"`` (such as
+tokens) are totals of this rank. Keys (``"seconds"``, phase, unit) have the seconds of phases such as waits, and keys
+(``"elements"``, ``"bytes"`` or ``"calls"``, kind of collective, link) the traffic.
+"""
 
-    Attributes:
-        seconds, steps, batches, samples: this rank's totals; each accumulated micro-batch counts as a batch.
-        items: number of items that the module or the user counts, such as tokens.
-        waited: seconds that this rank spent in phases such as waits, by (phase, unit).
-        traffic: counts by (``"elements"``, ``"bytes"`` or ``"calls"``, kind of collective, link).
-    """
 
-    seconds: float = 0.0
-    steps: int = 0
-    batches: int = 0
-    samples: int = 0
-    items: int = 0
-    waited: Counter[tuple[str, str]] = field(default_factory=Counter)
-    traffic: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+def _parts(sums: Sums, *kinds: str) -> list[tuple[str, str, str, float]]:
+    """The sums that are divided by phase and unit, or by kind of collective and link."""
+    return [(*key, value) for key, value in sums.items() if isinstance(key, tuple) and key[0] in kinds]
 
-    def add(self, other: Measured) -> None:
-        for each in fields(self):
-            mine, others = getattr(self, each.name), getattr(other, each.name)
-            if isinstance(mine, Counter):
-                mine.update(others)
-            else:
-                setattr(self, each.name, mine + others)
 
-    def waited_for_ranks(self) -> float:
-        """Seconds that this rank waited for other ranks or for their data."""
-        return sum(seconds for (phase, _), seconds in self.waited.items() if phase in _RANK_WAITS)
+def waited_for_ranks(sums: Sums) -> float:
+    """Seconds that this rank waited for other ranks or for their data."""
+    return sum(seconds for _, phase, _, seconds in _parts(sums, "seconds") if phase in _RANK_WAITS)
 
-    def waited_by_unit(self) -> Counter[str]:
-        found: Counter[str] = Counter()
-        for (phase, unit), seconds in self.waited.items():
-            if phase.startswith("wait"):
-                found[unit] += seconds
-        return found
 
-    def elements(self) -> int:
-        """Number of communicated elements of parameters and gradients."""
-        kinds = ("all_gather", "reduce_scatter")
-        return sum(n for (what, kind, _), n in self.traffic.items() if what == "elements" and kind in kinds)
+def waited_by_unit(sums: Sums) -> Counter[str]:
+    found: Any = Counter()
+    for _, phase, unit, seconds in _parts(sums, "seconds"):
+        if phase.startswith("wait"):
+            found[unit] += seconds
+    return found
 
-    def metrics(self, top_units: int) -> dict[str, float]:
-        """Metrics per optimizer step: seconds, megabytes and calls."""
-        found = {"throughput/step_s": self.seconds / self.steps}
-        for (what, kind, link), count in self.traffic.items():
-            if what == "bytes":
-                found[f"communication/{kind}/{link}_MB"] = count / self.steps / MEGA
-            elif what == "calls":
-                found[f"communication/{kind}/{link}_calls"] = count / self.steps
-        for (phase, _), seconds in self.waited.items():
-            if phase.startswith("wait") or phase == "update":
-                name = f"time/{phase.replace(' ', '_')}_s"
-                found[name] = found.get(name, 0.0) + seconds / self.steps
-        for unit, seconds in self.waited_by_unit().most_common(top_units):
-            found[f"wait/{unit.replace(' ', '_')}_s"] = seconds / self.steps
-        return found
+
+def elements(sums: Sums) -> float:
+    """Number of communicated elements of parameters and gradients."""
+    return sum(n for _, kind, _, n in _parts(sums, "elements") if kind in ("all_gather", "reduce_scatter"))
+
+
+def metrics_per_step(sums: Sums, top_units: int) -> dict[str, float]:
+    """Metrics per optimizer step: seconds, megabytes and calls."""
+    steps = sums["steps"]
+    found = {"throughput/step_s": sums["seconds"] / steps}
+    for _, kind, link, nbytes in _parts(sums, "bytes"):
+        found[f"communication/{kind}/{link}_MB"] = nbytes / steps / MEGA
+    for _, kind, link, calls in _parts(sums, "calls"):
+        found[f"communication/{kind}/{link}_calls"] = calls / steps
+    for _, phase, _, seconds in _parts(sums, "seconds"):
+        if phase.startswith("wait") or phase == "update":
+            name = f"time/{phase.replace(' ', '_')}_s"
+            found[name] = found.get(name, 0.0) + seconds / steps
+    for unit, seconds in waited_by_unit(sums).most_common(top_units):
+        found[f"wait/{unit.replace(' ', '_')}_s"] = seconds / steps
+    return found
 
 
 class MeasuredSteps:
@@ -84,59 +71,55 @@ class MeasuredSteps:
     Attributes:
         step: number of the last optimizer step.
         is_within_step: whether micro-batches have been trained on since the last optimizer step.
-        total: sums over the steps that ``take`` has returned.
+        total: sums over all measured steps.
     """
 
     def __init__(self) -> None:
         self.step = 0
         self.is_within_step = False
-        self.total = Measured()
-        self._part = Measured()  # since the last ``take``
-        self._running = Measured()  # since ``begin``
-        self._began: float | None = None
-        self._traffic_before: Counter[tuple[str, str, str]] = Counter()
+        self.total: Sums = Counter()
+        self._taken: Sums = Counter()  # ``total`` at the last ``take``
+        self._running: Any = None  # sums since ``begin``; None while nothing is measured
 
     @property
     def is_measuring(self) -> bool:
-        return self._began is not None
+        return self._running is not None
 
     def add_batch(self, samples: int, items: int, step: int) -> None:
         """Count a micro-batch, after which the last optimizer step has the number ``step``."""
         self.is_within_step = step == self.step
-        self._running.batches += 1
-        self._running.samples += samples
-        self._running.items += items
-        self._running.steps += step - self.step
+        if (running := self._running) is not None:
+            running["batches"] += 1
+            running["samples"] += samples
+            running["items"] += items
+            running["steps"] += step - self.step
         self.step = step
 
     def begin(self, engine: Engine | None) -> None:
         """Begin to measure, at the end of a step."""
+        self._running = Counter()
         if engine is not None:
             engine.phases.measures = True
             engine.phases.take()
-            self._traffic_before = engine.traffic()
-        self._running = Measured()
-        self._began = time.perf_counter()
+            self._running.subtract(engine.traffic())
+        self._running["seconds"] -= time.perf_counter()
 
     def end(self, engine: Engine | None) -> None:
         """End measuring. After a whole step, keep what was measured; within a step, discard it."""
-        if self._began is None:
+        running, self._running = self._running, None
+        if running is None:
             return
-        running = self._running
-        running.seconds = time.perf_counter() - self._began
-        self._began = None
+        running["seconds"] += time.perf_counter()
         if engine is not None:
             engine.phases.measures = False
-            running.waited.update(engine.phases.take())
-            running.traffic.update(engine.traffic())
-            running.traffic.subtract(self._traffic_before)
-        if running.steps and not self.is_within_step:
-            self._part.add(running)
+            running.update({("seconds", *key): seconds for key, seconds in engine.phases.take().items()})
+            running.update(engine.traffic())
+        if running["steps"] and not self.is_within_step:
+            self.total.update(running)
 
-    def take(self) -> Measured:
-        """Return the sums over the steps that were measured since the last call, and add them to ``total``."""
-        part, self._part = self._part, Measured()
-        self.total.add(part)
+    def take(self) -> Sums:
+        """Return the sums over the steps that were measured since the last call."""
+        part, self._taken = self.total - self._taken, self.total.copy()
         return part
 
 

@@ -18,13 +18,16 @@ from torch import Tensor
 
 from lightning_zero.callbacks.measured import (
     MEGA,
-    Measured,
     MeasuredSteps,
+    elements,
     engine_of_run,
     gradient_norm,
     loss_scale,
+    metrics_per_step,
     model_state_bytes,
     ranks_with_data,
+    waited_by_unit,
+    waited_for_ranks,
 )
 from lightning_zero.engine import compat, placement
 from lightning_zero.io.annotations import check_arguments
@@ -159,11 +162,10 @@ class Monitor:
         self._measured.end(engine)
         if not self.loss_curve:
             self._read_loss()
-        self._measured.take()
         total = self._measured.total
-        if total.steps:
-            count = total.samples if self.length_fn is None else total.items
-            self.per_second = count * ranks_with_data(trainer) / total.seconds
+        if total["steps"]:
+            count = total["samples" if self.length_fn is None else "items"]
+            self.per_second = count * ranks_with_data(trainer) / total["seconds"]
         if engine is None:
             # Without ZeRO, every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
@@ -175,9 +177,9 @@ class Monitor:
         # Peaks within a step are recorded only by the engine.
         self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
         self.ddp_bytes, self.units = report.replicated, report.units
-        if total.steps:
-            self.elements_per_step = total.elements() / total.steps
-            self.waited = {unit: seconds / total.steps for unit, seconds in total.waited_by_unit().most_common()}
+        if total["steps"]:
+            self.elements_per_step = elements(total) / total["steps"]
+            self.waited = {unit: seconds / total["steps"] for unit, seconds in waited_by_unit(total).most_common()}
 
     # -- observations -----------------------------------------------------------------------------------------------
 
@@ -193,15 +195,16 @@ class Monitor:
         measured.begin(engine)
         part = measured.take()
         norm = gradient_norm(trainer)
-        ranks = _exchanged(trainer, _Rank(part.seconds - part.waited_for_ranks(), loss))
+        ranks = _exchanged(trainer, _Rank(part["seconds"] - waited_for_ranks(part), loss))
         held = model_state_bytes(trainer)
         self._note_peak(held if engine is None else engine.ledger.peak)
         if not trainer.is_global_zero:
             return
         found = {f"memory/{category}_MB": nbytes / MEGA for category, nbytes in held.items()}
         found["memory/peak_MB"] = sum(self.peak_bytes.values()) / MEGA
-        if part.steps:
-            found |= self._rates(trainer.lightning_module, part) | part.metrics(self.top_units) | _slowest(ranks)
+        if part["steps"]:
+            rates = self._rates(trainer.lightning_module, part["batches"])
+            found |= rates | metrics_per_step(part, self.top_units) | _slowest(ranks)
         if losses := [rank.loss for rank in ranks if rank.loss is not None]:
             found["training/loss"] = statistics.fmean(losses)
         if norm is not None:
@@ -216,18 +219,18 @@ class Monitor:
         if sum(held.values()) > sum(self.peak_bytes.values()):
             self.peak_bytes = dict(held)
 
-    def _rates(self, module: LightningModule, part: Measured) -> dict[str, float]:
+    def _rates(self, module: LightningModule, batches: int) -> dict[str, float]:
         """Rates since the last observation, and totals, under the names of Lightning's ``Throughput``."""
         if self._throughput is None:
             return {}
         flops, total = getattr(module, "flops_per_batch", None), self._measured.total
         try:
             self._throughput.update(
-                time=total.seconds,
-                batches=total.batches,
-                samples=total.samples,
-                lengths=None if self.length_fn is None else total.items,
-                flops=None if flops is None else round(flops * part.batches),
+                time=total["seconds"],
+                batches=total["batches"],
+                samples=total["samples"],
+                lengths=None if self.length_fn is None else total["items"],
+                flops=None if flops is None else round(flops * batches),
             )
         except ValueError as error:  # batches without samples, or fewer items than samples
             step = self._measured.step
