@@ -33,7 +33,7 @@ from lightning_zero.engine import (
 )
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy
-from lightning_zero.strategies.loops import WrappedMethod, attend, leave, meet_between_batches, take_turns
+from lightning_zero.strategies.loops import Wrappers, attend, meet_between_batches, take_turns
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.resuming import DataLoadingState
@@ -93,6 +93,7 @@ class TrainerStrategy(BaseStrategy):
         self._compared: set[str] = set()  # steps whose first batch has been compared between tensor-parallel ranks
         self._was_sharded = False  # whether this run reuses the engine of an earlier run
         self._restarts: Restarts | None = None
+        self._wrappers = Wrappers()
         super().__init__(stage=stage, **options)
         self.checkpoints = TrainerCheckpoints(self, self._files)
 
@@ -129,7 +130,7 @@ class TrainerStrategy(BaseStrategy):
                 "know which fit of the script they run: start the script with torchrun, or leave resilience out."
             )
         restarts = Restarts(config, self, trainer, job)
-        WrappedMethod.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
+        self._wrappers.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
         return restarts
 
     @property
@@ -173,22 +174,22 @@ class TrainerStrategy(BaseStrategy):
         if self.engine is not None:
             self.engine.buffers_follow = fitting
             self.engine.load_masters(self.checkpoints.masters)
-            attend(trainer, self.engine)
+            attend(trainer, self.engine, self._wrappers)
         elif not self.ranks.is_single:
             internals.sync_module_states(self.lightning_module)
         if not self.ranks.is_single:
             self._signals = Signals(trainer, self.ranks.communicator, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
-            meet_between_batches(trainer, meet, self._signals.end_epoch)
+            meet_between_batches(trainer, meet, self._signals.end_epoch, self._wrappers)
         elif self._restarts is not None:
-            meet_between_batches(trainer, self._restarts.between_batches, lambda: None)
+            meet_between_batches(trainer, self._restarts.between_batches, lambda: None, self._wrappers)
         self.checkpoints.masters = {}
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
         self._compared.clear()
         self.setup_precision_plugin()
         if fitting:
-            self.checkpoints.data_loading = DataLoadingState(trainer, self.root_device)
+            self.checkpoints.data_loading = DataLoadingState(trainer, self.root_device, self._wrappers)
 
     def _kept_engine(self, *, fitting: bool) -> Engine | None:
         """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot use it."""
@@ -348,8 +349,6 @@ class TrainerStrategy(BaseStrategy):
         self.checkpoints.accept_all()
         restarts, self._restarts = self._restarts, None
         if restarts is not None:
-            if self.lightning_module is not None:
-                WrappedMethod.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
             restarts.close(has_ended=self.ranks.ended_by is None)
             del restarts  # and its copy of the state, before the module is gathered
             if self.checkpoints.data_loading is not None and self.ranks.ended_by is None:
@@ -357,12 +356,9 @@ class TrainerStrategy(BaseStrategy):
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()
-        if self.checkpoints.data_loading is not None:
-            self.checkpoints.data_loading.close()
+        self._wrappers.take_off()
         engine, stays_sharded, error = self.engine, False, None
         if engine is not None:
-            if self.lightning_module is not None:
-                leave(self.lightning_module.trainer)
             self.last_report = engine.report()
             try:
                 stays_sharded = self._stays_sharded(engine)

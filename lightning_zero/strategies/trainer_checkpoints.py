@@ -25,7 +25,7 @@ from lightning_zero.io.names import listed
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
 from lightning_zero.strategies.newest import is_last, others_by_age
-from lightning_zero.strategies.resuming import DataLoadingState, in_tensors
+from lightning_zero.strategies.resuming import DataLoadingState
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
 
@@ -211,9 +211,7 @@ class TrainerCheckpoints:
         if mode is not SaveMode.SHARDED:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if (loading := self.data_loading) is not None:
-            ranks = self._strategy.ranks.all_gather_values(
-                in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
-            )
+            ranks = self._strategy.ranks.all_gather_values(loading.state(with_epoch=self._saves_epoch_state))
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
         masters = self.masters_after_fit.get(module, {})
         if engine is not None:
