@@ -43,7 +43,6 @@ from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.io.annotations import check_fields, shown
 from lightning_zero.io.disk import make_own_folder
-from lightning_zero.io.options import config_of
 
 _MEMORY = "/dev/shm"
 _FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when the user's next job removes it
@@ -76,19 +75,6 @@ class ResilienceConfig:
         check_fields(self, "resilience: ")
         if self.job is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", self.job):  # it becomes a folder's name
             raise ValueError(f"resilience: job={shown(self.job)} must consist of ASCII letters, digits, '_' and '-'.")
-
-
-def resilience_config(resilience: Any) -> ResilienceConfig | None:
-    """Convert the option ``resilience`` to a ``ResilienceConfig``.
-
-    Args:
-        resilience: None, ``"memory"``, a ``ResilienceConfig``, or a mapping of its fields, as from Hydra.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    value = ResilienceConfig() if isinstance(resilience, str) and resilience == "memory" else resilience
-    return config_of("resilience", value, ResilienceConfig, ["memory"])
 
 
 def name_of_job() -> str | None:
@@ -186,6 +172,12 @@ def _remove_forgotten(private: str, own: str) -> None:
                 shutil.rmtree(job, ignore_errors=True)
 
 
+def _append(path: str, part: bytes) -> None:
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(part)
+
+
 class KeptState(NamedTuple):
     """A state to continue from. The greatest is tried first."""
 
@@ -214,7 +206,8 @@ class Restarts:
         path = os.path.join(private, job)
         self._folder = os.path.join(path, fit)
         fs, root = url_to_fs(str(trainer.default_root_dir))
-        root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
+        self._is_local = isinstance(fs, LocalFileSystem)
+        root = root if self._is_local else str(trainer.default_root_dir)
         self._on_disk = os.path.join(root, f".lightning_zero-{job}")
         self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
         self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
@@ -346,31 +339,22 @@ class Restarts:
     def _bring(self, source: KeptState) -> None:
         """Receive the files of a generation that are on other machines only. Errors are raised on every rank."""
         files = {rank: self._held[rank].get(source.step, []) for rank in self._leaders}
-        error = None
-        if self._leads:
-            os.makedirs(source.path, 0o700, exist_ok=True)
-        for name in sorted(set().union(*files.values())):
-            holders = [rank for rank, names in files.items() if name in names]
-            if len(holders) < len(files):
-                receives = self._leads and self._rank not in holders
-                error = self._send(os.path.join(source.path, name), holders[0], receives) or error
-        if errors := [each for each in self._strategy.ranks.all_gather_values(error) if each is not None]:
-            raise DamagedCheckpointError(f"{source.path} cannot be sent to all machines ({errors[0]}).")
+        try:
+            for name in sorted(set().union(*files.values())):
+                holders = [rank for rank, names in files.items() if name in names]
+                if len(holders) < len(files):
+                    receives = self._leads and self._rank not in holders
+                    self._send(os.path.join(source.path, name), holders[0], receives)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{source.path} cannot be sent to all machines ({error}).") from None
 
-    def _send(self, path: str, sender: int, receives: bool) -> str | None:
-        """Send a file from one rank to those that receive it. Return the reason why this rank could not write it."""
-        error = None
+    def _send(self, path: str, sender: int, receives: bool) -> None:
+        """Send a file from one rank to those that receive it. If one cannot write it, every rank raises an OSError."""
         with open(path, "rb") if self._rank == sender else nullcontext() as source:
             part = None
             while part != b"":
                 part = self._strategy.broadcast(source.read(_MESSAGE) if source is not None else None, sender)
-                try:
-                    if receives and error is None:
-                        with open(path, "ab") as target:
-                            target.write(part)
-                except OSError as raised:
-                    error = f"on rank {self._rank}: {raised}"
-        return error
+                self._strategy.ranks.alike(partial(_append, path, part) if receives else lambda: None)
 
     def loaded(self, path: Any) -> bool:
         """Note that a checkpoint is loaded, and return whether it was written without the Trainer's CheckpointIO."""
@@ -445,12 +429,8 @@ class Restarts:
                 "a restarted job will not find this checkpoint."
             )
 
-    @property
-    def _is_remote(self) -> bool:
-        return "://" in self._on_disk
-
     def _make_folder_on_disk(self) -> None:
-        if not self._is_remote:
+        if self._is_local:
             os.makedirs(self._on_disk, 0o700, exist_ok=True)
             _check_own(self._on_disk)
 
@@ -458,7 +438,7 @@ class Restarts:
         """Return the paths of this fit's checkpoints; none if their record belongs to another user."""
         paths: list[str] = []
         with suppress(Exception):
-            if not self._is_remote:
+            if self._is_local:
                 _check_own(self._on_disk)
             paths.append(self._at_end)
             with fsspec.open(self._record, "r") as file:

@@ -16,9 +16,10 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero.engine import Engine, EngineConfig, deferred_param, placement, process_group, tensor_parallel
+from lightning_zero.io.options import names_of_options
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
-from lightning_zero.strategies.options import StrategyOptions, split_options
+from lightning_zero.strategies.options import StrategyOptions, options_of
 from lightning_zero.strategies.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ class BaseStrategy(ParallelStrategy):
 
     Attributes:
         config: the engine's options.
-        options: the strategy's own options.
+        options: all options.
     """
 
     lightning: ClassVar[ModuleType]
@@ -56,7 +57,8 @@ class BaseStrategy(ParallelStrategy):
 
     def __init__(self, **options: Any) -> None:
         of_base = {name: options.pop(name) for name in self._arguments_of_base if name in options}
-        self.config, self.options = split_options(options, self._options_class, type(self).__name__)
+        self.options = options_of(self._options_class, options, type(self).__name__)
+        self.config = EngineConfig(**{name: getattr(self.options, name) for name in names_of_options(EngineConfig)})
         self.ranks = RankGroup(self)
         self._files = CheckpointFiles(self)
         super().__init__(**of_base)
@@ -133,10 +135,9 @@ class BaseStrategy(ParallelStrategy):
         self.ranks.connect()
 
     def _config_of_run(self) -> EngineConfig:
-        """Return the engine's options, including the two derived from the precision and the timeout."""
+        """Return the engine's options, including the dtype derived from the precision."""
         plugin = getattr(self, self._arguments_of_base[-1])  # `precision_plugin` of a Trainer, `precision` of Fabric
-        dtype = _compute_dtype_of(plugin, self.lightning)
-        return replace(self.config, compute_dtype=dtype, handshake_timeout=self.options.handshake_timeout)
+        return replace(self.config, compute_dtype=_compute_dtype_of(plugin, self.lightning))
 
     # -- setting up -------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,6 @@ from lightning_zero.engine import (
     consolidate,
     deferred_param,
     engine_of,
-    sharded_tree,
     tensor_parallel,
 )
 from lightning_zero.strategies import lightning_internals as internals
@@ -367,8 +366,6 @@ class TrainerStrategy(BaseStrategy):
             except Exception as raised:
                 error = raised
         if stays_sharded:
-            if self.options.start_method != "popen":
-                self._gather_for_main_process()
             self._teardown_but_for_module()
             return
         self.engine = None
@@ -380,12 +377,12 @@ class TrainerStrategy(BaseStrategy):
 
     def _stays_sharded(self, engine: Engine) -> bool:
         """Whether the module stays sharded after the run. All ranks return the same value. Collective."""
-        if self.ranks.is_cut_off or self.options.after_fit == "full":
-            return False
+        if self.ranks.is_cut_off or self.options.after_fit == "full" or self.options.start_method != "popen":
+            return False  # spawned processes end now, and send an ordinary module's weights to the main process
         if self.options.after_fit == "sharded":
             return True
         shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
-        if shortages and not self._was_sharded and self.options.start_method == "popen":
+        if shortages and not self._was_sharded:
             others = f" (hosts or ranks lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
@@ -395,13 +392,6 @@ class TrainerStrategy(BaseStrategy):
                 "export' on it."
             )
         return bool(shortages)
-
-    def _gather_for_main_process(self) -> None:
-        """Make the state dict that each host's first rank sends to the main process full: spawned processes end now."""
-        leaf = sharded_tree.on_cpu if self.local_rank == 0 else sharded_tree.on_meta
-        self.lightning_module.register_state_dict_post_hook(
-            lambda _, state, *__: state.update(sharded_tree.walk({**state}, leaf))
-        )
 
     def _teardown_but_for_engine(self) -> None:
         if self.lightning_module is not None and self.model is not None:

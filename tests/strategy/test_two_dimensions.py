@@ -138,12 +138,6 @@ def train_as_model_parallel() -> None:
     same_values(train(defaults, gradient_clip_val=None), expected, "weights", bound=CLOSE)
 
 
-def test_save_distributed_checkpoint_is_refused_in_favour_of_checkpoint():
-    for value, form in ((True, "sharded"), (False, "full")):
-        with pytest.raises(TypeError, match=f"checkpoint='{form}' in place of {value}"):
-            ZeroStrategy(save_distributed_checkpoint=value)
-
-
 @pytest.mark.parametrize(
     ("machines", "options", "mesh"),
     [
