@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
@@ -33,13 +33,6 @@ from lightning_zero.engine import compat, placement
 from lightning_zero.io.annotations import check_arguments
 
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
-
-
-class _Rank(NamedTuple):
-    """Figures that each rank sends to all others: its seconds without waits for other ranks, and its mean loss."""
-
-    seconds: float
-    loss: float | None
 
 
 class Monitor:
@@ -195,7 +188,7 @@ class Monitor:
         measured.begin(engine)
         part = measured.take()
         norm = gradient_norm(trainer)
-        ranks = _exchanged(trainer, _Rank(part["seconds"] - waited_for_ranks(part), loss))
+        ranks = _exchanged(trainer, (part["seconds"] - waited_for_ranks(part), loss))
         held = model_state_bytes(trainer)
         self._note_peak(held if engine is None else engine.ledger.peak)
         if not trainer.is_global_zero:
@@ -204,8 +197,8 @@ class Monitor:
         found["memory/peak_MB"] = sum(self.peak_bytes.values()) / MEGA
         if part["steps"]:
             rates = self._rates(trainer.lightning_module, part["batches"])
-            found |= rates | metrics_per_step(part, self.top_units) | _slowest(ranks)
-        if losses := [rank.loss for rank in ranks if rank.loss is not None]:
+            found |= rates | metrics_per_step(part, self.top_units) | _slowest([seconds for seconds, _ in ranks])
+        if losses := [each for _, each in ranks if each is not None]:
             found["training/loss"] = statistics.fmean(losses)
         if norm is not None:
             found["training/gradient_norm"] = norm.item()
@@ -263,7 +256,7 @@ def _loss_in(outputs: Any) -> Tensor | None:
     return loss.detach().reshape(()).float() if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
+def _exchanged(trainer: Trainer, own: tuple[float, float | None]) -> list[tuple[float, float | None]]:
     """All-gather the ranks' figures with the ZeRO engine; with other strategies, return only this rank's figures."""
     if (engine := engine_of_run(trainer)) is None:
         return [own]
@@ -271,10 +264,10 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
         return engine.gather_objects(own)
 
 
-def _slowest(ranks: list[_Rank]) -> dict[str, float]:
-    """Return the rank that computed longest, and by what fraction its time exceeds the other ranks' median."""
+def _slowest(ranks: list[float]) -> dict[str, float]:
+    """Return the rank that computed longest, and by what fraction its seconds exceed the other ranks' median."""
     if len(ranks) == 1:
         return {}
-    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
-    others = statistics.median(seconds for rank, (seconds, _) in enumerate(ranks) if rank != slowest)
-    return {"straggler/rank": slowest, "straggler/slower": ranks[slowest].seconds / max(others, 1e-9) - 1}
+    slowest = ranks.index(max(ranks))
+    others = statistics.median(ranks[:slowest] + ranks[slowest + 1 :])
+    return {"straggler/rank": slowest, "straggler/slower": ranks[slowest] / max(others, 1e-9) - 1}

@@ -59,7 +59,7 @@ class Finder:
             self._step, self._window, self._losses = trainer.global_step, [], None
         if not self._window:
             self._buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
-        self._window.append(_MicroBatch(batch, batch_idx, internals.collect_rng_states()))
+        self._window.append((batch, batch_idx, internals.collect_rng_states()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # One tensor for any number of losses: with an optimizer that Lightning does not know, no step empties a list.
@@ -99,7 +99,7 @@ class Finder:
             buffer.detach().copy_(before)
         optimizer.zero_grad()
         for number, micro_batch in enumerate(window):
-            place = f"micro-batch {number} (batch_idx={micro_batch.index})"
+            place = f"micro-batch {number} (batch_idx={micro_batch[1]})"
             if (first := _computed_again(trainer, module, micro_batch)) is not None:
                 found = number, False, rank, f"rank {rank}, {place}: {first}"
             elif _broken_gradients(module):  # the case on every rank, if gradients are averaged during backward
@@ -109,21 +109,15 @@ class Finder:
         return found
 
 
+_MicroBatch = tuple[Any, int, dict[str, Any]]
+"""What computing it again needs: the batch, its index, and the states of random number generators before the step."""
+
 _Found = tuple[int, bool, int, str]
 """Micro-batch, whether it may be a mere consequence, rank, text. The smallest finding over all ranks is the cause."""
 
 
 class FindNonFinite(Finder, Callback):
     __doc__ = Finder.__doc__
-
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """The inputs and RNG states with which a micro-batch is computed again."""
-
-    batch: Any
-    index: int
-    rng_states: dict[str, Any]
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -146,17 +140,18 @@ def _broken_gradients(module: nn.Module) -> list[str]:
 
 def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> str | None:
     """Compute a micro-batch again, with hooks on all modules, and describe the first value that is not finite."""
-    internals.set_rng_states(micro_batch.rng_states)
+    batch, index, rng_states = micro_batch
+    internals.set_rng_states(rng_states)
     strategy, recorder = trainer.strategy, _Recorder()
     no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
-    arguments = internals.arguments_of_step(trainer, micro_batch.batch, micro_batch.index)
+    arguments = internals.arguments_of_step(trainer, batch, index)
     with torch.enable_grad(), ExitStack() as hooks, no_sync:
         for name, inner in module.named_modules():
             if name:  # not the root: DDP runs ``training_step`` as the root module's forward
                 title = f"{name} ({type(inner).__name__})"
                 hooks.enter_context(inner.register_forward_pre_hook(partial(recorder.enter, title), with_kwargs=True))
                 hooks.enter_context(inner.register_forward_hook(partial(recorder.leave, title)))
-        for tensor in _floats(micro_batch.batch):
+        for tensor in _floats(batch):
             recorder.note(tensor, "the batch")
         result = internals.call_strategy_hook(trainer, "training_step", *arguments)
         loss = result["loss"] if isinstance(result, dict) else result

@@ -90,7 +90,6 @@ class TrainerStrategy(BaseStrategy):
         self.last_report: Report | None = None
         self._signals: Signals | None = None
         self._compared: set[str] = set()  # steps whose first batch has been compared between tensor-parallel ranks
-        self._was_sharded = False  # whether this run reuses the engine of an earlier run
         self._restarts: Restarts | None = None
         self._wrappers = Wrappers()
         super().__init__(stage=stage, **options)
@@ -151,7 +150,6 @@ class TrainerStrategy(BaseStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine(fitting=fitting)
-        self._was_sharded = self.engine is not None
         if self.engine is None:
             sync = self._layer_sync if fitting else None
             if sync is not None:
@@ -312,22 +310,13 @@ class TrainerStrategy(BaseStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.checkpoints.load_optimizer_states(checkpoint)
 
-    # -- loops of uneven length, and loops ended by a signal --------------------------------------------------------
+    # -- loops of uneven length -------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        engine, signals = self.engine, self._signals
-        if (engine is None and signals is None) or self.lightning_module is None:
-            return
-        if signals is not None:
-            signals.begin_loop()
-
-        def take_turn(position: int | None) -> None:
-            if signals is not None and position is not None:
-                signals.before_batch()
-            if engine is not None:
-                engine.take_turn(position)
-
-        take_turns(internals.active_loop(self.lightning_module.trainer), take_turn)
+        engine = self.engine
+        if engine is not None and self.lightning_module is not None:
+            loop = internals.active_loop(self.lightning_module.trainer)
+            take_turns(loop, lambda position: engine.take_turn(position))  # copies of a Trainer do not copy functions
 
     on_validation_start = on_test_start = on_predict_start = _take_turns
 
@@ -382,7 +371,7 @@ class TrainerStrategy(BaseStrategy):
         if self.options.after_fit == "sharded":
             return True
         shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
-        if shortages and not self._was_sharded:
+        if shortages:
             others = f" (hosts or ranks lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
