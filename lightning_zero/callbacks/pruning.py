@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine import ShardedTensor, after_updates, process_group, shard_of
 from lightning_zero.io.annotations import check_arguments
@@ -169,7 +169,7 @@ class Pruning:
         self._chosen: dict[str, nn.Parameter] = {}
         self._masks: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles = ExitStack()
         self._followed: list[Optimizer] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -185,8 +185,12 @@ class Pruning:
                 "MagnitudePruning does not work with tensor parallelism yet: remove the callback or the option "
                 "tensor_parallel_size."
             )
-        if self._loaded and set(self._loaded) != set(self._chosen):
-            self._refuse_loaded()
+        if self._loaded and (names := self._loaded.keys() ^ self._chosen.keys()):
+            raise ValueError(
+                f"MagnitudePruning: the masks in the checkpoint and the choice of parameters= differ in "
+                f"{listed(sorted(names))}. Pass the parameters= of that run, or leave ckpt_path out and call "
+                "lightning_zero.load_weights(self, path) in configure_model, to start new masks from the saved weights."
+            )
         for name, mask in self._loaded.items():
             p = self._chosen[name]
             local = p.range_of(mask) if isinstance(p, ShardedTensor) else mask.reshape(-1)
@@ -196,26 +200,15 @@ class Pruning:
         """Register the hook after updates, also with optimizers that replace others in mid-run."""
         if trainer.optimizers is not self._followed:
             self._unfollow()
-            self._handles = [after_updates(optimizer, self._set_to_zero) for optimizer in trainer.optimizers]
+            for optimizer in trainer.optimizers:
+                self._handles.enter_context(after_updates(optimizer, self._set_to_zero))
             self._followed = trainer.optimizers
 
     on_train_batch_start = on_before_optimizer_step = _follow
 
     def _unfollow(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._followed = [], []
-
-    def _refuse_loaded(self) -> None:
-        extra = [name for name in self._loaded if name not in self._chosen]
-        missing = [name for name in self._chosen if name not in self._loaded]
-        found = [f"masks of {listed(extra)}, which parameters= no longer chooses"] if extra else []
-        found += [f"no masks of {listed(missing)}"] if missing else []
-        raise ValueError(
-            f"MagnitudePruning: the checkpoint has {', and '.join(found)}. Pass the parameters= of that run, or "
-            "leave ckpt_path out and call lightning_zero.load_weights(self, path) in configure_model, to start new "
-            "masks from the saved weights."
-        )
+        self._handles.close()
+        self._followed = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         amount = self._amount(trainer.current_epoch) if callable(self._amount) else self._amount

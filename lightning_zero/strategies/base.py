@@ -107,7 +107,7 @@ class BaseStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self._config_of_run()  # raises if the Trainer has set an unsupported precision
-        self.ranks.check_mesh()
+        _ = self.ranks.mesh_shape  # raises if the number of ranks does not fit it
         own = " and ".join(
             ["checkpoint='sharded'"] * (self.options.checkpoint == "sharded")
             + ["async_save=True"] * self.options.async_save

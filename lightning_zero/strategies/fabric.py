@@ -200,22 +200,20 @@ class FabricStrategy(BaseStrategy):
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
         self._files.finish()
-        if not self._files.are_opened_here:
-            remainder = super().load_checkpoint(path, state, strict, weights_only)
-        else:
+        io: Any = self._checkpoint_io
+        if self._files.are_opened_here:
             opened = self._files.opened(path, weights_only)
             checkpoint = dict(opened.as_saved)
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Optimizer) and key in checkpoint and opened.form == "sharded":
                     checkpoint[key] = by_number(checkpoint[key])
-            read: Any = SimpleNamespace(load_checkpoint=lambda *_, **__: checkpoint)
-            own, self._checkpoint_io = self._checkpoint_io, read
-            try:
-                remainder = super().load_checkpoint(path, state, strict, weights_only)
-            finally:
-                self._checkpoint_io = own
+            self._checkpoint_io = SimpleNamespace(load_checkpoint=lambda *_, **__: checkpoint)
+        try:
+            remainder = super().load_checkpoint(path, state, strict, weights_only)
+        finally:
+            self._checkpoint_io = io
         if isinstance(state, dict) and state:
-            for key, masters in remainder.pop(CHECKPOINT_KEY, {"masters": {}}).get("masters", {}).items():
+            for key, masters in remainder.pop(CHECKPOINT_KEY, {}).get("masters", {}).items():
                 value = state.get(key)
                 if isinstance(value, nn.Module) and (engine := self._engine_of(value)) is not None:
                     engine.load_masters(masters, module=_unwrapped(value))

@@ -1,10 +1,11 @@
-"""Capture and restore the states of random number generators, and the data-loading state (position in the epoch)."""
+"""Capture and restore random states, the position in the data, and what an epoch has set."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -18,7 +19,6 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_zero.engine import compat
 from lightning_zero.strategies import lightning_internals as internals
-from lightning_zero.strategies.epoch_state import EpochState, epoch_state, set_epoch, set_logged, set_modules
 from lightning_zero.strategies.loops import Wrappers
 
 Rng = dict[str, Any]
@@ -124,20 +124,13 @@ class DataLoadingState:
         if epoch is not None:
             self._trainer.should_stop = epoch["should_stop"]
 
-    def restore(self, *, has_ended: bool = False) -> None:
-        """Restore random states and logged metrics of the loaded checkpoint, if there is one.
-
-        Args:
-            has_ended: whether the fit had already ended when the checkpoint was saved, so that no epoch continues and
-                restores the state of the modules.
-        """
+    def restore(self) -> None:
+        """Restore random states, logged metrics and the state of modules, if a checkpoint was loaded."""
         if self._saved is None:
             return
         set_rng_state(self._saved["rng"], self._device, self._generators)
-        if (epoch := self._saved["epoch"]) is not None:
-            set_logged(self._trainer, epoch)
-            if has_ended:
-                set_modules(self._trainer.lightning_module, epoch)
+        if self._saved["epoch"] is not None:
+            set_state(self._trainer, self._saved["epoch"])
 
     @property
     def _data(self) -> dict[str, Any] | None:
@@ -184,7 +177,6 @@ class DataLoadingState:
             internals.do_not_restart(self._loop)
             if epoch["is_between"]:
                 self._epoch_loop.restarting = False  # otherwise Lightning repeats what follows a batch
-            set_modules(self._trainer.lightning_module, epoch)
             set_epoch(self._trainer, epoch)
         self._epoch_of_iterators = self._epoch
         self._wrappers.put(fetcher, internals.BEFORE_FETCH, self._before_fetch)
@@ -288,3 +280,68 @@ def _set_completed(progress: Any, batches: int) -> None:
     for tracker, count in ((progress.current, batches), (progress.total, earlier + batches)):
         for name in vars(tracker):
             setattr(tracker, name, count)
+
+
+# -- the running epoch -------------------------------------------------------------------------------------------------
+
+EpochState = dict[str, Any]
+"""State of the running epoch that Lightning's checkpoints do not contain, for a fit that a signal or a kill interrupts.
+
+Means over the epoch and the states of torchmetrics are not part of it.
+"""
+
+
+def epoch_state(trainer: Trainer) -> EpochState:
+    """Return the metrics logged so far, which parameters are frozen, and which modules are in evaluation mode.
+
+    Tensors are copied to CPU memory. The state also says whether training should stop.
+    """
+    module = trainer.lightning_module
+    modes = internals.modes_before_validation(trainer) if trainer.validating else {}
+    logged = {name: dict(getattr(internals.logger_connector(trainer), name)) for name in internals.LOGGED}
+    return {
+        "should_stop": trainer.should_stop,
+        "logged": compat.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), logged),
+        "trained": {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)},
+        "training": {name: modes.get(name, part.training) for name, part in module.named_modules()},
+        "reloaded": internals.epoch_of_loaders(trainer),
+        "accumulate": trainer.accumulate_grad_batches,
+    }
+
+
+def set_state(trainer: Trainer, state: EpochState) -> None:
+    """Restore the metrics logged so far, which parameters are frozen, and the modes of modules."""
+    module = trainer.lightning_module
+    for name, logged in state["logged"].items():
+        restored = compat.tree_map_only(Tensor, lambda tensor: tensor.to(module.device), logged)
+        getattr(internals.logger_connector(trainer), name).update(restored)
+    for name, part in module.named_modules():
+        part.training = state["training"].get(name, part.training)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(state["trained"].get(name, parameter.requires_grad))
+
+
+def set_epoch(trainer: Trainer, state: EpochState) -> None:
+    """Restore what belongs to the epoch that is about to continue."""
+    module = trainer.lightning_module
+    internals.set_epoch_of_loaders(trainer, state["reloaded"])
+    # ``GradientAccumulationScheduler`` sets this only when an epoch begins.
+    trainer.accumulate_grad_batches = state.get("accumulate", trainer.accumulate_grad_batches)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(cls.__name__ == "StochasticWeightAveraging" for cls in type(callback).__mro__):
+            with _preserved(trainer):  # the loaded options and buffers already contain what its setup changes
+                callback.on_train_epoch_start(trainer, module)
+
+
+@contextmanager
+def _preserved(trainer: Trainer) -> Iterator[None]:
+    """Context that leaves the options of optimizers and the buffers of the module as they were."""
+    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    buffers = {name: buffer.clone() for name, buffer in trainer.lightning_module.named_buffers()}
+    yield
+    for group, before in zip(groups, options):
+        group.update(before)
+    with torch.no_grad():
+        for name, buffer in trainer.lightning_module.named_buffers():
+            buffer.copy_(buffers[name])

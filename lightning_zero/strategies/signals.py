@@ -11,16 +11,16 @@ from types import FrameType
 from typing import Any
 
 from lightning_zero.callbacks.restarts import Restarts
-from lightning_zero.engine import Communicator
 from lightning_zero.strategies import lightning_internals as internals
+from lightning_zero.strategies.rank_group import RankGroup
 
 
 class Signals:
-    """Signal handlers of one Trainer run with several processes. Create this before the Trainer installs handlers."""
+    """Signal handlers of one Trainer run. Create this before the Trainer installs handlers."""
 
-    def __init__(self, trainer: Any, communicator: Communicator | None, restarts: Restarts | None) -> None:
-        self._trainer, self._connector, self._communicator = trainer, internals.signal_connector(trainer), communicator
-        self._restarts = restarts
+    def __init__(self, trainer: Any, ranks: RankGroup, restarts: Restarts | None) -> None:
+        self._trainer, self._connector = trainer, internals.signal_connector(trainer)
+        self._ranks, self._restarts = ranks, restarts
         self._is_asked_to_end = self._is_asked_to_requeue = False
 
         # Functions instead of methods: a deep copy of the Trainer shares functions, but would copy a method's `self`.
@@ -68,8 +68,10 @@ class Signals:
         Raises:
             RuntimeError: on every rank, if some ranks have ended the epoch or the training, and others have not.
         """
-        assert self._communicator is not None
-        control = self._communicator.everyone.control
+        if self._ranks.is_single:
+            return noted
+        assert self._ranks.communicator is not None
+        control = self._ranks.communicator.everyone.control
         *agreed, some_have_ended, some_have_not = control.any_rank([*noted, has_ended, not has_ended], what)
         if some_have_ended and some_have_not:
             loop = self._trainer.fit_loop

@@ -174,12 +174,10 @@ class TrainerStrategy(BaseStrategy):
             attend(trainer, self.engine, self._wrappers)
         elif not self.ranks.is_single:
             internals.sync_module_states(self.lightning_module)
-        if not self.ranks.is_single:
-            self._signals = Signals(trainer, self.ranks.communicator, self._restarts)
+        if not self.ranks.is_single or self._restarts is not None:
+            self._signals = Signals(trainer, self.ranks, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
             meet_between_batches(trainer, meet, self._signals.end_epoch, self._wrappers)
-        elif self._restarts is not None:
-            meet_between_batches(trainer, self._restarts.between_batches, lambda: None, self._wrappers)
         self.checkpoints.masters = {}
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
@@ -330,17 +328,14 @@ class TrainerStrategy(BaseStrategy):
         super().on_train_end()
         if self._signals is not None:
             self._signals.agree("the end of training", is_end=True)
-        elif self._restarts is not None:
-            self._restarts.between_batches(is_end=True)
 
     def _teardown(self) -> None:
-        self.checkpoints.accept_all()
         restarts, self._restarts = self._restarts, None
         if restarts is not None:
             restarts.close(has_ended=self.ranks.ended_by is None)
             del restarts  # and its copy of the state, before the module is gathered
             if self.checkpoints.data_loading is not None and self.ranks.ended_by is None:
-                self.checkpoints.data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
+                self.checkpoints.data_loading.restore()  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()

