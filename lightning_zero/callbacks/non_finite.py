@@ -13,7 +13,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lightning_zero.callbacks.measured import elements_of
+from lightning_zero.callbacks.monitor import elements_of
 from lightning_zero.engine import compat, process_group, shard_of
 from lightning_zero.io.names import listed
 from lightning_zero.strategies import lightning_internals as internals
@@ -23,7 +23,7 @@ class NonFiniteError(FloatingPointError):
     """A loss or gradient is infinite or not a number. The weights are still those from before the step."""
 
 
-class Finder:
+class FindNonFinite(Callback):
     """Ends a fit at its first loss or gradient that is not finite, before the optimizer uses it.
 
     The error names rank, step, micro-batch, module and parameters. To find the cause, the step's micro-batches are
@@ -114,10 +114,6 @@ _MicroBatch = tuple[Any, int, dict[str, Any]]
 
 _Found = tuple[int, bool, int, str]
 """Micro-batch, whether it may be a mere consequence, rank, text. The smallest finding over all ranks is the cause."""
-
-
-class FindNonFinite(Finder, Callback):
-    __doc__ = Finder.__doc__
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:

@@ -132,7 +132,7 @@ def _matrices(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2
 
 
-class Pruning:
+class MagnitudePruning(Callback):
     """Callback that prunes the weights with the least magnitude among all chosen parameters, over all ranks.
 
     At the start of each epoch, weights are set to zero until the fraction ``amount`` is pruned. After each optimizer
@@ -160,7 +160,7 @@ class Pruning:
         amount: float | Callable[[int], float] = 0.5,
         parameters: Callable[[str, nn.Parameter], bool] = _matrices,
     ) -> None:
-        check_arguments(Pruning.__init__, locals(), "MagnitudePruning")
+        check_arguments(MagnitudePruning.__init__, locals(), "MagnitudePruning")
         if not callable(amount):
             _check(amount)
         self._amount, self._is_chosen = amount, parameters
@@ -196,7 +196,7 @@ class Pruning:
             local = p.range_of(mask) if isinstance(p, ShardedTensor) else mask.reshape(-1)
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
 
-    def _follow(self, trainer: Trainer, *_: Any) -> None:
+    def _follow(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Register the hook after updates, also with optimizers that replace others in mid-run."""
         if trainer.optimizers is not self._followed:
             self._unfollow()
@@ -242,7 +242,3 @@ class Pruning:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["masks"]
-
-
-class MagnitudePruning(Pruning, Callback):
-    __doc__ = Pruning.__doc__

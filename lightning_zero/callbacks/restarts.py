@@ -118,7 +118,7 @@ class _Job:
         Finalize(None, self._end_process, exitpriority=10)  # unlike atexit, also runs in multiprocessing processes
 
     def _end_process(self) -> None:
-        if self.keeps or _exit_codes or getattr(sys, "last_value", None) is not None:
+        if self.keeps or getattr(sys, "last_value", None) is not None:
             return
         try:
             open(os.path.join(self._attempt, str(self._rank)), "x").close()
@@ -127,8 +127,6 @@ class _Job:
         except OSError:  # another attempt has begun
             return
         shutil.rmtree(self._path, ignore_errors=True)
-        with suppress(OSError):  # raised if there are other jobs
-            os.rmdir(os.path.dirname(self._path))
         for folder in self.on_disk if self._neighbours[0] == 0 else ():
             with suppress(Exception):  # libraries for object stores raise errors of their own
                 fs, place = url_to_fs(folder)
@@ -137,13 +135,12 @@ class _Job:
 
 _jobs: dict[str, _Job] = {}
 _fits = itertools.count()
-_exit_codes: list[Any] = []
 
 
 def _exit(leave: Callable[[Any], None], code: Any = None) -> None:
     """In place of ``sys.exit``: note codes other than 0, since functions that run at exit cannot see the code."""
     if code not in (None, 0):
-        _exit_codes.append(code)
+        keep_for_next_attempt()
     leave(code)
 
 
@@ -231,17 +228,9 @@ class Restarts:
         self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
 
     def _make_folders(self) -> None:
-        for _ in range(2):
-            with suppress(FileNotFoundError):  # another job has just ended, and removed the empty parent
-                job = os.path.dirname(self._folder)
-                for folder in (os.path.dirname(job), job, self._folder):
-                    make_own_folder(folder)
-
-    def _make_place(self) -> tuple[str, int, int]:
-        """Create this rank's folder, and return what identifies it among the folders of all ranks."""
-        self._make_folders()
-        found = os.stat(self._folder)
-        return Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
+        job = os.path.dirname(self._folder)
+        for folder in (os.path.dirname(job), job, self._folder):
+            make_own_folder(folder)
 
     def _agree_on_places(self, path: str) -> tuple[list[Any], str]:
         """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it.
@@ -251,13 +240,14 @@ class Restarts:
         """
         ranks = self._strategy.ranks
         try:
-            place = ranks.alike(self._make_place)
+            ranks.alike(self._make_folders)
         except OSError as error:
             raise ValueError(
                 f"resilience: {path} cannot be used ({error}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
             ) from None
-        everyone = ranks.all_gather_values((place, secrets.token_hex(8)))
+        found, boot = os.stat(self._folder), Path("/proc/sys/kernel/random/boot_id").read_text()
+        everyone = ranks.all_gather_values(((boot, found.st_dev, found.st_ino), secrets.token_hex(8)))
         return [each for each, _ in everyone], everyone[0][1]
 
     def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
@@ -271,10 +261,7 @@ class Restarts:
                 self.is_trying = True
                 resume(source.path, weights_only=weights_only)
             except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
-                advice = "Another state is tried, if there is one."
-                if source.is_in_memory and len(self._leaders) > 1:
-                    advice = f"Files may be missing, perhaps with a lost machine. {advice}"
-                rank_zero_warn(f"{error} {advice}")
+                rank_zero_warn(f"{error} Another state is tried, if there is one.")
                 continue
             finally:
                 self.is_trying = False

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero.fabric
 from lightning_zero import ZeroAutoStrategy, ZeroStrategy
-from lightning_zero.callbacks.measured import ranks_with_data
+from lightning_zero.callbacks.monitor import ranks_with_data
 from lightning_zero.monitoring import ZeroMonitor
 from lightning_zero.pruning import MagnitudePruning
 from tests.engine.test_tensor_parallel import CLOSE, Net, loss_of, parallelised
