@@ -50,7 +50,7 @@ class BaseStrategy(ParallelStrategy):
 
     lightning: ClassVar[ModuleType]
     _arguments_of_base: ClassVar[tuple[str, ...]]
-    _options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
+    _options_class: ClassVar[type[StrategyOptions]]
     options: StrategyOptions
     _checkpoint_io: Any
     _launcher: Any
@@ -108,14 +108,11 @@ class BaseStrategy(ParallelStrategy):
     def _configure_launcher(self) -> None:
         self._config_of_run()  # raises if the Trainer has set an unsupported precision
         _ = self.ranks.mesh_shape  # raises if the number of ranks does not fit it
-        own = " and ".join(
-            ["checkpoint='sharded'"] * (self.options.checkpoint == "sharded")
-            + ["async_save=True"] * self.options.async_save
-        )
-        if own and not self._files.has_default_io:
+        is_written_here = self.options.checkpoint == "sharded" or self.options.async_save
+        if is_written_here and not self._files.has_default_io:
             raise ValueError(
-                f"{own} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the strategy writes "
-                f"such checkpoints itself. Remove the plugin, or leave out {own}."
+                "With checkpoint='sharded' or async_save=True, the strategy writes checkpoints itself: remove the plugin "
+                f"{type(self.checkpoint_io).__name__}, or leave these options out."
             )
         if self.ranks.is_single:
             return

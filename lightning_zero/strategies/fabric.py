@@ -62,7 +62,6 @@ class FabricStrategy(BaseStrategy):
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of the modules that have been set up, in order of set-up, without engines that were closed."""
         return [engine for _, engine in self._modules_and_engines()]
 
     def _modules_and_engines(self) -> list[tuple[nn.Module, Engine]]:

@@ -137,7 +137,7 @@ def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callabl
             by = inspect.Parameter.KEYWORD_ONLY
             parameters.append(inspect.Parameter(name, by, default=None, annotation=kind))
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        cls._arguments_of_base = tuple(of_base)  # type: ignore[attr-defined]
+        cls._arguments_of_base, cls._options_class = tuple(of_base), strategy_options  # type: ignore[attr-defined]
         cls.__init__.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[misc]
         return cls
 

@@ -80,7 +80,6 @@ class TrainerStrategy(BaseStrategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
-    _options_class = TrainerOptions
     _simulation: Simulation | None = None  # set in plans
     options: TrainerOptions
     model: Any
