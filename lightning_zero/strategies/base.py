@@ -111,8 +111,8 @@ class BaseStrategy(ParallelStrategy):
         is_written_here = self.options.checkpoint == "sharded" or self.options.async_save
         if is_written_here and not self._files.has_default_io:
             raise ValueError(
-                "With checkpoint='sharded' or async_save=True, the strategy writes checkpoints itself: remove the plugin "
-                f"{type(self.checkpoint_io).__name__}, or leave these options out."
+                "With checkpoint='sharded' or async_save=True, the strategy writes checkpoints itself: remove the "
+                f"plugin {type(self.checkpoint_io).__name__}, or leave these options out."
             )
         if self.ranks.is_single:
             return
