@@ -24,8 +24,6 @@ from lightning_zero.strategies.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
-_SECOND_ERROR = "Another error followed the exception that ended the run: %s"
-
 # Precision plugins that store weights as fp8 copies with scales, as quantised blocks or as another strategy's shards.
 # Such weights cannot be split into flat shards of plain numbers.
 _REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
@@ -194,11 +192,16 @@ class BaseStrategy(ParallelStrategy):
         try:
             self._files.close()
         except Exception as error:
-            if self.ranks.ended_by is None:
-                raise
-            log.warning(_SECOND_ERROR, error)
+            self._report(error)
         finally:
             self._teardown()
+
+    def _report(self, error: Exception) -> None:
+        """Raise an error, or log it if an exception has ended the run before."""
+        if self.ranks.ended_by is None:
+            raise error
+        if str(error) != self.ranks.ended_by:
+            log.warning("Another error followed the exception that ended the run: %s", error)
 
     def _teardown(self) -> None:
         raise NotImplementedError
@@ -211,10 +214,8 @@ class BaseStrategy(ParallelStrategy):
                 engine.close(communicate=not self.ranks.is_cut_off and error is None, **options)
             except Exception as raised:
                 error = error or raised
-        if error is not None and self.ranks.ended_by is None:
-            raise error
-        if error is not None and str(error) != self.ranks.ended_by:
-            log.warning(_SECOND_ERROR, error)
+        if error is not None:
+            self._report(error)
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from itertools import chain, islice
 from typing import Any
 
@@ -304,7 +303,7 @@ def epoch_state(trainer: Trainer) -> EpochState:
         "logged": compat.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), logged),
         "trained": {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)},
         "training": {name: modes.get(name, part.training) for name, part in module.named_modules()},
-        "reloaded": internals.epoch_of_loaders(trainer),
+        "reloaded": getattr(trainer.fit_loop, internals.EPOCH_OF_LOADERS),
         "accumulate": trainer.accumulate_grad_batches,
     }
 
@@ -324,24 +323,17 @@ def set_state(trainer: Trainer, state: EpochState) -> None:
 def set_epoch(trainer: Trainer, state: EpochState) -> None:
     """Restore what belongs to the epoch that is about to continue."""
     module = trainer.lightning_module
-    internals.set_epoch_of_loaders(trainer, state["reloaded"])
+    setattr(trainer.fit_loop, internals.EPOCH_OF_LOADERS, state["reloaded"])
     # ``GradientAccumulationScheduler`` sets this only when an epoch begins.
     trainer.accumulate_grad_batches = state.get("accumulate", trainer.accumulate_grad_batches)
     for callback in trainer.callbacks:  # type: ignore[attr-defined]
         if any(cls.__name__ == "StochasticWeightAveraging" for cls in type(callback).__mro__):
-            with _preserved(trainer):  # the loaded options and buffers already contain what its setup changes
-                callback.on_train_epoch_start(trainer, module)
-
-
-@contextmanager
-def _preserved(trainer: Trainer) -> Iterator[None]:
-    """Context that leaves the options of optimizers and the buffers of the module as they were."""
-    groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    buffers = {name: buffer.clone() for name, buffer in trainer.lightning_module.named_buffers()}
-    yield
-    for group, before in zip(groups, options):
-        group.update(before)
-    with torch.no_grad():
-        for name, buffer in trainer.lightning_module.named_buffers():
-            buffer.copy_(buffers[name])
+            # The loaded options of optimizers, and buffers, already contain what this hook changes.
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            callback.on_train_epoch_start(trainer, module)
+            for group, before in zip(groups, options):
+                group.update(before)
+            for name, buffer in module.named_buffers():
+                buffer.detach().copy_(buffers[name])

@@ -99,7 +99,7 @@ class TrainerStrategy(BaseStrategy):
     is_distributed = True  # Lightning reads this attribute to split data over the ranks and to honour `sync_dist`
 
     def setup_environment(self) -> None:
-        self.checkpoints.start()
+        self.checkpoints.loaded = None
         super().setup_environment()
         reset_seed()
         if self.lightning_module is not None and self.ranks.mesh is not None:
@@ -169,7 +169,7 @@ class TrainerStrategy(BaseStrategy):
             )
         if self.engine is not None:
             self.engine.buffers_follow = fitting
-            self.engine.load_masters(self.checkpoints.masters)
+            self.engine.load_masters((self.checkpoints.loaded or {}).get("masters", {}))
             attend(trainer, self.engine, self._wrappers)
         elif not self.ranks.is_single:
             internals.sync_module_states(self.lightning_module)
@@ -177,7 +177,6 @@ class TrainerStrategy(BaseStrategy):
             self._signals = Signals(trainer, self.ranks, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
             meet_between_batches(trainer, meet, self._signals.end_epoch, self._wrappers)
-        self.checkpoints.masters = {}
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
         self._compared.clear()

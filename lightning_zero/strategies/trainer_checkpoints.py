@@ -38,30 +38,25 @@ class TrainerCheckpoints:
 
     Attributes:
         data_loading: the fit's random states and position in the data; None before and after a fit.
-        masters: master weights of a loaded checkpoint, by name, until the module is sharded.
+        loaded: this package's entry of the run's own checkpoint: {} if there is none, None before it can be loaded.
         masters_after_fit: rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine
             has been closed.
     """
 
     def __init__(self, strategy: Any, files: CheckpointFiles) -> None:
         self._strategy, self._files = strategy, files
-        self.masters: dict[str, Tensor] = {}
         self.data_loading: DataLoadingState | None = None
         self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
-        self._loaded: dict[str, Any] | None = None
+        self.loaded: dict[str, Any] | None = None
         self._saves_epoch_state = self._is_for_restart = False  # see ``for_restart``
 
     def __reduce__(self) -> Any:
         # Users copy trainers and strategies; the state of the running fit belongs only to the original.
         return TrainerCheckpoints, (self._strategy, self._files)
 
-    def start(self) -> None:
-        """Forget what concerned earlier runs."""
-        self._loaded = None
-
     def end_loading(self) -> None:
         """Note that the run's own checkpoint has been loaded: from here on, only callbacks restore checkpoints."""
-        self._loaded = self._loaded or {}
+        self.loaded = self.loaded or {}
 
     def _can_save(self) -> bool:
         """Whether the ranks can save a checkpoint: after a failure, only if all have failed alike."""
@@ -281,14 +276,11 @@ class TrainerCheckpoints:
         with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
         deferred_param.give_values(targets, wait=True)
-        if self._loaded is None:  # otherwise a callback is restoring a checkpoint of this run
-            self._loaded = checkpoint.get(CHECKPOINT_KEY)
-        masters = about.get("masters", {})
+        if self.loaded is None:  # otherwise a callback is restoring a checkpoint of this run
+            self.loaded = checkpoint.get(CHECKPOINT_KEY)
         engine = engine_of(module)
-        if engine is not None and engine is self._strategy.engine:
-            engine.load_masters(masters)
-        else:
-            self.masters = masters
+        if engine is not None and engine is self._strategy.engine:  # otherwise ``setup`` loads them
+            engine.load_masters(about.get("masters", {}))
 
     def _lacks_only_frozen(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
         """Whether a state dict fits the module, but for parameters that were left out of the checkpoint."""
@@ -305,7 +297,7 @@ class TrainerCheckpoints:
         for optimizer, state in zip(optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
-        if self.data_loading is not None and "rng" in loaded and loaded is self._loaded:
+        if self.data_loading is not None and "rng" in loaded and loaded is self.loaded:
             rng, data, epochs = loaded["rng"], loaded["data"], loaded.get("epoch", [None])
             self.data_loading.resume(
                 rng[rank] if rank < len(rng) else None,
