@@ -203,8 +203,7 @@ class Restarts:
         path = os.path.join(private, job)
         self._folder = os.path.join(path, fit)
         fs, root = url_to_fs(str(trainer.default_root_dir))
-        self._is_local = isinstance(fs, LocalFileSystem)
-        root = root if self._is_local else str(trainer.default_root_dir)
+        root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
         self._on_disk = os.path.join(root, f".lightning_zero-{job}")
         self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
         self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
@@ -417,7 +416,7 @@ class Restarts:
             )
 
     def _make_folder_on_disk(self) -> None:
-        if self._is_local:
+        if "://" not in self._on_disk:
             os.makedirs(self._on_disk, 0o700, exist_ok=True)
             _check_own(self._on_disk)
 
@@ -425,7 +424,7 @@ class Restarts:
         """Return the paths of this fit's checkpoints; none if their record belongs to another user."""
         paths: list[str] = []
         with suppress(Exception):
-            if self._is_local:
+            if "://" not in self._on_disk:
                 _check_own(self._on_disk)
             paths.append(self._at_end)
             with fsspec.open(self._record, "r") as file:
