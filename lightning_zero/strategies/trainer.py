@@ -107,6 +107,8 @@ class TrainerStrategy(BaseStrategy):
         if self.lightning_module is not None:
             consolidate(self.lightning_module, self.options.handshake_timeout)
             self._restarts = self._new_restarts()
+            connector = internals.checkpoint_connector(self.lightning_module.trainer)
+            self._wrappers.put(connector, "resume_start", partial(self.checkpoints.resume, self._restarts))
 
     def _new_restarts(self) -> Restarts | None:
         """Return the ``Restarts`` of a fit, or None if no state is to be kept."""
@@ -126,9 +128,7 @@ class TrainerStrategy(BaseStrategy):
                 f"resilience cannot be used with start_method={self.options.start_method!r}, since such ranks do not "
                 "know which fit of the script they run: start the script with torchrun, or leave resilience out."
             )
-        restarts = Restarts(config, self, trainer, job)
-        self._wrappers.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
-        return restarts
+        return Restarts(config, self, trainer, job)
 
     @property
     def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
@@ -290,7 +290,7 @@ class TrainerStrategy(BaseStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         can_resume = self.checkpoints.save(checkpoint, filepath, storage_options)
         if self._restarts is not None and can_resume:
-            self._restarts.note(filepath)
+            self._restarts.note(filepath, self._files.saver.then)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self.checkpoints.remove(filepath)

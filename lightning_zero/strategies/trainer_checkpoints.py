@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
 from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,7 +19,7 @@ from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.callbacks.restarts import Restarts
+from lightning_zero.callbacks.restarts import KeptState, Restarts
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
@@ -29,6 +30,8 @@ from lightning_zero.engine import Engine, deferred_param, engine_of, sharded_tre
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent, last_checkpoints
 from lightning_zero.strategies.resuming import DataLoadingState
+
+_DAMAGED = DamagedCheckpointError, NoCheckpointError, FileNotFoundError  # the last: an empty folder
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
 
@@ -235,11 +238,38 @@ class TrainerCheckpoints:
             remove = partial(self._strategy.checkpoint_io.remove_checkpoint, path)
             self._files.saver.then(Destination(path).remove if self._files.has_default_io else remove)
 
+    def resume(self, restarts: Restarts | None, resume: Any, path: Any = None, weights_only: Any = None) -> None:
+        """In place of Lightning's ``resume_start``, the second argument: resume from an undamaged checkpoint.
+
+        The states that an interrupted job has left are tried first, then ``path`` and, if Lightning found it, as for
+        ``ckpt_path="last"``, the other checkpoints of the Trainer's callbacks. Checksums detect damage.
+        """
+        error: Exception | None = None
+        states = restarts.states() if restarts is not None else []
+        for each in chain(states, [path], self._others(path)):
+            place = each.path if isinstance(each, KeptState) else each
+            if error is not None:
+                rank_zero_warn(f"{error} Resuming instead from {place or 'the beginning'}.")
+            try:
+                if restarts is not None and isinstance(each, KeptState):
+                    restarts.continue_from(each, partial(resume, weights_only=weights_only))
+                else:
+                    resume(place, weights_only=weights_only)
+                return
+            except Exception as raised:
+                if error is None and not isinstance(raised, _DAMAGED):
+                    raise
+                error = error or raised
+        assert error is not None
+        raise error
+
+    def _others(self, path: Any) -> Iterator[str]:
+        trainer = self._strategy.lightning_module.trainer
+        if path is not None and self._files.are_opened_here and is_last(trainer, path):
+            yield from self._strategy.broadcast(others_by_age(trainer, path) if self._strategy.is_global_zero else [])
+
     def load(self, path: Any, weights_only: bool | None, restarts: Restarts | None) -> dict[str, Any]:
         """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards.
-
-        Checksums detect damage here. If ``ckpt_path="last"`` resolved to a damaged checkpoint, or to something that is
-        not a checkpoint, the newest undamaged checkpoint of the Trainer's callbacks is loaded instead.
 
         Raises:
             FileNotFoundError: if there is nothing at the path.
@@ -248,24 +278,11 @@ class TrainerCheckpoints:
             UnsafeFileError: if the checkpoint contains more than data.
             ValueError: if a newer version wrote the checkpoint.
         """
-        strategy = self._strategy
         self._files.finish()
         is_kept = restarts is not None and restarts.loaded(path)
         if not (self._files.are_opened_here or is_kept):
-            return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        try:
-            return self._files.opened(path, weights_only).checkpoint
-        except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:  # the last: an empty folder
-            trainer = strategy.lightning_module.trainer
-            if not is_last(trainer, path) or (restarts is not None and restarts.is_trying):
-                raise
-            others = strategy.broadcast(others_by_age(trainer, path) if strategy.is_global_zero else [])
-            for other in others:
-                with suppress(Exception):
-                    checkpoint = self._files.opened(other, weights_only).checkpoint
-                    rank_zero_warn(f"{error} Resuming instead from {other}, the newest undamaged checkpoint.")
-                    return checkpoint
-            raise
+            return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return self._files.opened(path, weights_only).checkpoint
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of a checkpoint; see ``module_state``."""
