@@ -22,16 +22,16 @@ class ZeroAutoStrategy(automatic.AutomaticStrategy, ParallelStrategy):  # type: 
     lightning: ClassVar[ModuleType] = pytorch_lightning
 
 
-class ZeroMonitor(monitor.Monitor, Callback):  # type: ignore[misc]
-    __doc__ = monitor.Monitor.__doc__
+class ZeroMonitor(monitor.ZeroMonitor, Callback):  # type: ignore[misc]
+    __doc__ = monitor.ZeroMonitor.__doc__
 
 
-class FindNonFinite(non_finite.Finder, Callback):  # type: ignore[misc]
-    __doc__ = non_finite.Finder.__doc__
+class FindNonFinite(non_finite.FindNonFinite, Callback):  # type: ignore[misc]
+    __doc__ = non_finite.FindNonFinite.__doc__
 
 
-class MagnitudePruning(pruning.Pruning, Callback):  # type: ignore[misc]
-    __doc__ = pruning.Pruning.__doc__
+class MagnitudePruning(pruning.MagnitudePruning, Callback):  # type: ignore[misc]
+    __doc__ = pruning.MagnitudePruning.__doc__
 
 
 for _strategy in (ZeroStrategy, ZeroAutoStrategy):

@@ -7,39 +7,27 @@ the device after each micro-batch, so that updates and gathers would no longer o
 from __future__ import annotations
 
 import statistics
+import time
+from collections import Counter
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.fabric.utilities.throughput import Throughput, get_available_flops
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
-from lightning_zero.callbacks.measured import (
-    MEGA,
-    Measured,
-    MeasuredSteps,
-    engine_of_run,
-    gradient_norm,
-    loss_scale,
-    model_state_bytes,
-    ranks_with_data,
-)
-from lightning_zero.engine import compat, placement
+from lightning_zero.engine import Engine, compat, placement
 from lightning_zero.io.annotations import check_arguments
 
+_MEGA = 1e6
+_RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
 
-class _Rank(NamedTuple):
-    """Figures that each rank sends to all others: its seconds without waits for other ranks, and its mean loss."""
-
-    seconds: float
-    loss: float | None
-
-
-class Monitor:
+class ZeroMonitor(Callback):
     """Logs throughput, memory, communication, waits, the slowest rank, loss and gradient norm during a fit.
 
     Rank 0 writes to all of the Trainer's loggers. The callback works with every strategy, but some figures require
@@ -80,7 +68,7 @@ class Monitor:
         available_flops: float | None = None,
         top_units: int = 5,
     ) -> None:
-        check_arguments(Monitor.__init__, locals(), "ZeroMonitor", every_n_steps=1, top_units=0)
+        check_arguments(ZeroMonitor.__init__, locals(), "ZeroMonitor", every_n_steps=1, top_units=0)
         self.every_n_steps, self.top_units = every_n_steps, top_units
         self.batch_size_fn, self.length_fn = batch_size_fn or _first_dimension, length_fn
         self.available_flops = available_flops
@@ -159,11 +147,10 @@ class Monitor:
         self._measured.end(engine)
         if not self.loss_curve:
             self._read_loss()
-        self._measured.take()
         total = self._measured.total
-        if total.steps:
-            count = total.samples if self.length_fn is None else total.items
-            self.per_second = count * ranks_with_data(trainer) / total.seconds
+        if total["steps"]:
+            count = total["samples" if self.length_fn is None else "items"]
+            self.per_second = count * ranks_with_data(trainer) / total["seconds"]
         if engine is None:
             # Without ZeRO, every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
@@ -175,9 +162,9 @@ class Monitor:
         # Peaks within a step are recorded only by the engine.
         self.peak_bytes, self.formula_bytes, self.numel = dict(report.peak), report.formula, report.numel
         self.ddp_bytes, self.units = report.replicated, report.units
-        if total.steps:
-            self.elements_per_step = total.elements() / total.steps
-            self.waited = {unit: seconds / total.steps for unit, seconds in total.waited_by_unit().most_common()}
+        if total["steps"]:
+            self.elements_per_step = elements(total) / total["steps"]
+            self.waited = {unit: seconds / total["steps"] for unit, seconds in waited_by_unit(total).most_common()}
 
     # -- observations -----------------------------------------------------------------------------------------------
 
@@ -193,16 +180,17 @@ class Monitor:
         measured.begin(engine)
         part = measured.take()
         norm = gradient_norm(trainer)
-        ranks = _exchanged(trainer, _Rank(part.seconds - part.waited_for_ranks(), loss))
+        ranks = _exchanged(trainer, (part["seconds"] - waited_for_ranks(part), loss))
         held = model_state_bytes(trainer)
         self._note_peak(held if engine is None else engine.ledger.peak)
         if not trainer.is_global_zero:
             return
-        found = {f"memory/{category}_MB": nbytes / MEGA for category, nbytes in held.items()}
-        found["memory/peak_MB"] = sum(self.peak_bytes.values()) / MEGA
-        if part.steps:
-            found |= self._rates(trainer.lightning_module, part) | part.metrics(self.top_units) | _slowest(ranks)
-        if losses := [rank.loss for rank in ranks if rank.loss is not None]:
+        found = {f"memory/{category}_MB": nbytes / _MEGA for category, nbytes in held.items()}
+        found["memory/peak_MB"] = sum(self.peak_bytes.values()) / _MEGA
+        if part["steps"]:
+            rates = self._rates(trainer.lightning_module, part["batches"])
+            found |= rates | metrics_per_step(part, self.top_units) | _slowest([seconds for seconds, _ in ranks])
+        if losses := [each for _, each in ranks if each is not None]:
             found["training/loss"] = statistics.fmean(losses)
         if norm is not None:
             found["training/gradient_norm"] = norm.item()
@@ -216,18 +204,18 @@ class Monitor:
         if sum(held.values()) > sum(self.peak_bytes.values()):
             self.peak_bytes = dict(held)
 
-    def _rates(self, module: LightningModule, part: Measured) -> dict[str, float]:
+    def _rates(self, module: LightningModule, batches: int) -> dict[str, float]:
         """Rates since the last observation, and totals, under the names of Lightning's ``Throughput``."""
         if self._throughput is None:
             return {}
         flops, total = getattr(module, "flops_per_batch", None), self._measured.total
         try:
             self._throughput.update(
-                time=total.seconds,
-                batches=total.batches,
-                samples=total.samples,
-                lengths=None if self.length_fn is None else total.items,
-                flops=None if flops is None else round(flops * part.batches),
+                time=total["seconds"],
+                batches=total["batches"],
+                samples=total["samples"],
+                lengths=None if self.length_fn is None else total["items"],
+                flops=None if flops is None else round(flops * batches),
             )
         except ValueError as error:  # batches without samples, or fewer items than samples
             step = self._measured.step
@@ -246,10 +234,6 @@ class Monitor:
         return loss
 
 
-class ZeroMonitor(Monitor, Callback):
-    __doc__ = Monitor.__doc__
-
-
 def _first_dimension(batch: Any) -> int:
     """Number of samples in a batch: the first dimension of its first non-scalar tensor; 1 without such a tensor."""
     return next((len(leaf) for leaf in compat.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.dim()), 1)
@@ -260,7 +244,7 @@ def _loss_in(outputs: Any) -> Tensor | None:
     return loss.detach().reshape(()).float() if isinstance(loss, Tensor) and loss.numel() == 1 else None
 
 
-def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
+def _exchanged(trainer: Trainer, own: tuple[float, float | None]) -> list[tuple[float, float | None]]:
     """All-gather the ranks' figures with the ZeRO engine; with other strategies, return only this rank's figures."""
     if (engine := engine_of_run(trainer)) is None:
         return [own]
@@ -268,10 +252,170 @@ def _exchanged(trainer: Trainer, own: _Rank) -> list[_Rank]:
         return engine.gather_objects(own)
 
 
-def _slowest(ranks: list[_Rank]) -> dict[str, float]:
-    """Return the rank that computed longest, and by what fraction its time exceeds the other ranks' median."""
+def _slowest(ranks: list[float]) -> dict[str, float]:
+    """Return the rank that computed longest, and by what fraction its seconds exceed the other ranks' median."""
     if len(ranks) == 1:
         return {}
-    slowest = max(range(len(ranks)), key=lambda rank: ranks[rank].seconds)
-    others = statistics.median(seconds for rank, (seconds, _) in enumerate(ranks) if rank != slowest)
-    return {"straggler/rank": slowest, "straggler/slower": ranks[slowest].seconds / max(others, 1e-9) - 1}
+    slowest = ranks.index(max(ranks))
+    others = statistics.median(ranks[:slowest] + ranks[slowest + 1 :])
+    return {"straggler/rank": slowest, "straggler/slower": ranks[slowest] / max(others, 1e-9) - 1}
+
+
+# -- sums over measured steps ------------------------------------------------------------------------------------------
+
+Sums = Counter[Any]
+"""Sums over optimizer steps, without validation.
+
+``"seconds"``, ``"steps"``, ``"batches"`` (each accumulated micro-batch counts), ``"samples"`` and ``"items"`` (such as
+tokens) are totals of this rank. Keys (``"seconds"``, phase, unit) have the seconds of phases such as waits, and keys
+(``"elements"``, ``"bytes"`` or ``"calls"``, kind of collective, link) the traffic.
+"""
+
+
+def _parts(sums: Sums, *kinds: str) -> list[tuple[str, str, str, float]]:
+    """The sums that are divided by phase and unit, or by kind of collective and link."""
+    return [(*key, value) for key, value in sums.items() if isinstance(key, tuple) and key[0] in kinds]
+
+
+def waited_for_ranks(sums: Sums) -> float:
+    """Seconds that this rank waited for other ranks or for their data."""
+    return sum(seconds for _, phase, _, seconds in _parts(sums, "seconds") if phase in _RANK_WAITS)
+
+
+def waited_by_unit(sums: Sums) -> Counter[str]:
+    found: Any = Counter()
+    for _, phase, unit, seconds in _parts(sums, "seconds"):
+        if phase.startswith("wait"):
+            found[unit] += seconds
+    return found
+
+
+def elements(sums: Sums) -> float:
+    """Number of communicated elements of parameters and gradients."""
+    return sum(n for _, kind, _, n in _parts(sums, "elements") if kind in ("all_gather", "reduce_scatter"))
+
+
+def metrics_per_step(sums: Sums, top_units: int) -> dict[str, float]:
+    """Metrics per optimizer step: seconds, megabytes and calls."""
+    steps = sums["steps"]
+    found = {"throughput/step_s": sums["seconds"] / steps}
+    for _, kind, link, nbytes in _parts(sums, "bytes"):
+        found[f"communication/{kind}/{link}_MB"] = nbytes / steps / _MEGA
+    for _, kind, link, calls in _parts(sums, "calls"):
+        found[f"communication/{kind}/{link}_calls"] = calls / steps
+    for _, phase, _, seconds in _parts(sums, "seconds"):
+        if phase.startswith("wait") or phase == "update":
+            name = f"time/{phase.replace(' ', '_')}_s"
+            found[name] = found.get(name, 0.0) + seconds / steps
+    for unit, seconds in waited_by_unit(sums).most_common(top_units):
+        found[f"wait/{unit.replace(' ', '_')}_s"] = seconds / steps
+    return found
+
+
+class MeasuredSteps:
+    """Measures whole optimizer steps of a fit, between validations.
+
+    Attributes:
+        step: number of the last optimizer step.
+        is_within_step: whether micro-batches have been trained on since the last optimizer step.
+        total: sums over all measured steps.
+    """
+
+    def __init__(self) -> None:
+        self.step = 0
+        self.is_within_step = False
+        self.total: Sums = Counter()
+        self._taken: Sums = Counter()  # ``total`` at the last ``take``
+        self._running: Any = None  # sums since ``begin``; None while nothing is measured
+
+    @property
+    def is_measuring(self) -> bool:
+        return self._running is not None
+
+    def add_batch(self, samples: int, items: int, step: int) -> None:
+        """Count a micro-batch, after which the last optimizer step has the number ``step``."""
+        self.is_within_step = step == self.step
+        if (running := self._running) is not None:
+            running["batches"] += 1
+            running["samples"] += samples
+            running["items"] += items
+            running["steps"] += step - self.step
+        self.step = step
+
+    def begin(self, engine: Engine | None) -> None:
+        """Begin to measure, at the end of a step."""
+        self._running = Counter()
+        if engine is not None:
+            engine.phases.measures = True
+            engine.phases.take()
+            self._running.subtract(engine.traffic())
+        self._running["seconds"] -= time.perf_counter()
+
+    def end(self, engine: Engine | None) -> None:
+        """End measuring. After a whole step, keep what was measured; within a step, discard it."""
+        running, self._running = self._running, None
+        if running is None:
+            return
+        running["seconds"] += time.perf_counter()
+        if engine is not None:
+            engine.phases.measures = False
+            running.update({("seconds", *key): seconds for key, seconds in engine.phases.take().items()})
+            running.update(engine.traffic())
+        if running["steps"] and not self.is_within_step:
+            self.total.update(running)
+
+    def take(self) -> Sums:
+        """Return the sums over the steps that were measured since the last call."""
+        part, self._taken = self.total - self._taken, self.total.copy()
+        return part
+
+
+# -- figures of a run --------------------------------------------------------------------------------------------------
+
+
+def engine_of_run(trainer: Trainer) -> Engine | None:
+    """The ZeRO engine of a Trainer's run; None with other strategies."""
+    return getattr(trainer.strategy, "engine", None)
+
+
+def ranks_with_data(trainer: Trainer) -> int:
+    """Number of ranks with different batches: all ranks, unless tensor-parallel ranks share batches."""
+    sampled = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return sampled.get("num_replicas", trainer.world_size)
+
+
+def model_state_bytes(trainer: Trainer) -> dict[str, int]:
+    """Return the bytes of parameters, gradients and optimizer states that this rank holds now, by category."""
+    engine = engine_of_run(trainer)
+    if engine is not None:
+        return dict(engine.report().at_rest)
+    parameters = list(trainer.lightning_module.parameters())
+    states = compat.tree_leaves([dict(optimizer.state) for optimizer in trainer.optimizers])
+    return {
+        "parameters": sum(p.nbytes for p in parameters),
+        "gradients": sum(compat.nbytes_of(p.grad) for p in parameters if p.grad is not None),
+        "optimizer": sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor)),
+    }
+
+
+def elements_of(tensor: Tensor) -> Tensor:
+    """The elements that a tensor stores: of a sparse one (an embedding's gradient), its values by unique index."""
+    return tensor.coalesce().values() if tensor.is_sparse else tensor
+
+
+def gradient_norm(trainer: Trainer) -> Tensor | None:
+    """The norm of all gradients in ``p.grad``, after clipping. Collective with the ZeRO engine.
+
+    None if there are no gradients, or if offloaded updates may be reading or releasing them in the background.
+    """
+    engine = engine_of_run(trainer)
+    if engine is not None and engine.config.offload is not None:
+        return None
+    gradients = [elements_of(p.grad) for p in trainer.lightning_module.parameters() if p.grad is not None]
+    with torch.no_grad():
+        return get_total_norm(gradients) if gradients else None
+
+
+def loss_scale(trainer: Trainer) -> float | None:
+    scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+    return scaler.get_scale() if scaler is not None else None

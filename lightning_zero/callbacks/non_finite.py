@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.nn.utils import get_total_norm
 
-from lightning_zero.callbacks.measured import elements_of
+from lightning_zero.callbacks.monitor import elements_of
 from lightning_zero.engine import compat, process_group, shard_of
 from lightning_zero.io.names import listed
 from lightning_zero.strategies import lightning_internals as internals
@@ -23,7 +23,7 @@ class NonFiniteError(FloatingPointError):
     """A loss or gradient is infinite or not a number. The weights are still those from before the step."""
 
 
-class Finder:
+class FindNonFinite(Callback):
     """Ends a fit at its first loss or gradient that is not finite, before the optimizer uses it.
 
     The error names rank, step, micro-batch, module and parameters. To find the cause, the step's micro-batches are
@@ -59,7 +59,7 @@ class Finder:
             self._step, self._window, self._losses = trainer.global_step, [], None
         if not self._window:
             self._buffers = [(buffer, buffer.clone()) for buffer in pl_module.buffers()]
-        self._window.append(_MicroBatch(batch, batch_idx, internals.collect_rng_states()))
+        self._window.append((batch, batch_idx, internals.collect_rng_states()))
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Tensor) -> None:
         # One tensor for any number of losses: with an optimizer that Lightning does not know, no step empties a list.
@@ -74,16 +74,13 @@ class Finder:
             looked_at += [_elements(parameter.grad) for parameter in parameters if parameter.grad is not None]
         if trainer.strategy.reduce_boolean_decision(are_finite(looked_at)):
             return
-        found = self._search(trainer, pl_module, optimizer, window)
-        every = process_group.all_gather_objects(found) if trainer.world_size > 1 else [found]
-        found_by_any = [each for each in every if each is not None]
-        where = "the cause was not found"
-        if found_by_any:
-            # if gradients are sharded, each rank has checked only its own part
-            broken = {name for each in found_by_any for name in each.gradients}
-            where = min(found_by_any).text
-            if names := [name for name, _ in pl_module.named_parameters() if name in broken]:
-                where += f"; gradients that are not finite: {listed(names)}"
+        broken = _broken_gradients(pl_module)  # of sharded gradients, each rank has only its own part
+        mine = self._search(trainer, pl_module, optimizer, window), broken
+        every = process_group.all_gather_objects(mine) if trainer.world_size > 1 else [mine]
+        *_, where = min((found for found, _ in every if found is not None), default=("the cause was not found",))
+        broken_anywhere = {name for _, names in every for name in names}
+        if names := [name for name, _ in pl_module.named_parameters() if name in broken_anywhere]:
+            where += f"; gradients that are not finite: {listed(names)}"
         raise NonFiniteError(f"A loss or gradient is not finite at step {trainer.global_step}: {where}")
 
     def _search(
@@ -91,57 +88,32 @@ class Finder:
     ) -> _Found | None:
         """Return this rank's finding, or None. All ranks stop at the same micro-batch."""
         rank, found = trainer.global_rank, None
-        names = {parameter: name for name, parameter in module.named_parameters()}
-        if broken := [name for parameter, name in names.items() if not are_finite([shard_of(parameter)])]:
-            found = _Found(-1, 0, rank, f"rank {rank}: weights that were not finite before the step: {listed(broken)}")
+        if broken := [name for name, weight in module.named_parameters() if not are_finite([shard_of(weight)])]:
+            found = -1, False, rank, f"rank {rank}: weights that were not finite before the step: {listed(broken)}"
         if not trainer.strategy.reduce_boolean_decision(found is None):
             return found
         if not module.automatic_optimization:
-            broken = _broken_gradients(module)
-            text = (
-                "with manual optimization, the step is not computed again; find the module with "
-                "Trainer(detect_anomaly=True)"
-            )
-            return _Found(0, 1, rank, text, broken) if broken else None
+            advice = "find the module with Trainer(detect_anomaly=True)"
+            return 0, True, rank, f"with manual optimization, the step is not computed again; {advice}"
         for buffer, before in self._buffers:
             buffer.detach().copy_(before)
         optimizer.zero_grad()
         for number, micro_batch in enumerate(window):
-            place = f"micro-batch {number} (batch_idx={micro_batch.index})"
-            recorder, broken = _computed_again(trainer, module, micro_batch)
-            if recorder.first is not None:
-                found = _Found(number, 0, rank, f"rank {rank}, {place}: {recorder.first}", broken)
-            elif broken:  # the case on every rank, if gradients are averaged during backward
-                found = _Found(number, 1, rank, f"{place}: all modules' values and the loss are finite", broken)
+            place = f"micro-batch {number} (batch_idx={micro_batch[1]})"
+            if (first := _computed_again(trainer, module, micro_batch)) is not None:
+                found = number, False, rank, f"rank {rank}, {place}: {first}"
+            elif _broken_gradients(module):  # the case on every rank, if gradients are averaged during backward
+                found = number, True, rank, f"{place}: all modules' values and the loss are finite"
             if not trainer.strategy.reduce_boolean_decision(found is None):
                 break
         return found
 
 
-class FindNonFinite(Finder, Callback):
-    __doc__ = Finder.__doc__
+_MicroBatch = tuple[Any, int, dict[str, Any]]
+"""What computing it again needs: the batch, its index, and the states of random number generators before the step."""
 
-
-@dataclass(frozen=True)
-class _MicroBatch:
-    """The inputs and RNG states with which a micro-batch is computed again."""
-
-    batch: Any
-    index: int
-    rng_states: dict[str, Any]
-
-
-class _Found(NamedTuple):
-    """One rank's finding, as text, and the parameters whose gradients are not finite on this rank.
-
-    The smallest finding over all ranks is the cause.
-    """
-
-    micro_batch: int
-    is_consequence: int
-    rank: int
-    text: str
-    gradients: Sequence[str] = ()
+_Found = tuple[int, bool, int, str]
+"""Micro-batch, whether it may be a mere consequence, rank, text. The smallest finding over all ranks is the cause."""
 
 
 def are_finite(tensors: Iterable[Tensor]) -> bool:
@@ -157,25 +129,31 @@ def _elements(gradient: Tensor) -> Tensor:
     return gradient if gradient.is_sparse else shard_of(gradient)
 
 
-def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> tuple[_Recorder, list[str]]:
-    """Compute a micro-batch again; return what the hooks found, and the parameters with non-finite gradients."""
-    internals.set_rng_states(micro_batch.rng_states)
-    strategy = trainer.strategy
+def _broken_gradients(module: nn.Module) -> list[str]:
+    gradients = ((name, parameter.grad) for name, parameter in module.named_parameters())
+    return [name for name, gradient in gradients if gradient is not None and not are_finite([_elements(gradient)])]
+
+
+def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _MicroBatch) -> str | None:
+    """Compute a micro-batch again, with hooks on all modules, and describe the first value that is not finite."""
+    batch, index, rng_states = micro_batch
+    internals.set_rng_states(rng_states)
+    strategy, recorder = trainer.strategy, _Recorder()
     no_sync = strategy.block_backward_sync() if hasattr(strategy, "block_backward_sync") else nullcontext()
-    arguments = internals.arguments_of_step(trainer, micro_batch.batch, micro_batch.index)
-    with torch.enable_grad(), _recording(module) as recorder, no_sync:
-        for tensor in _floats(micro_batch.batch):
+    arguments = internals.arguments_of_step(trainer, batch, index)
+    with torch.enable_grad(), ExitStack() as hooks, no_sync:
+        for name, inner in module.named_modules():
+            if name:  # not the root: DDP runs ``training_step`` as the root module's forward
+                title = f"{name} ({type(inner).__name__})"
+                hooks.enter_context(inner.register_forward_pre_hook(partial(recorder.enter, title), with_kwargs=True))
+                hooks.enter_context(inner.register_forward_hook(partial(recorder.leave, title)))
+        for tensor in _floats(batch):
             recorder.note(tensor, "the batch")
         result = internals.call_strategy_hook(trainer, "training_step", *arguments)
         loss = result["loss"] if isinstance(result, dict) else result
         recorder.note(loss, "the loss")
         loss.backward()  # on every rank, since backward gathers parameters at stage 3
-    return recorder, _broken_gradients(module)
-
-
-def _broken_gradients(module: nn.Module) -> list[str]:
-    gradients = ((name, parameter.grad) for name, parameter in module.named_parameters())
-    return [name for name, gradient in gradients if gradient is not None and not are_finite([_elements(gradient)])]
+    return recorder.first
 
 
 @dataclass
@@ -215,18 +193,6 @@ class _Recorder:
                 self.note(gradient, f"in backward, the gradient that {taker} computes" if taker else otherwise)
 
             tensor.register_hook(look)
-
-
-@contextmanager
-def _recording(module: nn.Module) -> Iterator[_Recorder]:
-    recorder = _Recorder()
-    with ExitStack() as hooks:
-        for name, inner in module.named_modules():
-            if name:  # not the root: DDP runs ``training_step`` as the root module's forward
-                title = f"{name} ({type(inner).__name__})"
-                hooks.enter_context(inner.register_forward_pre_hook(partial(recorder.enter, title), with_kwargs=True))
-                hooks.enter_context(inner.register_forward_hook(partial(recorder.leave, title)))
-        yield recorder
 
 
 def _floats(values: Any) -> list[Tensor]:

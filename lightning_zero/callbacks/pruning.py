@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine import ShardedTensor, after_updates, process_group, shard_of
 from lightning_zero.io.annotations import check_arguments
@@ -59,7 +59,7 @@ def magnitude_masks(parameters: Sequence[Tensor], amount: float, masks: Sequence
 
 def pruned_numels(masks: Sequence[Tensor]) -> list[int]:
     """Return how many elements each mask prunes, over all ranks. Collective."""
-    return _over_ranks(torch.tensor([int((~shard_of(mask)).sum()) for mask in masks], device="cpu"), masks).tolist()
+    return _by_place([int((~shard_of(mask)).sum()) for mask in masks], masks).sum(1).tolist()
 
 
 def _check(amount: float) -> None:
@@ -75,22 +75,23 @@ def _prune(parameters: Sequence[Tensor], masks: Sequence[Tensor], wanted: int) -
     chunks = [partial(_chunks, p, mask, dtype) for p, mask in zip(parameters, masks)]
 
     def counts(is_counted: Callable[[Tensor], Tensor]) -> Tensor:
-        """Count the chosen elements of each tensor on this rank, among those that are not pruned."""
+        """Count the chosen elements by tensor and place, among those that are not pruned. Collective."""
         own = [sum(int((kept & is_counted(bits)).sum()) for bits, kept in chunks_of()) for chunks_of in chunks]
-        return torch.tensor(own, device="cpu")
-
-    def numel_up_to(bound: int) -> int:
-        return int(_over_ranks(counts(lambda bits: bits <= bound), masks).sum())
+        return _by_place(own, masks)
 
     largest = torch.iinfo(_INTEGERS[dtype.itemsize]).max
-    threshold = bisect_left(range(largest), wanted, hi=largest, key=numel_up_to)
+    threshold = bisect_left(
+        range(largest), wanted, hi=largest, key=lambda bound: int(counts(lambda bits: bits <= bound).sum())
+    )
 
     # Of the elements equal to the threshold, prune the first ones.
-    need = wanted - numel_up_to(threshold - 1)
-    before = _before_own(counts(lambda bits: bits == threshold), masks)
-    for chunks_of, left in zip(chunks, (need - before).clamp(min=0).tolist()):
+    need = wanted - int(counts(lambda bits: bits < threshold).sum())
+    equal = counts(lambda bits: bits == threshold)
+    before = equal.flatten().cumsum(0).view_as(equal) - equal
+    needed = [need - int(row[_place(mask)]) for row, mask in zip(before, masks)]
+    for chunks_of, left in zip(chunks, needed):
         for bits, kept in chunks_of():
-            chosen = (kept & (bits == threshold)).nonzero()[:left, 0]
+            chosen = (kept & (bits == threshold)).nonzero()[: max(left, 0), 0]
             kept &= bits >= threshold
             kept[chosen] = False
             left -= len(chosen)
@@ -103,35 +104,23 @@ def _chunks(parameter: Tensor, mask: Tensor, dtype: torch.dtype) -> Iterator[tup
         yield magnitudes.view(_INTEGERS[dtype.itemsize]), kept
 
 
-def _any_slot(tensors: Sequence[Tensor]) -> Any:
-    """Return the slot of one sharded tensor, for reductions over ranks; None if no tensor is sharded."""
-    return next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+def _place(tensor: Tensor) -> int:
+    """The position of this rank's shard among a tensor's shards; 0 for a tensor that is the same on every rank."""
+    if not isinstance(tensor, ShardedTensor):
+        return 0
+    return sum(start < tensor.slot.offset for start, _ in tensor.slot.ranges())
 
 
-def _over_ranks(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """Add up each tensor's count over the ranks that hold its shards. Collective if any tensor is sharded."""
-    slot = _any_slot(tensors)
+def _by_place(own: Sequence[int], tensors: Sequence[Tensor]) -> Tensor:
+    """Return each tensor's counts in the order of its shards, given this rank's. Collective if any is sharded."""
+    slot: Any = next((tensor.slot for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+    counts = torch.zeros(len(own), slot.group.size if slot is not None else 1, dtype=torch.int64, device="cpu")
+    for row, count, tensor in zip(counts, own, tensors):
+        if slot is None or slot.group.rank == 0 or isinstance(tensor, ShardedTensor):
+            row[_place(tensor)] = count
     if slot is None:
-        return own
-    is_sharded = torch.tensor([isinstance(tensor, ShardedTensor) for tensor in tensors], device="cpu")
-    summed = slot.reduce((own * is_sharded).to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
-    return torch.where(is_sharded, summed, own)
-
-
-def _before_own(own: Tensor, tensors: Sequence[Tensor]) -> Tensor:
-    """For each tensor, add up the counts of all earlier tensors and of the tensor's earlier shards. Collective."""
-    everywhere, slot = _over_ranks(own, tensors), _any_slot(tensors)
-    before = everywhere.cumsum(0) - everywhere
-    if slot is None:
-        return before
-    by_rank = own.new_zeros(slot.group.size, len(own))
-    by_rank[slot.group.rank] = own
-    by_rank = slot.reduce(by_rank.to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
-    for number, tensor in enumerate(tensors):
-        if isinstance(tensor, ShardedTensor):
-            starts = torch.tensor([start for start, _ in tensor.slot.ranges()], device="cpu")
-            before[number] += by_rank[starts < tensor.slot.offset, number].sum()
-    return before
+        return counts
+    return slot.reduce(counts.to(slot.device), process_group.ReduceOp.SUM, "pruning").cpu()
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
@@ -143,7 +132,7 @@ def _matrices(name: str, parameter: nn.Parameter) -> bool:
     return parameter.ndim >= 2
 
 
-class Pruning:
+class MagnitudePruning(Callback):
     """Callback that prunes the weights with the least magnitude among all chosen parameters, over all ranks.
 
     At the start of each epoch, weights are set to zero until the fraction ``amount`` is pruned. After each optimizer
@@ -171,7 +160,7 @@ class Pruning:
         amount: float | Callable[[int], float] = 0.5,
         parameters: Callable[[str, nn.Parameter], bool] = _matrices,
     ) -> None:
-        check_arguments(Pruning.__init__, locals(), "MagnitudePruning")
+        check_arguments(MagnitudePruning.__init__, locals(), "MagnitudePruning")
         if not callable(amount):
             _check(amount)
         self._amount, self._is_chosen = amount, parameters
@@ -180,7 +169,7 @@ class Pruning:
         self._chosen: dict[str, nn.Parameter] = {}
         self._masks: dict[str, Tensor] = {}
         self._loaded: Mapping[str, Tensor] = {}
-        self._handles: list[RemovableHandle] = []
+        self._handles = ExitStack()
         self._followed: list[Optimizer] = []
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -196,43 +185,30 @@ class Pruning:
                 "MagnitudePruning does not work with tensor parallelism yet: remove the callback or the option "
                 "tensor_parallel_size."
             )
-        self._check_loaded()
-        self._masks = {}
+        if self._loaded and (names := self._loaded.keys() ^ self._chosen.keys()):
+            raise ValueError(
+                f"MagnitudePruning: the masks in the checkpoint and the choice of parameters= differ in "
+                f"{listed(sorted(names))}. Pass the parameters= of that run, or leave ckpt_path out and call "
+                "lightning_zero.load_weights(self, path) in configure_model, to start new masks from the saved weights."
+            )
         for name, mask in self._loaded.items():
             p = self._chosen[name]
             local = p.range_of(mask) if isinstance(p, ShardedTensor) else mask.reshape(-1)
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
-        self._follow(trainer)
 
-    def on_train_batch_start(self, trainer: Trainer, *_: Any) -> None:
-        self._follow(trainer)
-
-    def on_before_optimizer_step(self, trainer: Trainer, *_: Any) -> None:
-        self._follow(trainer)
-
-    def _follow(self, trainer: Trainer) -> None:
+    def _follow(self, trainer: Trainer, *_: Any, **__: Any) -> None:
         """Register the hook after updates, also with optimizers that replace others in mid-run."""
         if trainer.optimizers is not self._followed:
             self._unfollow()
-            self._handles = [after_updates(optimizer, self._set_to_zero) for optimizer in trainer.optimizers]
+            for optimizer in trainer.optimizers:
+                self._handles.enter_context(after_updates(optimizer, self._set_to_zero))
             self._followed = trainer.optimizers
 
-    def _unfollow(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles, self._followed = [], []
+    on_train_batch_start = on_before_optimizer_step = _follow
 
-    def _check_loaded(self) -> None:
-        extra = [name for name in self._loaded if name not in self._chosen]
-        missing = [name for name in self._chosen if name not in self._loaded] if self._loaded else []
-        if extra or missing:
-            found = [f"masks of {listed(extra)}, which parameters= no longer chooses"] if extra else []
-            found += [f"no masks of {listed(missing)}"] if missing else []
-            raise ValueError(
-                f"MagnitudePruning: the checkpoint has {', and '.join(found)}. Pass the parameters= of that run, or "
-                "leave ckpt_path out and call lightning_zero.load_weights(self, path) in configure_model, to start new "
-                "masks from the saved weights."
-            )
+    def _unfollow(self) -> None:
+        self._handles.close()
+        self._followed = []
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         amount = self._amount(trainer.current_epoch) if callable(self._amount) else self._amount
@@ -252,26 +228,17 @@ class Pruning:
             if (mask := masks.get(id(p))) is not None:
                 p.mul_(mask)
 
-    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._unfollow()
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        if stage == "fit":
+            self._loaded, self._masks = {}, {}
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":
             self._unfollow()
-            self._chosen = {}
-            # keep masks for checkpoints saved later; the next fit gets masks only from a checkpoint that it loads
-            self._loaded, self._masks = self._masks, {}
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        if stage == "fit":
-            self._loaded = {}
+            self._chosen = {}  # the masks stay, for checkpoints that are saved later
 
     def state_dict(self) -> dict[str, Any]:
         return {"masks": self._masks or self._loaded}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["masks"]
-
-
-class MagnitudePruning(Pruning, Callback):
-    __doc__ = Pruning.__doc__

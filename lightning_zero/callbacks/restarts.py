@@ -36,14 +36,12 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
 from lightning_zero.io.annotations import check_fields, shown
 from lightning_zero.io.disk import make_own_folder
-from lightning_zero.io.options import config_of
 
 _MEMORY = "/dev/shm"
 _FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when the user's next job removes it
@@ -76,19 +74,6 @@ class ResilienceConfig:
         check_fields(self, "resilience: ")
         if self.job is not None and not re.fullmatch(r"[A-Za-z0-9_-]+", self.job):  # it becomes a folder's name
             raise ValueError(f"resilience: job={shown(self.job)} must consist of ASCII letters, digits, '_' and '-'.")
-
-
-def resilience_config(resilience: Any) -> ResilienceConfig | None:
-    """Convert the option ``resilience`` to a ``ResilienceConfig``.
-
-    Args:
-        resilience: None, ``"memory"``, a ``ResilienceConfig``, or a mapping of its fields, as from Hydra.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    value = ResilienceConfig() if isinstance(resilience, str) and resilience == "memory" else resilience
-    return config_of("resilience", value, ResilienceConfig, ["memory"])
 
 
 def name_of_job() -> str | None:
@@ -132,7 +117,7 @@ class _Job:
         Finalize(None, self._end_process, exitpriority=10)  # unlike atexit, also runs in multiprocessing processes
 
     def _end_process(self) -> None:
-        if self.keeps or _exit_codes or getattr(sys, "last_value", None) is not None:
+        if self.keeps or getattr(sys, "last_value", None) is not None:
             return
         try:
             open(os.path.join(self._attempt, str(self._rank)), "x").close()
@@ -141,8 +126,6 @@ class _Job:
         except OSError:  # another attempt has begun
             return
         shutil.rmtree(self._path, ignore_errors=True)
-        with suppress(OSError):  # raised if there are other jobs
-            os.rmdir(os.path.dirname(self._path))
         for folder in self.on_disk if self._neighbours[0] == 0 else ():
             with suppress(Exception):  # libraries for object stores raise errors of their own
                 fs, place = url_to_fs(folder)
@@ -151,13 +134,12 @@ class _Job:
 
 _jobs: dict[str, _Job] = {}
 _fits = itertools.count()
-_exit_codes: list[Any] = []
 
 
 def _exit(leave: Callable[[Any], None], code: Any = None) -> None:
     """In place of ``sys.exit``: note codes other than 0, since functions that run at exit cannot see the code."""
     if code not in (None, 0):
-        _exit_codes.append(code)
+        keep_for_next_attempt()
     leave(code)
 
 
@@ -184,6 +166,12 @@ def _remove_forgotten(private: str, own: str) -> None:
             folders = [job, *(os.path.join(job, each) for each in os.listdir(job))]
             if name != own and time.time() - max(os.lstat(each).st_mtime for each in folders) > _FORGOTTEN:
                 shutil.rmtree(job, ignore_errors=True)
+
+
+def _append(path: str, part: bytes) -> None:
+    os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
+    with open(path, "ab") as file:
+        file.write(part)
 
 
 class KeptState(NamedTuple):
@@ -216,7 +204,7 @@ class Restarts:
         fs, root = url_to_fs(str(trainer.default_root_dir))
         root = root if isinstance(fs, LocalFileSystem) else str(trainer.default_root_dir)
         self._on_disk = os.path.join(root, f".lightning_zero-{job}")
-        self._record = os.path.join(self._on_disk, f"{fit}.json")  # a list of the checkpoints that the fit has saved
+        self._record = os.path.join(self._on_disk, f"{fit}.json")  # the last checkpoints that the fit has saved
         self._at_end = os.path.join(self._on_disk, f"{fit}.ckpt")
         places, attempt = self._agree_on_places(path)
         neighbours = [rank for rank, place in enumerate(places) if place == places[self._rank]]
@@ -230,7 +218,7 @@ class Restarts:
         self._job.keeps = True
         self._job.on_disk.add(self._on_disk)
         self._saver = Saver(in_background=True)
-        self._has_begun = self._has_failed = self.is_trying = False
+        self._has_begun = self._has_failed = False
         self._last: int | None = None  # step of the last save, or from which the fit has continued
         self._saving: int | None = None  # step of the save in progress
         self._whole: list[int] = []  # step of the newest whole generation; empty if there is none
@@ -238,17 +226,9 @@ class Restarts:
         self._trial: str | None = None  # path of a checkpoint that a tuner will restore; until then no state is kept
 
     def _make_folders(self) -> None:
-        for _ in range(2):
-            with suppress(FileNotFoundError):  # another job has just ended, and removed the empty parent
-                job = os.path.dirname(self._folder)
-                for folder in (os.path.dirname(job), job, self._folder):
-                    make_own_folder(folder)
-
-    def _make_place(self) -> tuple[str, int, int]:
-        """Create this rank's folder, and return what identifies it among the folders of all ranks."""
-        self._make_folders()
-        found = os.stat(self._folder)
-        return Path("/proc/sys/kernel/random/boot_id").read_text(), found.st_dev, found.st_ino
+        job = os.path.dirname(self._folder)
+        for folder in (os.path.dirname(job), job, self._folder):
+            make_own_folder(folder)
 
     def _agree_on_places(self, path: str) -> tuple[list[Any], str]:
         """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it.
@@ -258,50 +238,37 @@ class Restarts:
         """
         ranks = self._strategy.ranks
         try:
-            place = ranks.alike(self._make_place)
+            ranks.alike(self._make_folders)
         except OSError as error:
             raise ValueError(
                 f"resilience: {path} cannot be used ({error}). Remove it, or write "
                 "resilience=ResilienceConfig(job=...) with another name; or leave resilience out."
             ) from None
-        everyone = ranks.all_gather_values((place, secrets.token_hex(8)))
+        found, boot = os.stat(self._folder), Path("/proc/sys/kernel/random/boot_id").read_text()
+        everyone = ranks.all_gather_values(((boot, found.st_dev, found.st_ino), secrets.token_hex(8)))
         return [each for each, _ in everyone], everyone[0][1]
 
-    def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
-        """In place of Lightning's ``resume_start``, its first argument: continue from the newest whole state."""
-        sources = [] if self._has_begun else self._sources(weights_only)  # later calls come from tuners in the fit
-        self._has_begun = True
-        for source in sources:
-            try:
-                if source.is_in_memory:
-                    self._bring(source)
-                self.is_trying = True
-                resume(source.path, weights_only=weights_only)
-            except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:
-                advice = "Another state is tried, if there is one."
-                if source.is_in_memory and len(self._leaders) > 1:
-                    advice = f"Files may be missing, perhaps with a lost machine. {advice}"
-                rank_zero_warn(f"{error} {advice}")
-                continue
-            finally:
-                self.is_trying = False
-            self._last = last = source.step
-            self._whole = [last] if source.is_in_memory else []
-            if self._leads:
-                self._keep_only([step for step in self._steps() if step <= last])  # newer ones are damaged
-            rank_zero_info(f"Restart: continuing after step {last}, from {source.path}.")
-            return
-        if sources:
-            rank_zero_warn("No state or checkpoint of this job is intact, so the fit begins as in a new job.")
-        resume(path, weights_only=weights_only)
-
-    def _sources(self, weights_only: bool | None) -> list[KeptState]:
+    def states(self) -> list[KeptState]:
         """Return the states that earlier attempts have left, in the order to try them."""
+        if self._has_begun:  # a tuner in the fit restores its own checkpoint
+            return []
+        self._has_begun = True
         self._held = self._strategy.ranks.all_gather_values(self._generations() if self._leads else {})
         steps = {step for found in self._held for step in found}
-        sources = [KeptState(step, True, self._path_of(step)) for step in steps]
-        on_disk = self._checkpoints(weights_only) if self._rank == 0 else []
-        return sorted([*sources, *self._strategy.ranks.all_gather_values(on_disk)[0]], reverse=True)
+        states = [KeptState(step, True, self._path_of(step)) for step in steps]
+        on_disk = self._recorded() if self._rank == 0 else []
+        return sorted([*states, *self._strategy.ranks.all_gather_values(on_disk)[0]], reverse=True)
+
+    def continue_from(self, state: KeptState, resume: Callable[[str], None]) -> None:
+        """Call ``resume`` with the path of a state, and go on from there."""
+        if state.is_in_memory:
+            self._bring(state)
+        resume(state.path)
+        self._last = last = state.step
+        self._whole = [last] if state.is_in_memory else []
+        if self._leads:
+            self._keep_only([step for step in self._steps() if step <= last])  # newer ones are damaged
+        rank_zero_info(f"Restart: continuing after step {last}, from {state.path}.")
 
     def _path_of(self, step: int) -> str:
         return os.path.join(self._folder, f"step-{step}")
@@ -329,48 +296,25 @@ class Restarts:
             names = os.listdir(self._folder)
         return [int(step[1]) for name in names if (step := re.fullmatch(r"step-(\d+)", name)) is not None]
 
-    def _checkpoints(self, weights_only: bool | None) -> list[KeptState]:
-        sources = []
-        for path in self._recorded():
-            try:
-                checkpoint = open_checkpoint(path, weights_only=weights_only).checkpoint
-            except FileNotFoundError:
-                continue  # removed, as ``save_top_k`` does, or none was saved at the end
-            except Exception as error:
-                rank_zero_warn(f"A checkpoint of this job is not continued from, since it cannot be read: {error}")
-                continue
-            if "global_step" in checkpoint and "optimizer_states" in checkpoint:
-                sources.append(KeptState(checkpoint["global_step"], False, path))
-        return sources
-
-    def _bring(self, source: KeptState) -> None:
+    def _bring(self, state: KeptState) -> None:
         """Receive the files of a generation that are on other machines only. Errors are raised on every rank."""
-        files = {rank: self._held[rank].get(source.step, []) for rank in self._leaders}
-        error = None
-        if self._leads:
-            os.makedirs(source.path, 0o700, exist_ok=True)
-        for name in sorted(set().union(*files.values())):
-            holders = [rank for rank, names in files.items() if name in names]
-            if len(holders) < len(files):
-                receives = self._leads and self._rank not in holders
-                error = self._send(os.path.join(source.path, name), holders[0], receives) or error
-        if errors := [each for each in self._strategy.ranks.all_gather_values(error) if each is not None]:
-            raise DamagedCheckpointError(f"{source.path} cannot be sent to all machines ({errors[0]}).")
+        files = {rank: self._held[rank].get(state.step, []) for rank in self._leaders}
+        try:
+            for name in sorted(set().union(*files.values())):
+                holders = [rank for rank, names in files.items() if name in names]
+                if len(holders) < len(files):
+                    receives = self._leads and self._rank not in holders
+                    self._send(os.path.join(state.path, name), holders[0], receives)
+        except OSError as error:
+            raise DamagedCheckpointError(f"{state.path} cannot be sent to all machines ({error}).") from None
 
-    def _send(self, path: str, sender: int, receives: bool) -> str | None:
-        """Send a file from one rank to those that receive it. Return the reason why this rank could not write it."""
-        error = None
+    def _send(self, path: str, sender: int, receives: bool) -> None:
+        """Send a file from one rank to those that receive it. If one cannot write it, every rank raises an OSError."""
         with open(path, "rb") if self._rank == sender else nullcontext() as source:
             part = None
             while part != b"":
                 part = self._strategy.broadcast(source.read(_MESSAGE) if source is not None else None, sender)
-                try:
-                    if receives and error is None:
-                        with open(path, "ab") as target:
-                            target.write(part)
-                except OSError as raised:
-                    error = f"on rank {self._rank}: {raised}"
-        return error
+                self._strategy.ranks.alike(partial(_append, path, part) if receives else lambda: None)
 
     def loaded(self, path: Any) -> bool:
         """Note that a checkpoint is loaded, and return whether it was written without the Trainer's CheckpointIO."""
@@ -426,18 +370,24 @@ class Restarts:
             )
         self._has_failed = True
 
-    def note(self, path: Any) -> None:
-        """Record a checkpoint that this fit has saved, so that a restarted job finds it. Not collective."""
+    def note(self, path: Any, then: Callable[[Callable[[], None]], None]) -> None:
+        """Record a checkpoint that this fit saves, so that a restarted job finds it. Not collective.
+
+        Args:
+            then: calls a function once the checkpoint has been written.
+        """
         if os.path.basename(path).startswith(_OF_TUNERS):
             self._trial = str(path)
-        if self._trial is not None or self._rank != 0:
-            return
-        place = str(path) if "://" in str(path) else os.path.abspath(path)
-        paths = [*[each for each in self._recorded() if each not in (place, self._at_end)][-7:], place]
+        if self._trial is None and self._rank == 0:
+            place = str(path) if "://" in str(path) else os.path.abspath(path)
+            then(partial(self._add_to_record, self._trainer.global_step, place))
+
+    def _add_to_record(self, step: int, path: str) -> None:
+        states = [*[each for each in self._recorded() if each.path != path][-7:], KeptState(step, False, path)]
         try:
             self._make_folder_on_disk()
             fs, record = url_to_fs(self._record)
-            fs.pipe_file(f"{record}.new", json.dumps(paths).encode())
+            fs.pipe_file(f"{record}.new", json.dumps(states).encode())
             fs.mv(f"{record}.new", record)
         except Exception as error:  # libraries for object stores raise errors of their own
             rank_zero_warn(
@@ -445,25 +395,19 @@ class Restarts:
                 "a restarted job will not find this checkpoint."
             )
 
-    @property
-    def _is_remote(self) -> bool:
-        return "://" in self._on_disk
-
     def _make_folder_on_disk(self) -> None:
-        if not self._is_remote:
+        if "://" not in self._on_disk:
             os.makedirs(self._on_disk, 0o700, exist_ok=True)
             _check_own(self._on_disk)
 
-    def _recorded(self) -> list[str]:
-        """Return the paths of this fit's checkpoints; none if their record belongs to another user."""
-        paths: list[str] = []
-        with suppress(Exception):
-            if not self._is_remote:
+    def _recorded(self) -> list[KeptState]:
+        """Return the checkpoints that this fit has saved; none if their record belongs to another user."""
+        with suppress(Exception):  # libraries for object stores raise errors of their own
+            if "://" not in self._on_disk:
                 _check_own(self._on_disk)
-            paths.append(self._at_end)
             with fsspec.open(self._record, "r") as file:
-                paths += [str(path) for path in json.load(file)]
-        return paths
+                return [KeptState(int(step), False, str(path)) for step, _, path in json.load(file)]
+        return []
 
     def save_before_end(self) -> None:
         """Save a checkpoint to disk when a signal ends the job: the states in memory may be lost."""

@@ -26,7 +26,7 @@ from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event, Recorder
 from lightning_zero.planning.tracking import Assumptions, MemoryTracker
 from lightning_zero.strategies.lightning_internals import should_accumulate
-from lightning_zero.strategies.loops import meet_between_batches
+from lightning_zero.strategies.loops import Wrappers, meet_between_batches
 from lightning_zero.strategies.rank_group import RankGroup
 from lightning_zero.strategies.trainer import TrainerStrategy
 
@@ -398,7 +398,8 @@ def fake_run(
                 limit_val_batches=0,
                 barebones=True,  # no checkpoints, and nothing is logged
             )
-            meet_between_batches(trainer, lambda: None, lambda: None)  # instead of Lightning's exchange of signals
+            # instead of Lightning's exchange of signals
+            meet_between_batches(trainer, lambda: None, lambda: None, Wrappers())
             batches = UserList([own] * (2 * accumulate))  # the Trainer would take a list for a list of loaders
             trainer.fit(module, batches)
             offloaded, buffers, on_disk = strategy.offloaded()

@@ -155,5 +155,5 @@ def _strategy(strategy: Any) -> dict[str, Any]:
     """The strategy's class; for ZeRO also its options."""
     found = {"class": name_of(type(strategy))}
     if getattr(strategy, "engine", None) is not None:
-        found |= plain(strategy.config) | plain(strategy.options)
+        found |= plain(strategy.options) | plain(strategy.config)
     return found

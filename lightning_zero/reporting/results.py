@@ -7,9 +7,8 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_zero.callbacks.measured import ranks_with_data
-from lightning_zero.callbacks.monitor import ZeroMonitor
-from lightning_zero.callbacks.pruning import Pruning
+from lightning_zero.callbacks.monitor import ZeroMonitor, ranks_with_data
+from lightning_zero.callbacks.pruning import MagnitudePruning
 from lightning_zero.engine import Report, placement
 from lightning_zero.io.tables import show
 
@@ -59,7 +58,7 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         "communicated_psi": communicated,
         "expected_psi": expected,
         "waited": monitor.waited,
-        "sparsity": next((each.sparsity for each in callbacks if isinstance(each, Pruning)), None),
+        "sparsity": next((each.sparsity for each in callbacks if isinstance(each, MagnitudePruning)), None),
         "checkpoint": checkpoint,
         "loss_curve": monitor.loss_curve,
         "validation_curve": monitor.validation_curve,

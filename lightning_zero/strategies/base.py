@@ -16,14 +16,13 @@ from lightning.fabric.strategies import DDPStrategy
 from torch import Tensor
 
 from lightning_zero.engine import Engine, EngineConfig, deferred_param, placement, process_group, tensor_parallel
+from lightning_zero.io.options import names_of_options
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
-from lightning_zero.strategies.options import StrategyOptions, split_options
+from lightning_zero.strategies.options import StrategyOptions, options_of
 from lightning_zero.strategies.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
-
-_SECOND_ERROR = "Another error followed the exception that ended the run: %s"
 
 # Precision plugins that store weights as fp8 copies with scales, as quantised blocks or as another strategy's shards.
 # Such weights cannot be split into flat shards of plain numbers.
@@ -44,19 +43,20 @@ class BaseStrategy(ParallelStrategy):
 
     Attributes:
         config: the engine's options.
-        options: the strategy's own options.
+        options: all options.
     """
 
     lightning: ClassVar[ModuleType]
     _arguments_of_base: ClassVar[tuple[str, ...]]
-    _options_class: ClassVar[type[StrategyOptions]] = StrategyOptions
+    _options_class: ClassVar[type[StrategyOptions]]
     options: StrategyOptions
     _checkpoint_io: Any
     _launcher: Any
 
     def __init__(self, **options: Any) -> None:
         of_base = {name: options.pop(name) for name in self._arguments_of_base if name in options}
-        self.config, self.options = split_options(options, self._options_class, type(self).__name__)
+        self.options = options_of(self._options_class, options, type(self).__name__)
+        self.config = EngineConfig(**{name: getattr(self.options, name) for name in names_of_options(EngineConfig)})
         self.ranks = RankGroup(self)
         self._files = CheckpointFiles(self)
         super().__init__(**of_base)
@@ -105,15 +105,12 @@ class BaseStrategy(ParallelStrategy):
 
     def _configure_launcher(self) -> None:
         self._config_of_run()  # raises if the Trainer has set an unsupported precision
-        self.ranks.check_mesh()
-        own = " and ".join(
-            ["checkpoint='sharded'"] * (self.options.checkpoint == "sharded")
-            + ["async_save=True"] * self.options.async_save
-        )
-        if own and not self._files.has_default_io:
+        _ = self.ranks.mesh_shape  # raises if the number of ranks does not fit it
+        is_written_here = self.options.checkpoint == "sharded" or self.options.async_save
+        if is_written_here and not self._files.has_default_io:
             raise ValueError(
-                f"{own} cannot be combined with the plugin {type(self.checkpoint_io).__name__}: the strategy writes "
-                f"such checkpoints itself. Remove the plugin, or leave out {own}."
+                "With checkpoint='sharded' or async_save=True, the strategy writes checkpoints itself: remove the "
+                f"plugin {type(self.checkpoint_io).__name__}, or leave these options out."
             )
         if self.ranks.is_single:
             return
@@ -133,10 +130,9 @@ class BaseStrategy(ParallelStrategy):
         self.ranks.connect()
 
     def _config_of_run(self) -> EngineConfig:
-        """Return the engine's options, including the two derived from the precision and the timeout."""
+        """Return the engine's options, including the dtype derived from the precision."""
         plugin = getattr(self, self._arguments_of_base[-1])  # `precision_plugin` of a Trainer, `precision` of Fabric
-        dtype = _compute_dtype_of(plugin, self.lightning)
-        return replace(self.config, compute_dtype=dtype, handshake_timeout=self.options.handshake_timeout)
+        return replace(self.config, compute_dtype=_compute_dtype_of(plugin, self.lightning))
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -196,11 +192,16 @@ class BaseStrategy(ParallelStrategy):
         try:
             self._files.close()
         except Exception as error:
-            if self.ranks.ended_by is None:
-                raise
-            log.warning(_SECOND_ERROR, error)
+            self._report(error)
         finally:
             self._teardown()
+
+    def _report(self, error: Exception) -> None:
+        """Raise an error, or log it if an exception has ended the run before."""
+        if self.ranks.ended_by is None:
+            raise error
+        if str(error) != self.ranks.ended_by:
+            log.warning("Another error followed the exception that ended the run: %s", error)
 
     def _teardown(self) -> None:
         raise NotImplementedError
@@ -213,10 +214,8 @@ class BaseStrategy(ParallelStrategy):
                 engine.close(communicate=not self.ranks.is_cut_off and error is None, **options)
             except Exception as raised:
                 error = error or raised
-        if error is not None and self.ranks.ended_by is None:
-            raise error
-        if error is not None and str(error) != self.ranks.ended_by:
-            log.warning(_SECOND_ERROR, error)
+        if error is not None:
+            self._report(error)
 
     # -- failures ---------------------------------------------------------------------------------------------------
 

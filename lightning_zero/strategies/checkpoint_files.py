@@ -104,7 +104,7 @@ class CheckpointFiles:
             engine: the engine of the checkpoint's sharded tensors.
             storage_options: those that the user has given, for a ``CheckpointIO`` of the user's.
         """
-        if mode is not SaveMode.SHARDED and (storage_options is not None or not self.has_default_io):
+        if storage_options is not None or (mode is not SaveMode.SHARDED and not self.has_default_io):
             whole, io = self.gathered(contents), self._strategy.checkpoint_io
             writes_later = isinstance(io, getattr(self._strategy.lightning.plugins, "AsyncCheckpointIO", ()))
             self.on_rank_0(
@@ -113,11 +113,6 @@ class CheckpointFiles:
                 )
             )
             return
-        if storage_options is not None:
-            raise TypeError(
-                f"storage_options={storage_options!r} cannot be used for a sharded checkpoint: leave them out, or "
-                "write checkpoint='full' with a CheckpointIO that accepts them."
-            )
         self.finish()
         tree = tree_in(contents) if mode is SaveMode.SHARDED else {}
         group = None

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from lightning import fabric
 from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
@@ -25,6 +25,8 @@ from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
 from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.options import StrategyOptions, takes_options
+
+_Kind = TypeVar("_Kind")
 
 
 @takes_options(StrategyOptions, ParallelStrategy)
@@ -44,9 +46,8 @@ class FabricStrategy(BaseStrategy):
 
     def __init__(self, stage: int | str = 3, **options: Any) -> None:
         super().__init__(stage=stage, **options)
-        # Both lists are in set-up order, the same on every rank. The references are weak, since users own the objects.
-        self._modules_set_up: list[weakref.ref[nn.Module]] = []
-        self._optimizers_set_up: list[weakref.ref[Optimizer]] = []
+        # Modules and optimizers, in set-up order, the same on every rank. Users own them, so references are weak.
+        self._set_up: list[weakref.ref[Any]] = []
         self._backward_sync_control: Any = _BackwardSyncControl()
 
     # -- the processes ----------------------------------------------------------------------------------------------
@@ -62,13 +63,14 @@ class FabricStrategy(BaseStrategy):
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines of the modules that have been set up, in order of set-up, without engines that were closed."""
         return [engine for _, engine in self._modules_and_engines()]
 
     def _modules_and_engines(self) -> list[tuple[nn.Module, Engine]]:
         """Return the modules that have not been deleted and whose engines have not been closed, with their engines."""
-        modules = [module for reference in self._modules_set_up if (module := reference()) is not None]
-        return [(module, engine) for module in modules if (engine := engine_of(module)) is not None]
+        return [(module, engine) for module in self._known(nn.Module) if (engine := engine_of(module)) is not None]
+
+    def _known(self, kind: type[_Kind]) -> list[_Kind]:
+        return [each for reference in self._set_up if isinstance(each := reference(), kind)]
 
     def module_to_device(self, module: nn.Module) -> None:
         """Move the module to the device, unless parameters are sharded or deferred: ``setup_module`` moves those."""
@@ -89,31 +91,27 @@ class FabricStrategy(BaseStrategy):
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard, in place, a module and the states of optimizers already set up for its parameters. Collective."""
         consolidate(module, self.options.handshake_timeout)
-        known = [each for each, _ in self._modules_and_engines()]
         # Hooks of the module keep the engine.
         Engine(
             module,
-            [optimizer for optimizer in self._known_optimizers() if _hold_in_common(optimizer, module)],
+            [optimizer for optimizer in self._known(Optimizer) if _hold_in_common(optimizer, module)],
             config=self._config_of_run(),
             device=self.root_device,
             mesh=self.ranks.mesh,
         )
-        self._modules_set_up = [weakref.ref(each) for each in (*known, module)]
+        others = [each for each in self._set_up if each() is not None and each() is not module]
+        self._set_up = [*others, weakref.ref(module)]
         return _Sharded(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Make an optimizer update this rank's shards of its parameters, including those of modules set up later."""
         compatibility.check_optimizers([optimizer], self.config, ranks=self.world_size)
-        known = self._known_optimizers()
-        if not any(optimizer is each for each in known):
-            self._optimizers_set_up = [weakref.ref(each) for each in (*known, optimizer)]
+        if not any(optimizer is each for each in self._known(Optimizer)):
+            self._set_up.append(weakref.ref(optimizer))
             for module, engine in self._modules_and_engines():
                 if _hold_in_common(optimizer, module):
                     engine.set_optimizers([*engine.optimizers, optimizer])
         return optimizer
-
-    def _known_optimizers(self) -> list[Optimizer]:
-        return [optimizer for reference in self._optimizers_set_up if (optimizer := reference()) is not None]
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -200,22 +198,20 @@ class FabricStrategy(BaseStrategy):
     ) -> dict[str, Any]:
         """Load a full or sharded checkpoint as Fabric does. Each rank reads only its shards of weights and states."""
         self._files.finish()
-        if not self._files.are_opened_here:
-            remainder = super().load_checkpoint(path, state, strict, weights_only)
-        else:
+        io: Any = self._checkpoint_io
+        if self._files.are_opened_here:
             opened = self._files.opened(path, weights_only)
             checkpoint = dict(opened.as_saved)
             for key, value in state.items() if isinstance(state, dict) else ():
                 if isinstance(value, Optimizer) and key in checkpoint and opened.form == "sharded":
                     checkpoint[key] = by_number(checkpoint[key])
-            read: Any = SimpleNamespace(load_checkpoint=lambda *_, **__: checkpoint)
-            own, self._checkpoint_io = self._checkpoint_io, read
-            try:
-                remainder = super().load_checkpoint(path, state, strict, weights_only)
-            finally:
-                self._checkpoint_io = own
+            self._checkpoint_io = SimpleNamespace(load_checkpoint=lambda *_, **__: checkpoint)
+        try:
+            remainder = super().load_checkpoint(path, state, strict, weights_only)
+        finally:
+            self._checkpoint_io = io
         if isinstance(state, dict) and state:
-            for key, masters in remainder.pop(CHECKPOINT_KEY, {"masters": {}}).get("masters", {}).items():
+            for key, masters in remainder.pop(CHECKPOINT_KEY, {}).get("masters", {}).items():
                 value = state.get(key)
                 if isinstance(value, nn.Module) and (engine := self._engine_of(value)) is not None:
                     engine.load_masters(masters, module=_unwrapped(value))
@@ -225,10 +221,8 @@ class FabricStrategy(BaseStrategy):
 
     def _teardown(self) -> None:
         gc.collect()  # closing is collective, so no rank may be left with a deleted module in a reference cycle
-        engines = self.engines
-        self._modules_set_up = []
         try:
-            self._close(engines)
+            self._close(self.engines)
         finally:
             super(BaseStrategy, self).teardown()
 

@@ -134,19 +134,11 @@ def do_not_restart(loop: Any) -> None:
     loop._restarting = False
 
 
-def modes_before_validation(trainer: Any) -> dict[str, bool]:
-    """Which modules were in training mode before Lightning put all of them into evaluation mode for a validation."""
-    return trainer.fit_loop.epoch_loop.val_loop._module_mode.mode
+modes_before_validation = attrgetter("fit_loop.epoch_loop.val_loop._module_mode.mode")
+"""Which modules were in training mode before Lightning put all of them into evaluation mode for a validation."""
 
-
-def epoch_of_loaders(trainer: Any) -> int:
-    """The epoch in which a fit's loaders were last made, from which ``reload_dataloaders_every_n_epochs`` counts."""
-    return trainer.fit_loop._last_train_dl_reload_epoch
-
-
-def set_epoch_of_loaders(trainer: Any, epoch: int) -> None:
-    trainer.fit_loop._last_train_dl_reload_epoch = epoch
-
+EPOCH_OF_LOADERS = "_last_train_dl_reload_epoch"
+"""The epoch in which a fit's loaders were last made, from which ``reload_dataloaders_every_n_epochs`` counts."""
 
 # -- a Trainer's connectors and callbacks ------------------------------------------------------------------------------
 

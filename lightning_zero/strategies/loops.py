@@ -8,6 +8,7 @@ from itertools import chain
 from typing import Any
 
 from lightning.pytorch import Trainer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.engine import Engine
 from lightning_zero.strategies.lightning_internals import BETWEEN_BATCHES, data_fetcher, is_epoch_ending
@@ -57,7 +58,7 @@ class _AllAtOnce(Iterator[Any]):
         return super().__next__()
 
 
-def attend(trainer: Trainer, engine: Engine) -> None:
+def attend(trainer: Trainer, engine: Engine, wrappers: Wrappers) -> None:
     """Wrap ``run`` of each evaluation loop, to report the loop's end to the engine if this rank skips the loop.
 
     Lightning skips a loop that has no batch on this rank, and calls no strategy hook for a skipped loop.
@@ -69,56 +70,33 @@ def attend(trainer: Trainer, engine: Engine) -> None:
             engine.take_turn(None)
         return outputs
 
-    for loop in _evaluation_loops(trainer):
-        WrappedMethod.put(loop, "run", partial(run, loop))
+    within_fit: Any = trainer.fit_loop.epoch_loop.val_loop
+    for loop in (within_fit, trainer.validate_loop, trainer.test_loop, trainer.predict_loop):
+        wrappers.put(loop, "run", partial(run, loop))
 
 
-def meet_between_batches(trainer: Trainer, meet: Callable[[], None], end_epoch: Callable[[], None]) -> None:
-    """Call ``meet`` before each training batch in place of Lightning's SIGTERM exchange, until ``leave`` is called.
+def meet_between_batches(
+    trainer: Trainer, meet: Callable[[], None], end_epoch: Callable[[], None], wrappers: Wrappers
+) -> None:
+    """Call ``meet`` before each training batch in place of Lightning's SIGTERM exchange.
 
     Args:
-        end_epoch: called once an epoch, after its last batch on this rank.
+        end_epoch: called after the last batch of an epoch on this rank, before validation.
     """
-    loop, is_in_epoch = trainer.fit_loop.epoch_loop, False
-
-    def end() -> None:
-        nonlocal is_in_epoch
-        if is_in_epoch:
-            is_in_epoch = False
-            end_epoch()
-
-    def run(method: Any, *args: Any) -> Any:
-        nonlocal is_in_epoch
-        is_in_epoch = True
-        output = method(*args)
-        end()  # in case the last batch was not recognised
-        return output
-
-    def on_advance_end(method: Any, *args: Any) -> Any:
-        if is_epoch_ending(trainer):
-            end()  # before validation
-        return method(*args)
 
     def advance(method: Any, *args: Any) -> Any:
         meet()
         return method(*args)
 
-    WrappedMethod.put(loop, BETWEEN_BATCHES, lambda _: None)
-    WrappedMethod.put(loop, "advance", advance)
-    WrappedMethod.put(loop, "run", run)
-    WrappedMethod.put(loop, "on_advance_end", on_advance_end)
+    def on_advance_end(method: Any, *args: Any) -> Any:
+        if is_epoch_ending(trainer):
+            end_epoch()
+        return method(*args)
 
-
-def leave(trainer: Trainer) -> None:
-    """Undo ``attend`` and ``meet_between_batches``."""
-    for loop in _evaluation_loops(trainer):
-        WrappedMethod.take_off(loop, "run")
-    for name in (BETWEEN_BATCHES, "advance", "run", "on_advance_end"):
-        WrappedMethod.take_off(trainer.fit_loop.epoch_loop, name)
-
-
-def _evaluation_loops(trainer: Trainer) -> list[Any]:
-    return [trainer.fit_loop.epoch_loop.val_loop, trainer.validate_loop, trainer.test_loop, trainer.predict_loop]
+    loop = trainer.fit_loop.epoch_loop
+    wrappers.put(loop, BETWEEN_BATCHES, lambda _: None)
+    wrappers.put(loop, "advance", advance)
+    wrappers.put(loop, "on_advance_end", on_advance_end)
 
 
 class WrappedMethod:
@@ -139,22 +117,37 @@ class WrappedMethod:
     def __reduce__(self) -> Any:
         return _itself, (self._method,)
 
-    @staticmethod
-    def put(holder: Any, name: str, act: Callable[..., Any]) -> None:
-        """Replace a method with a wrapper that calls ``act`` with the original method and the call's arguments."""
-        WrappedMethod.take_off(holder, name)  # a wrapper may be left from a run that ended without teardown
-        setattr(holder, name, WrappedMethod(getattr(holder, name), act))
-
-    @staticmethod
-    def take_off(holder: Any, name: str) -> None:
-        """Undo ``put``."""
-        own = getattr(holder, "__dict__", {}).get(name)  # a dataloader may be a `range`, which has no `__dict__`
-        if isinstance(own, WrappedMethod):
-            method = own._method
-            delattr(holder, name)
-            if method != getattr(holder, name, None):  # the project had replaced Lightning's method
-                setattr(holder, name, method)
-
 
 def _itself(method: Any) -> Any:
     return method
+
+
+class Wrappers:
+    """The wrapped methods of a run, by object."""
+
+    def __init__(self) -> None:
+        self._names = WeakIdKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return Wrappers, ()  # users copy trainers and strategies, whose copies have no wrapped methods
+
+    def put(self, holder: Any, name: str, act: Callable[..., Any]) -> None:
+        """Replace a method with a wrapper that calls ``act`` with the original method and the call's arguments."""
+        _take_off(holder, name)  # a wrapper may be left from a run that ended without teardown
+        setattr(holder, name, WrappedMethod(getattr(holder, name), act))
+        self._names.setdefault(holder, set()).add(name)
+
+    def take_off(self) -> None:
+        """Put all methods back in their places."""
+        for holder, names in self._names.items():
+            for name in names:
+                _take_off(holder, name)
+        self._names.clear()
+
+
+def _take_off(holder: Any, name: str) -> None:
+    wrapper = getattr(holder, "__dict__", {}).get(name)  # a dataloader may be a `range`, which has no `__dict__`
+    if isinstance(wrapper, WrappedMethod):
+        delattr(holder, name)
+        if wrapper._method != getattr(holder, name, None):  # the project had replaced Lightning's method
+            setattr(holder, name, wrapper._method)

@@ -1,4 +1,4 @@
-"""Options of the strategies. The engine's options are in ``EngineConfig``; no option is defined twice."""
+"""Options of the strategies: the engine's options, which they inherit from ``EngineConfig``, and their own."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from typing import Any, Literal, TypeVar, get_type_hints
 
 from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 
-from lightning_zero.callbacks.restarts import ResilienceConfig, resilience_config
+from lightning_zero.callbacks.restarts import ResilienceConfig
 from lightning_zero.engine import EngineConfig
-from lightning_zero.io.annotations import check_fields, check_value
-from lightning_zero.io.options import check_names, names_of_options
+from lightning_zero.io.annotations import check_value
+from lightning_zero.io.options import check_names, config_of
 
 _Class = TypeVar("_Class", bound=type)
+_Options = TypeVar("_Options", bound="StrategyOptions")
 
 
 @dataclass(frozen=True, kw_only=True)
-class StrategyOptions:
+class StrategyOptions(EngineConfig):
     """Options of every strategy, in addition to the engine's options.
 
     Arguments:
@@ -50,17 +51,14 @@ class StrategyOptions:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", _timedelta_of(self.timeout))
-        check_fields(self)
+        object.__setattr__(self, "handshake_timeout", (self.timeout or default_pg_timeout).total_seconds())
+        super().__post_init__()
+        self.check_mesh(self.tensor_parallel_size)
         if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
             raise ValueError(
                 f"data_parallel_size={self.data_parallel_size!r} has no effect without tensor_parallel_size: set both, "
                 "or leave both out."
             )
-
-    @property
-    def handshake_timeout(self) -> float:
-        """``timeout`` in seconds."""
-        return (self.timeout or default_pg_timeout).total_seconds()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +82,9 @@ class TrainerOptions(StrategyOptions):
     resilience: ResilienceConfig | None = field(default=None, metadata={"given": Literal["memory"] | Mapping[str, Any]})
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "resilience", resilience_config(self.resilience))
+        given: Any = self.resilience
+        value = ResilienceConfig() if isinstance(given, str) and given == "memory" else given
+        object.__setattr__(self, "resilience", config_of("resilience", value, ResilienceConfig, ["memory"]))
         super().__post_init__()
 
 
@@ -92,26 +92,15 @@ SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
 """The engine's options that users cannot set, since strategies derive them from the precision and the timeout."""
 
 
-_INSTEAD = {
-    "save_distributed_checkpoint": "set checkpoint='sharded' in place of True, or checkpoint='full' in place of False",
-    "allow_any_optimizer": "set whole_parameters=False in place of True, or leave it out",
-}
-"""What to write instead of an option of ``ModelParallelStrategy``, and of one of earlier versions."""
+def options_of(kind: type[_Options], given: Mapping[str, Any], what: str) -> _Options:
+    """Return the options of the strategy ``what``.
 
-
-def split_options(
-    options: Mapping[str, Any], strategy_options: type[StrategyOptions], what: str
-) -> tuple[EngineConfig, Any]:
-    """Split the keyword arguments of the strategy ``what`` into the engine's options and the strategy's own."""
-    own = names_of_options(strategy_options)
-    engine = [name for name in names_of_options(EngineConfig) if name not in SET_BY_STRATEGIES]
-    for name in options.keys() & _INSTEAD:
-        raise TypeError(f"{name}={options[name]!r} is not an option of {what}: {_INSTEAD[name]}.")
-    check_names(options, [*engine, *own], what)
-    config = EngineConfig(**{name: value for name, value in options.items() if name in engine})
-    made = strategy_options(**{name: value for name, value in options.items() if name in own})
-    config.check_mesh(made.tensor_parallel_size)
-    return config, made
+    Raises:
+        TypeError: if an option does not exist.
+        ValueError: if a value is not allowed.
+    """
+    check_names(given, [each.name for each in fields(kind) if each.name not in SET_BY_STRATEGIES], what)
+    return kind(**given)
 
 
 def _timedelta_of(timeout: Any) -> timedelta | None:
@@ -132,9 +121,9 @@ def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callabl
     """
 
     def decorate(cls: _Class) -> _Class:
-        types = get_type_hints(EngineConfig) | get_type_hints(strategy_options)
+        types = get_type_hints(strategy_options)
         parameters = []
-        for each in (*fields(EngineConfig), *fields(strategy_options)):
+        for each in fields(strategy_options):
             if each.name not in SET_BY_STRATEGIES:
                 by = inspect.Parameter.POSITIONAL_OR_KEYWORD if each.name == "stage" else inspect.Parameter.KEYWORD_ONLY
                 kind = types[each.name] | each.metadata["given"] if "given" in each.metadata else types[each.name]
@@ -148,7 +137,7 @@ def takes_options(strategy_options: type[StrategyOptions], base: Any) -> Callabl
             by = inspect.Parameter.KEYWORD_ONLY
             parameters.append(inspect.Parameter(name, by, default=None, annotation=kind))
         first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        cls._arguments_of_base = tuple(of_base)  # type: ignore[attr-defined]
+        cls._arguments_of_base, cls._options_class = tuple(of_base), strategy_options  # type: ignore[attr-defined]
         cls.__init__.__signature__ = inspect.Signature([first, *parameters])  # type: ignore[misc]
         return cls
 

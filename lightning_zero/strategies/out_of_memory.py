@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -22,10 +23,10 @@ def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:
 
 
 def _holders(engine: Engine, at_rest: Mapping[str, int], rest: int) -> str:
-    held = {category: nbytes for category, nbytes in at_rest.items() if nbytes}
-    states = ", ".join(f"{category} {in_gb(held[category])}" for category in sorted(held, key=held.__getitem__)[::-1])
+    total = in_gb(sum(at_rest.values()))
+    states = ", ".join(f"{category} {in_gb(nbytes)}" for category, nbytes in Counter(at_rest).most_common() if nbytes)
     return (
-        f"When the allocation failed, rank {engine.rank} held {in_gb(sum(held.values()))} of model states and buffers "
+        f"When the allocation failed, rank {engine.rank} held {total} of model states and buffers "
         f"({states}), and {in_gb(rest)} of activations and everything else."
     )
 

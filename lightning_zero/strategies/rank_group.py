@@ -85,37 +85,34 @@ class RankGroup:
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """The numbers of ranks along ``data_parallel`` and ``tensor_parallel``; None if the options need no mesh."""
-        options = self._strategy.options
-        tensor, data = options.tensor_parallel_size, options.data_parallel_size
-        if tensor is None:
-            return None
-        tensor = self._strategy.num_processes if tensor == "auto" else tensor
-        return self.size_of_mesh // tensor if data == "auto" else data, tensor
+        """The numbers of ranks along ``data_parallel`` and ``tensor_parallel``; None if the options need no mesh.
 
-    def make_mesh(self) -> None:
-        """Create the mesh, if the options require one. Collective."""
-        if self.mesh_shape is not None and self.mesh is None:
-            self.check_mesh()
-            self.mesh = tensor_parallel.device_mesh(self._strategy.root_device, *self.mesh_shape)
-
-    def check_mesh(self) -> None:
-        """Raise a ValueError if the number of ranks does not fit the requested mesh."""
-        if self.mesh_shape is None:
-            return
+        Raises:
+            ValueError: if the number of ranks does not fit the requested mesh.
+        """
         strategy, options, size = self._strategy, self._strategy.options, self.size_of_mesh
         data, tensor = options.data_parallel_size, options.tensor_parallel_size
+        if tensor is None:
+            return None
         if size == 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor!r} requires several ranks, but this run has one: leave the option out, "
                 "and divide the module in configure_model only if trainer.world_size is above 1."
             )
-        if size != self.mesh_shape[0] * self.mesh_shape[1]:
+        along_tensor = strategy.num_processes if tensor == "auto" else tensor
+        along_data = size // along_tensor if data == "auto" else data
+        if size != along_data * along_tensor:
             given = f"tensor_parallel_size={tensor!r}" + ("" if data == "auto" else f" and data_parallel_size={data}")
             raise ValueError(
                 f"{given} cannot be used with {size} ranks (nodes: {strategy.num_nodes}, each with "
                 f"{strategy.num_processes}): set sizes whose product is the number of ranks."
             )
+        return along_data, along_tensor
+
+    def make_mesh(self) -> None:
+        """Create the mesh, if the options require one. Collective."""
+        if self.mesh_shape is not None and self.mesh is None:
+            self.mesh = tensor_parallel.device_mesh(self._strategy.root_device, *self.mesh_shape)
 
     # -- exchanges --------------------------------------------------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""Capture and restore the states of random number generators, and the data-loading state (position in the epoch)."""
+"""Capture and restore random states, the position in the data, and what an epoch has set."""
 
 from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -18,33 +18,32 @@ from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from lightning_zero.engine import compat
 from lightning_zero.strategies import lightning_internals as internals
-from lightning_zero.strategies.epoch_state import EpochState, epoch_state, set_epoch, set_logged, set_modules
-from lightning_zero.strategies.loops import WrappedMethod
+from lightning_zero.strategies.loops import Wrappers
 
 Rng = dict[str, Any]
 """States of this process's random number generators."""
 
 
-def rng_state(device: torch.device) -> Rng:
-    """Return the states of the generators of Python, NumPy and torch (CPU and device)."""
+def rng_state(device: torch.device, generators: Iterable[torch.Generator] = ()) -> Rng:
+    """Return the states of the generators of Python, NumPy and torch (CPU and device), and of other generators."""
     state: Rng = internals.collect_rng_states(include_cuda=False)
+    # as tensors, which ``torch.load(weights_only=True)`` accepts, of signed integers, which torch pickles
+    state["numpy"] = compat.tree_map_only(
+        numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), state["numpy"]
+    )
     if device.type != "cpu":
         state[device.type] = torch.get_device_module(device).get_rng_state()
-    return state
+    return {**state, "generators": [generator.get_state() for generator in generators]}
 
 
-def set_rng_state(state: Rng, device: torch.device) -> None:
-    """Restore states that ``rng_state`` or ``in_tensors`` returned. Generators without a saved state do not change."""
-    words = compat.tree_map_only(Tensor, lambda t: t.numpy().view(f"u{t.itemsize}"), state.get("numpy"))
-    internals.set_rng_states({**state, "numpy": words} if words is not None else state)
+def set_rng_state(state: Rng, device: torch.device, generators: Iterable[torch.Generator] = ()) -> None:
+    """Restore states that ``rng_state`` returned. Generators without a saved state do not change."""
+    words = compat.tree_map_only(Tensor, lambda each: each.numpy().view(f"u{each.itemsize}"), state["numpy"])
+    internals.set_rng_states({**state, "numpy": words})
     if device.type in state:
         torch.get_device_module(device).set_rng_state(state[device.type])
-
-
-def in_tensors(states: Any) -> Any:
-    """Replace NumPy arrays with tensors, which ``torch.load(weights_only=True)`` accepts."""
-    # View the arrays as signed integers, since torch does not pickle unsigned integers.
-    return compat.tree_map_only(numpy.ndarray, lambda words: torch.from_numpy(words.view(f"i{words.itemsize}")), states)
+    for generator, saved in zip(generators, state.get("generators", ())):  # earlier versions did not save them
+        generator.set_state(saved)
 
 
 class DataLoadingState:
@@ -57,8 +56,8 @@ class DataLoadingState:
     iterable) and stateful loaders are left to Lightning, which saves and loads the state of stateful loaders.
     """
 
-    def __init__(self, trainer: Trainer, device: torch.device) -> None:
-        self._trainer, self._device = trainer, device
+    def __init__(self, trainer: Trainer, device: torch.device, wrappers: Wrappers) -> None:
+        self._trainer, self._device, self._wrappers = trainer, device, wrappers
         self._loop: Any = trainer.fit_loop
         self._epoch_loop: Any = trainer.fit_loop.epoch_loop
         self._saved: dict[str, Any] | None = None  # the loaded state, until the first epoch begins
@@ -67,34 +66,20 @@ class DataLoadingState:
         self._epoch_of_iterators: int | None = None
         # The current optimizer step: its number, and the state before its first batch was fetched.
         self._step: tuple[int, dict[str, Any]] | None = None
-        self._hooks: list[tuple[Any, str, Any]] = [
-            (self._loop, internals.LOAD_LOADER_STATES, self._before_iterators),
-            (self._epoch_loop, "reset", self._reset),
-            (self._epoch_loop, "on_run_start", self._begin_epoch),
-        ]
-        for loop, name, hook in self._hooks:
-            WrappedMethod.put(loop, name, hook)
+        wrappers.put(self._loop, internals.LOAD_LOADER_STATES, self._before_iterators)
+        wrappers.put(self._epoch_loop, "reset", self._reset)
+        wrappers.put(self._epoch_loop, "on_run_start", self._begin_epoch)
 
-    def close(self) -> None:
-        """Remove the hooks from the loops. ``state`` can still be called."""
-        for loop, name, _ in self._hooks:
-            WrappedMethod.take_off(loop, name)
-        for loader in getattr(internals.combined_loader(self._loop), "flattened", ()):
-            WrappedMethod.take_off(loader, internals.GET_ITERATOR)
-
-    def state(self) -> dict[str, Any]:
-        """Return this rank's entries ``rng`` and ``data``. Convert them with ``in_tensors`` before saving them."""
+    def state(self, *, with_epoch: bool) -> dict[str, Any]:
+        """Return this rank's entries ``rng`` and ``data`` and, if requested, ``epoch``; Lightning saves none."""
         if self._saved is not None:
-            return {name: self._saved[name] for name in ("rng", "data")}
-        return self._step[1] if self._step is not None and self._is_within_step else self._now()
-
-    def state_with_epoch(self) -> dict[str, Any]:
-        """Return ``state`` and the entry ``epoch``, which Lightning does not save."""
-        if self._saved is not None:
-            return self._saved
-        is_within = self._step is not None and self._is_within_step
-        is_between = not (is_within or self._trainer.validating)
-        return {**self.state(), "epoch": {**epoch_state(self._trainer), "is_between": is_between}}
+            return {name: self._saved[name] for name in ("rng", "data", "epoch") if with_epoch or name != "epoch"}
+        within = self._step[1] if self._step is not None and self._is_within_step else None
+        state = within or self._now()
+        if not with_epoch:
+            return state
+        is_between = within is None and not self._trainer.validating
+        return {**state, "epoch": {**epoch_state(self._trainer), "is_between": is_between}}
 
     def _now(self, *, repeats: bool = False) -> dict[str, Any]:
         data, combined = None, internals.combined_loader(self._loop)
@@ -111,7 +96,7 @@ class DataLoadingState:
                 "batches": self._epoch_loop.batch_progress.current.ready,
                 "repeats": repeats,
             }
-        return {"rng": rng_state(self._device) | {"generators": _states_of(self._generators)}, "data": data}
+        return {"rng": rng_state(self._device, self._generators), "data": data}
 
     @property
     def _epoch(self) -> int:
@@ -138,21 +123,13 @@ class DataLoadingState:
         if epoch is not None:
             self._trainer.should_stop = epoch["should_stop"]
 
-    def restore(self, *, has_ended: bool = False) -> None:
-        """Restore random states and logged metrics of the loaded checkpoint, if there is one.
-
-        Args:
-            has_ended: whether the fit had already ended when the checkpoint was saved, so that no epoch continues and
-                restores the state of the modules.
-        """
+    def restore(self) -> None:
+        """Restore random states, logged metrics and the state of modules, if a checkpoint was loaded."""
         if self._saved is None:
             return
-        set_rng_state(self._saved["rng"], self._device)
-        _set_states(self._generators, self._saved["rng"])
-        if (epoch := self._saved["epoch"]) is not None:
-            set_logged(self._trainer, epoch)
-            if has_ended:
-                set_modules(self._trainer.lightning_module, epoch)
+        set_rng_state(self._saved["rng"], self._device, self._generators)
+        if self._saved["epoch"] is not None:
+            set_state(self._trainer, self._saved["epoch"])
 
     @property
     def _data(self) -> dict[str, Any] | None:
@@ -170,7 +147,7 @@ class DataLoadingState:
         self._has_order = not fetches and _go_by_samplers(loaders)
         self._generators = [generator for loader in loaders for generator in _generators_of(loader)]
         for loader in loaders if self._has_order else ():
-            _note_order(loader)
+            self._note_order(loader)
 
     def _reset(self, reset: Any) -> None:
         with warnings.catch_warnings():
@@ -199,15 +176,15 @@ class DataLoadingState:
             internals.do_not_restart(self._loop)
             if epoch["is_between"]:
                 self._epoch_loop.restarting = False  # otherwise Lightning repeats what follows a batch
-            set_modules(self._trainer.lightning_module, epoch)
             set_epoch(self._trainer, epoch)
         self._epoch_of_iterators = self._epoch
-        WrappedMethod.put(fetcher, internals.BEFORE_FETCH, self._before_fetch)
+        self._wrappers.put(fetcher, internals.BEFORE_FETCH, self._before_fetch)
 
     def _continue(self, fetcher: Any, data: dict[str, Any]) -> None:
         rng = rng_state(self._device)
         for loader, position in zip(fetcher.combined_loader.flattened, data["loaders"]):
-            _note_order(loader, position)
+            internals.forget_iterator(loader)
+            self._note_order(loader, position)
         iter(fetcher)
         vars(internals.iterator_of(fetcher.combined_loader)).update(data["combined"])
         fetcher.fetched += self._epoch_loop.batch_progress.current.ready
@@ -216,6 +193,21 @@ class DataLoadingState:
             self._epoch_loop.restarting = False  # otherwise the loop would try to continue an interrupted validation
         if data["batches"]:
             rank_zero_info(f"Resuming the epoch after {data['batches']} batch(es), which are not read again.")
+
+    def _note_order(self, loader: Any, position: _Position | None = None) -> None:
+        """Make a loader's iterators record their sampler's random state. The next one continues from ``position``."""
+        name, generators = internals.name_of_sampler(loader), _generators_of(loader)
+
+        def get_iterator(create: Any) -> Any:
+            nonlocal position
+            sampler = getattr(loader, name)
+            vars(loader)[name], position = _Indices(sampler, position, generators), None
+            try:
+                return create()
+            finally:
+                vars(loader)[name] = sampler
+
+        self._wrappers.put(loader, internals.GET_ITERATOR, get_iterator)
 
 
 def _go_by_samplers(loaders: list[Any]) -> bool:
@@ -231,50 +223,31 @@ def _go_by_samplers(loaders: list[Any]) -> bool:
     )
 
 
-def _note_order(loader: Any, position: tuple[Rng | None, int] | None = None) -> None:
-    """Make a loader's iterators record their sampler's random state. The next iterator continues from ``position``."""
-    name = internals.name_of_sampler(loader)
-    if position is not None:
-        internals.forget_iterator(loader)
-    generators = _generators_of(loader)
-
-    def get_iterator(create: Any) -> Any:
-        nonlocal position
-        sampler = getattr(loader, name)
-        vars(loader)[name], position = _Indices(sampler, position, generators), None
-        try:
-            return create()
-        finally:
-            vars(loader)[name] = sampler
-
-    WrappedMethod.put(loader, internals.GET_ITERATOR, get_iterator)
+_Position = tuple[Rng | None, int]
+"""The random state before a sampler started, and the number of batches to skip."""
 
 
 class _Indices:
     """Wrapper around a loader's sampler. It records the random state at the start, or continues from a position.
 
-    A position is the random state before the sampler started, and the number of batches to skip. The random state
-    includes the states of ``generators``, those of the loader and its samplers.
+    The random state includes the states of ``generators``, those of the loader and its samplers.
     """
 
-    def __init__(
-        self, sampler: Any, position: tuple[Rng | None, int] | None, generators: list[torch.Generator]
-    ) -> None:
+    def __init__(self, sampler: Any, position: _Position | None, generators: list[torch.Generator]) -> None:
         self._sampler, self._starts_over, self._generators = sampler, position is None, generators
         self._rng, self._skipped = position or (None, 0)
 
-    def position(self, yielded: int) -> tuple[Rng | None, int]:
+    def position(self, yielded: int) -> _Position:
         """The position after an iterator has yielded ``yielded`` batches."""
         return self._rng, self._skipped + yielded
 
     def __iter__(self) -> Iterator[Any]:  # a generator: like samplers, it starts when the first index is fetched
         cpu = torch.device("cpu")  # no sampler draws from a device's generator
-        now = rng_state(cpu) | {"generators": _states_of(self._generators)}
+        now = rng_state(cpu, self._generators)
         if self._starts_over:
             self._rng, self._skipped = now, 0
         self._starts_over, self._rng = True, self._rng or now
-        set_rng_state(self._rng, cpu)
-        _set_states(self._generators, self._rng)
+        set_rng_state(self._rng, cpu, self._generators)
         indices = iter(self._sampler)
         first = list(islice(indices, self._skipped, self._skipped + 1))
         if self._rng is not now:
@@ -300,18 +273,67 @@ def _generators_of(loader: Any) -> list[torch.Generator]:
     return list(found.values())
 
 
-def _states_of(generators: list[torch.Generator]) -> list[Tensor]:
-    return [generator.get_state() for generator in generators]
-
-
-def _set_states(generators: list[torch.Generator], rng: Rng) -> None:
-    for generator, state in zip(generators, rng.get("generators", ())):  # earlier versions did not save them
-        generator.set_state(state)
-
-
 def _set_completed(progress: Any, batches: int) -> None:
     """Count this many batches of the epoch as completed, and none as begun."""
     earlier = progress.total.completed - progress.current.completed
     for tracker, count in ((progress.current, batches), (progress.total, earlier + batches)):
         for name in vars(tracker):
             setattr(tracker, name, count)
+
+
+# -- the running epoch -------------------------------------------------------------------------------------------------
+
+EpochState = dict[str, Any]
+"""State of the running epoch that Lightning's checkpoints do not contain, for a fit that a signal or a kill interrupts.
+
+Means over the epoch and the states of torchmetrics are not part of it.
+"""
+
+
+def epoch_state(trainer: Trainer) -> EpochState:
+    """Return the metrics logged so far, which parameters are frozen, and which modules are in evaluation mode.
+
+    Tensors are copied to CPU memory. The state also says whether training should stop.
+    """
+    module = trainer.lightning_module
+    modes = internals.modes_before_validation(trainer) if trainer.validating else {}
+    logged = {name: dict(getattr(internals.logger_connector(trainer), name)) for name in internals.LOGGED}
+    return {
+        "should_stop": trainer.should_stop,
+        "logged": compat.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), logged),
+        "trained": {name: p.requires_grad for name, p in module.named_parameters(remove_duplicate=False)},
+        "training": {name: modes.get(name, part.training) for name, part in module.named_modules()},
+        "reloaded": getattr(trainer.fit_loop, internals.EPOCH_OF_LOADERS),
+        "accumulate": trainer.accumulate_grad_batches,
+    }
+
+
+def set_state(trainer: Trainer, state: EpochState) -> None:
+    """Restore the metrics logged so far, which parameters are frozen, and the modes of modules."""
+    module = trainer.lightning_module
+    for name, logged in state["logged"].items():
+        restored = compat.tree_map_only(Tensor, lambda tensor: tensor.to(module.device), logged)
+        getattr(internals.logger_connector(trainer), name).update(restored)
+    for name, part in module.named_modules():
+        part.training = state["training"].get(name, part.training)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        parameter.requires_grad_(state["trained"].get(name, parameter.requires_grad))
+
+
+def set_epoch(trainer: Trainer, state: EpochState) -> None:
+    """Restore what belongs to the epoch that is about to continue."""
+    module = trainer.lightning_module
+    setattr(trainer.fit_loop, internals.EPOCH_OF_LOADERS, state["reloaded"])
+    # ``GradientAccumulationScheduler`` sets this only when an epoch begins.
+    trainer.accumulate_grad_batches = state.get("accumulate", trainer.accumulate_grad_batches)
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        if any(cls.__name__ == "StochasticWeightAveraging" for cls in type(callback).__mro__):
+            # The loaded options of optimizers, and buffers, already contain what this hook changes.
+            groups = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+            options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+            buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+            callback.on_train_epoch_start(trainer, module)
+            for group, before in zip(groups, options):
+                group.update(before)
+            for name, buffer in module.named_buffers():
+                buffer.detach().copy_(buffers[name])

@@ -28,12 +28,11 @@ from lightning_zero.engine import (
     consolidate,
     deferred_param,
     engine_of,
-    sharded_tree,
     tensor_parallel,
 )
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.base import BaseStrategy
-from lightning_zero.strategies.loops import WrappedMethod, attend, leave, meet_between_batches, take_turns
+from lightning_zero.strategies.loops import Wrappers, attend, meet_between_batches, take_turns
 from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.resuming import DataLoadingState
@@ -81,7 +80,6 @@ class TrainerStrategy(BaseStrategy):
         >>> trainer = Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
-    _options_class = TrainerOptions
     _simulation: Simulation | None = None  # set in plans
     options: TrainerOptions
     model: Any
@@ -91,8 +89,8 @@ class TrainerStrategy(BaseStrategy):
         self.last_report: Report | None = None
         self._signals: Signals | None = None
         self._compared: set[str] = set()  # steps whose first batch has been compared between tensor-parallel ranks
-        self._was_sharded = False  # whether this run reuses the engine of an earlier run
         self._restarts: Restarts | None = None
+        self._wrappers = Wrappers()
         super().__init__(stage=stage, **options)
         self.checkpoints = TrainerCheckpoints(self, self._files)
 
@@ -101,7 +99,7 @@ class TrainerStrategy(BaseStrategy):
     is_distributed = True  # Lightning reads this attribute to split data over the ranks and to honour `sync_dist`
 
     def setup_environment(self) -> None:
-        self.checkpoints.start()
+        self.checkpoints.loaded = None
         super().setup_environment()
         reset_seed()
         if self.lightning_module is not None and self.ranks.mesh is not None:
@@ -109,6 +107,8 @@ class TrainerStrategy(BaseStrategy):
         if self.lightning_module is not None:
             consolidate(self.lightning_module, self.options.handshake_timeout)
             self._restarts = self._new_restarts()
+            connector = internals.checkpoint_connector(self.lightning_module.trainer)
+            self._wrappers.put(connector, "resume_start", partial(self.checkpoints.resume, self._restarts))
 
     def _new_restarts(self) -> Restarts | None:
         """Return the ``Restarts`` of a fit, or None if no state is to be kept."""
@@ -128,9 +128,7 @@ class TrainerStrategy(BaseStrategy):
                 f"resilience cannot be used with start_method={self.options.start_method!r}, since such ranks do not "
                 "know which fit of the script they run: start the script with torchrun, or leave resilience out."
             )
-        restarts = Restarts(config, self, trainer, job)
-        WrappedMethod.put(internals.checkpoint_connector(trainer), "resume_start", restarts.resume)
-        return restarts
+        return Restarts(config, self, trainer, job)
 
     @property
     def _shared_exceptions(self) -> tuple[type[BaseException], ...]:
@@ -151,7 +149,6 @@ class TrainerStrategy(BaseStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine(fitting=fitting)
-        self._was_sharded = self.engine is not None
         if self.engine is None:
             sync = self._layer_sync if fitting else None
             if sync is not None:
@@ -172,23 +169,20 @@ class TrainerStrategy(BaseStrategy):
             )
         if self.engine is not None:
             self.engine.buffers_follow = fitting
-            self.engine.load_masters(self.checkpoints.masters)
-            attend(trainer, self.engine)
+            self.engine.load_masters((self.checkpoints.loaded or {}).get("masters", {}))
+            attend(trainer, self.engine, self._wrappers)
         elif not self.ranks.is_single:
             internals.sync_module_states(self.lightning_module)
-        if not self.ranks.is_single:
-            self._signals = Signals(trainer, self.ranks.communicator, self._restarts)
+        if not self.ranks.is_single or self._restarts is not None:
+            self._signals = Signals(trainer, self.ranks, self._restarts)
             meet = partial(self._signals.agree, "the next training batch")
-            meet_between_batches(trainer, meet, self._signals.end_epoch)
-        elif self._restarts is not None:
-            meet_between_batches(trainer, self._restarts.between_batches, lambda: None)
-        self.checkpoints.masters = {}
+            meet_between_batches(trainer, meet, self._signals.end_epoch, self._wrappers)
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
         self._compared.clear()
         self.setup_precision_plugin()
         if fitting:
-            self.checkpoints.data_loading = DataLoadingState(trainer, self.root_device)
+            self.checkpoints.data_loading = DataLoadingState(trainer, self.root_device, self._wrappers)
 
     def _kept_engine(self, *, fitting: bool) -> Engine | None:
         """Return the engine left by an earlier run (see ``after_fit``), or None if this run cannot use it."""
@@ -289,7 +283,7 @@ class TrainerStrategy(BaseStrategy):
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         can_resume = self.checkpoints.save(checkpoint, filepath, storage_options)
         if self._restarts is not None and can_resume:
-            self._restarts.note(filepath)
+            self._restarts.note(filepath, self._files.saver.then)
 
     def remove_checkpoint(self, filepath: Any) -> None:
         self.checkpoints.remove(filepath)
@@ -306,22 +300,13 @@ class TrainerStrategy(BaseStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self.checkpoints.load_optimizer_states(checkpoint)
 
-    # -- loops of uneven length, and loops ended by a signal --------------------------------------------------------
+    # -- loops of uneven length -------------------------------------------------------------------------------------
 
     def _take_turns(self) -> None:
-        engine, signals = self.engine, self._signals
-        if (engine is None and signals is None) or self.lightning_module is None:
-            return
-        if signals is not None:
-            signals.begin_loop()
-
-        def take_turn(position: int | None) -> None:
-            if signals is not None and position is not None:
-                signals.before_batch()
-            if engine is not None:
-                engine.take_turn(position)
-
-        take_turns(internals.active_loop(self.lightning_module.trainer), take_turn)
+        engine = self.engine
+        if engine is not None and self.lightning_module is not None:
+            loop = internals.active_loop(self.lightning_module.trainer)
+            take_turns(loop, lambda position: engine.take_turn(position))  # copies of a Trainer do not copy functions
 
     on_validation_start = on_test_start = on_predict_start = _take_turns
 
@@ -335,28 +320,20 @@ class TrainerStrategy(BaseStrategy):
         super().on_train_end()
         if self._signals is not None:
             self._signals.agree("the end of training", is_end=True)
-        elif self._restarts is not None:
-            self._restarts.between_batches(is_end=True)
 
     def _teardown(self) -> None:
-        self.checkpoints.accept_all()
         restarts, self._restarts = self._restarts, None
         if restarts is not None:
-            if self.lightning_module is not None:
-                WrappedMethod.take_off(internals.checkpoint_connector(self.lightning_module.trainer), "resume_start")
             restarts.close(has_ended=self.ranks.ended_by is None)
             del restarts  # and its copy of the state, before the module is gathered
             if self.checkpoints.data_loading is not None and self.ranks.ended_by is None:
-                self.checkpoints.data_loading.restore(has_ended=True)  # if the fit had ended in an earlier attempt
+                self.checkpoints.data_loading.restore()  # if the fit had ended in an earlier attempt
         signals, self._signals = self._signals, None
         if signals is not None:
             signals.close()
-        if self.checkpoints.data_loading is not None:
-            self.checkpoints.data_loading.close()
+        self._wrappers.take_off()
         engine, stays_sharded, error = self.engine, False, None
         if engine is not None:
-            if self.lightning_module is not None:
-                leave(self.lightning_module.trainer)
             self.last_report = engine.report()
             try:
                 stays_sharded = self._stays_sharded(engine)
@@ -365,8 +342,6 @@ class TrainerStrategy(BaseStrategy):
             except Exception as raised:
                 error = raised
         if stays_sharded:
-            if self.options.start_method != "popen":
-                self._gather_for_main_process()
             self._teardown_but_for_module()
             return
         self.engine = None
@@ -378,12 +353,12 @@ class TrainerStrategy(BaseStrategy):
 
     def _stays_sharded(self, engine: Engine) -> bool:
         """Whether the module stays sharded after the run. All ranks return the same value. Collective."""
-        if self.ranks.is_cut_off or self.options.after_fit == "full":
-            return False
+        if self.ranks.is_cut_off or self.options.after_fit == "full" or self.options.start_method != "popen":
+            return False  # spawned processes end now, and send an ordinary module's weights to the main process
         if self.options.after_fit == "sharded":
             return True
         shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
-        if shortages and not self._was_sharded and self.options.start_method == "popen":
+        if shortages:
             others = f" (hosts or ranks lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
@@ -393,13 +368,6 @@ class TrainerStrategy(BaseStrategy):
                 "export' on it."
             )
         return bool(shortages)
-
-    def _gather_for_main_process(self) -> None:
-        """Make the state dict that each host's first rank sends to the main process full: spawned processes end now."""
-        leaf = sharded_tree.on_cpu if self.local_rank == 0 else sharded_tree.on_meta
-        self.lightning_module.register_state_dict_post_hook(
-            lambda _, state, *__: state.update(sharded_tree.walk({**state}, leaf))
-        )
 
     def _teardown_but_for_engine(self) -> None:
         if self.lightning_module is not None and self.model is not None:

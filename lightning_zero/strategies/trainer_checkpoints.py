@@ -3,29 +3,35 @@
 from __future__ import annotations
 
 import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
+from itertools import chain
+from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from fsspec.core import url_to_fs
 from lightning.fabric.utilities.rank_zero import rank_zero_warn
+from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.callbacks.restarts import Restarts
+from lightning_zero.callbacks.restarts import KeptState, Restarts
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.fitting import check_module, check_optimizers
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, FORMAT, LEFT_OUT, NAMES, configs_of_models
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, deferred_param, engine_of, sharded_tree, tensor_parallel
-from lightning_zero.io.names import listed
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
-from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
-from lightning_zero.strategies.newest import is_last, others_by_age
-from lightning_zero.strategies.resuming import DataLoadingState, in_tensors
+from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent, last_checkpoints
+from lightning_zero.strategies.resuming import DataLoadingState
+
+_DAMAGED = DamagedCheckpointError, NoCheckpointError, FileNotFoundError  # the last: an empty folder
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
 
@@ -35,31 +41,25 @@ class TrainerCheckpoints:
 
     Attributes:
         data_loading: the fit's random states and position in the data; None before and after a fit.
-        masters: master weights of a loaded checkpoint, by name, until the module is sharded.
+        loaded: this package's entry of the run's own checkpoint: {} if there is none, None before it can be loaded.
         masters_after_fit: rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine
             has been closed.
     """
 
     def __init__(self, strategy: Any, files: CheckpointFiles) -> None:
         self._strategy, self._files = strategy, files
-        self.masters: dict[str, Tensor] = {}
         self.data_loading: DataLoadingState | None = None
         self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
-        self._loaded: dict[str, Any] | None = None
-        self._leniency: Any = None  # the handle of a hook; see ``_let_frozen_be_missing``
+        self.loaded: dict[str, Any] | None = None
         self._saves_epoch_state = self._is_for_restart = False  # see ``for_restart``
 
     def __reduce__(self) -> Any:
         # Users copy trainers and strategies; the state of the running fit belongs only to the original.
         return TrainerCheckpoints, (self._strategy, self._files)
 
-    def start(self) -> None:
-        """Forget what concerned earlier runs."""
-        self._loaded = None
-
     def end_loading(self) -> None:
         """Note that the run's own checkpoint has been loaded: from here on, only callbacks restore checkpoints."""
-        self._loaded = self._loaded or {}
+        self.loaded = self.loaded or {}
 
     def _can_save(self) -> bool:
         """Whether the ranks can save a checkpoint: after a failure, only if all have failed alike."""
@@ -211,9 +211,7 @@ class TrainerCheckpoints:
         if mode is not SaveMode.SHARDED:  # sharded checkpoints store optimizer states by name
             about[NAMES] = {f"optimizer_{number}": names for number, names in enumerate(self._names_in_optimizers())}
         if (loading := self.data_loading) is not None:
-            ranks = self._strategy.ranks.all_gather_values(
-                in_tensors(loading.state_with_epoch() if self._saves_epoch_state else loading.state())
-            )
+            ranks = self._strategy.ranks.all_gather_values(loading.state(with_epoch=self._saves_epoch_state))
             about |= {name: [state[name] for state in ranks] for name in ranks[0]}
         masters = self.masters_after_fit.get(module, {})
         if engine is not None:
@@ -240,11 +238,38 @@ class TrainerCheckpoints:
             remove = partial(self._strategy.checkpoint_io.remove_checkpoint, path)
             self._files.saver.then(Destination(path).remove if self._files.has_default_io else remove)
 
+    def resume(self, restarts: Restarts | None, resume: Any, path: Any = None, weights_only: Any = None) -> None:
+        """In place of Lightning's ``resume_start``, the second argument: resume from an undamaged checkpoint.
+
+        The states that an interrupted job has left are tried first, then ``path`` and, if Lightning found it, as for
+        ``ckpt_path="last"``, the other checkpoints of the Trainer's callbacks. Checksums detect damage.
+        """
+        error: Exception | None = None
+        states = restarts.states() if restarts is not None else []
+        for each in chain(states, [path], self._others(path)):
+            place = each.path if isinstance(each, KeptState) else each
+            if error is not None:
+                rank_zero_warn(f"{error} Resuming instead from {place or 'the beginning'}.")
+            try:
+                if restarts is not None and isinstance(each, KeptState):
+                    restarts.continue_from(each, partial(resume, weights_only=weights_only))
+                else:
+                    resume(place, weights_only=weights_only)
+                return
+            except Exception as raised:
+                if error is None and not isinstance(raised, _DAMAGED):
+                    raise
+                error = error or raised
+        assert error is not None
+        raise error
+
+    def _others(self, path: Any) -> Iterator[str]:
+        trainer = self._strategy.lightning_module.trainer
+        if path is not None and self._files.are_opened_here and is_last(trainer, path):
+            yield from self._strategy.broadcast(others_by_age(trainer, path) if self._strategy.is_global_zero else [])
+
     def load(self, path: Any, weights_only: bool | None, restarts: Restarts | None) -> dict[str, Any]:
         """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards.
-
-        Checksums detect damage here. If ``ckpt_path="last"`` resolved to a damaged checkpoint, or to something that is
-        not a checkpoint, the newest undamaged checkpoint of the Trainer's callbacks is loaded instead.
 
         Raises:
             FileNotFoundError: if there is nothing at the path.
@@ -253,66 +278,34 @@ class TrainerCheckpoints:
             UnsafeFileError: if the checkpoint contains more than data.
             ValueError: if a newer version wrote the checkpoint.
         """
-        strategy = self._strategy
         self._files.finish()
         is_kept = restarts is not None and restarts.loaded(path)
         if not (self._files.are_opened_here or is_kept):
-            return strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
-        try:
-            return self._files.opened(path, weights_only).checkpoint
-        except (DamagedCheckpointError, NoCheckpointError, FileNotFoundError) as error:  # the last: an empty folder
-            trainer = strategy.lightning_module.trainer
-            if not is_last(trainer, path) or (restarts is not None and restarts.is_trying):
-                raise
-            others = strategy.broadcast(others_by_age(trainer, path) if strategy.is_global_zero else [])
-            for other in others:
-                with suppress(Exception):
-                    checkpoint = self._files.opened(other, weights_only).checkpoint
-                    rank_zero_warn(f"{error} Resuming instead from {other}, the newest undamaged checkpoint.")
-                    return checkpoint
-            if others:
-                damaged = f"{error} All other checkpoints are damaged, too: {listed(others)}."
-                raise DamagedCheckpointError(damaged) from error
-            raise
+            return self._strategy.checkpoint_io.load_checkpoint(path, weights_only=weights_only)
+        return self._files.opened(path, weights_only).checkpoint
 
     def load_module_state(self, checkpoint: Mapping[str, Any], strict: bool) -> None:
         """Load the weights of a checkpoint; see ``module_state``."""
         module = self._strategy.lightning_module
         about = checkpoint.get(CHECKPOINT_KEY, {})
-        self._let_frozen_be_missing(about)
+        strict = strict and not self._lacks_only_frozen(checkpoint["state_dict"], about)
         check_module(module, checkpoint["state_dict"], strict)
         with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
             module.load_state_dict(checkpoint["state_dict"], strict=strict)
         deferred_param.give_values(targets, wait=True)
-        if self._loaded is None:  # otherwise a callback is restoring a checkpoint of this run
-            self._loaded = checkpoint.get(CHECKPOINT_KEY)
-        masters = about.get("masters", {})
+        if self.loaded is None:  # otherwise a callback is restoring a checkpoint of this run
+            self.loaded = checkpoint.get(CHECKPOINT_KEY)
         engine = engine_of(module)
-        if engine is not None and engine is self._strategy.engine:
-            engine.load_masters(masters)
-        else:
-            self.masters = masters
+        if engine is not None and engine is self._strategy.engine:  # otherwise ``setup`` loads them
+            engine.load_masters(about.get("masters", {}))
 
-    def _let_frozen_be_missing(self, about: Mapping[str, Any]) -> None:
-        """Accept state dicts without the parameters that were left out of the checkpoint, until the run starts.
-
-        Callbacks restore state dicts, too (``WeightAveraging``).
-        """
-        self.accept_all()
+    def _lacks_only_frozen(self, state: Mapping[str, Any], about: Mapping[str, Any]) -> bool:
+        """Whether a state dict fits the module, but for parameters that were left out of the checkpoint."""
         if not self._strategy.options.exclude_frozen_parameters:
-            return
+            return False
+        names = self._strategy.lightning_module.state_dict(keep_vars=True).keys()
         left_out = self._left_out | set(about.get(LEFT_OUT, ()))  # parameters may be frozen only when the run starts
-
-        def let_be_missing(module: Any, keys: Any) -> None:
-            keys.missing_keys[:] = [name for name in keys.missing_keys if name not in left_out]
-
-        self._leniency = self._strategy.lightning_module.register_load_state_dict_post_hook(let_be_missing)
-
-    def accept_all(self) -> None:
-        """Stop accepting state dicts without frozen parameters."""
-        if self._leniency is not None:
-            self._leniency.remove()
-            self._leniency = None
+        return state.keys() <= names and names - state.keys() <= left_out
 
     def load_optimizer_states(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizer states of a checkpoint, and note its position in the data."""
@@ -321,7 +314,7 @@ class TrainerCheckpoints:
         for optimizer, state in zip(optimizers, checkpoint["optimizer_states"]):
             optimizer.load_state_dict(state)
         loaded: dict[str, Any] = checkpoint.get(CHECKPOINT_KEY, {})
-        if self.data_loading is not None and "rng" in loaded and loaded is self._loaded:
+        if self.data_loading is not None and "rng" in loaded and loaded is self.loaded:
             rng, data, epochs = loaded["rng"], loaded["data"], loaded.get("epoch", [None])
             self.data_loading.resume(
                 rng[rank] if rank < len(rng) else None,
@@ -331,7 +324,52 @@ class TrainerCheckpoints:
 
     def begin_training(self) -> None:
         """Restore random states and the position in the data, after all hooks that run before training."""
-        self.accept_all()
         self.end_loading()
         if self.data_loading is not None:
             self.data_loading.restore()
+
+
+# -- ckpt_path="last" --------------------------------------------------------------------------------------------------
+
+
+def is_last(trainer: Trainer, path: Any) -> bool:
+    """Whether Lightning found the path itself, as for ``ckpt_path="last"``, instead of receiving it from the user.
+
+    The strategy receives only the path, so the user's argument is read from the local variables of calling frames.
+    """
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        arguments = frame.f_locals.get("args")
+        if frame.f_locals.get("trainer") is trainer and isinstance(arguments, tuple):
+            given = [each for each in arguments if isinstance(each, (str, os.PathLike))]
+            return given in ([], ["last"]) and _plain(path) in {_plain(candidate) for candidate in _last_ones(trainer)}
+        frame = frame.f_back
+    return False
+
+
+def others_by_age(trainer: Trainer, path: Any) -> list[str]:
+    """Return the other checkpoints in the folders of ``path`` and of the Trainer's callbacks, newest first."""
+    found: dict[str, Any] = {}
+    for folder in {os.path.dirname(str(each)) for each in (path, *_last_ones(trainer))}:
+        fs, place = url_to_fs(folder)
+        for entry in fs.ls(place, detail=False) if fs.exists(place) else []:
+            hidden = os.path.basename(entry).startswith(".")
+            if not hidden and entry.endswith(".ckpt") and os.path.normpath(entry) != _plain(path):
+                with suppress(OSError):  # the entry may be a dangling link, or a folder without metadata
+                    # an object store has times of files only
+                    dated = f"{entry}/{DCP_METADATA}" if fs.isdir(entry) else entry
+                    found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(dated)
+    return sorted(found, key=lambda entry: found[entry], reverse=True)
+
+
+def _last_ones(trainer: Trainer) -> set[str]:
+    candidates: set[str] = set()
+    for callback in trainer.callbacks:  # type: ignore[attr-defined]
+        candidates |= last_checkpoints(trainer, callback)
+        if type(callback).__name__ == "OnExceptionCheckpoint":
+            candidates.add(str(callback.ckpt_path))
+    return candidates
+
+
+def _plain(path: Any) -> str:
+    return os.path.normpath(url_to_fs(str(path))[1])

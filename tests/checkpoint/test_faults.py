@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
-from lightning_zero.strategies.newest import others_by_age
+from lightning_zero.strategies.trainer_checkpoints import others_by_age
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
 from tests.support.ports import reserved_port

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint, WeightAveraging
+from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.checkpoint.reading import open_checkpoint
@@ -120,7 +120,7 @@ def leave_frozen_out(form: str, folder: Path) -> None:
             super().__init__()
             self.more = torch.nn.Parameter(torch.ones(2))
 
-    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "more"\.'):
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: .*"more"'):
         trained(form, WithMore, strategy=without, ckpt_path=path)
     with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "blocks'):
         trained(form, Frozen, ckpt_path=path)
@@ -134,24 +134,21 @@ class FrozenLater(Net):
         return torch.optim.Adam([p for p in self.parameters() if p.requires_grad], lr=0.01)
 
 
-def leave_frozen_out_later(form: str, folder: Path, average: bool) -> None:
+def leave_frozen_out_later(form: str, folder: Path) -> None:
     def options() -> dict[str, Any]:
-        saving = ModelCheckpoint(folder, "{epoch}", save_top_k=-1)
-        callbacks = [saving, WeightAveraging()] if average else [saving]
+        callbacks = [ModelCheckpoint(folder, "{epoch}", save_top_k=-1)]
         without = {"exclude_frozen_parameters": True}
         return {"strategy": without, "callbacks": callbacks, "enable_checkpointing": True}
 
-    kind = Frozen if average else FrozenLater
-    whole = weights(trained(form, kind, **options())[1])
+    whole = weights(trained(form, FrozenLater, **options())[1])
     wait_for_rank_0()
-    resumed = weights(trained(form, kind, **options(), ckpt_path=folder / "epoch=0.ckpt")[1])
+    resumed = weights(trained(form, FrozenLater, **options(), ckpt_path=folder / "epoch=0.ckpt")[1])
     same_values(resumed, whole, form)
 
 
 @FORMS
-@pytest.mark.parametrize("average", [False, True], ids=["frozen in configure_optimizers", "with an average"])
-def test_a_run_resumes_without_the_parameters_that_were_left_out(run_on, tmp_path, form, average):
-    run_on(2, leave_frozen_out_later, form=form, folder=tmp_path, average=average)
+def test_a_run_resumes_without_the_parameters_that_were_frozen_when_it_started(run_on, tmp_path, form):
+    run_on(2, leave_frozen_out_later, form=form, folder=tmp_path)
 
 
 @pytest.mark.exhaustive(but=1)

@@ -215,8 +215,10 @@ def validated() -> None:
     clock = Clock()
     _, monitor = monitored("zero3", SlowToValidate(), callbacks=[clock])
     assert monitor.elements_per_step == without.elements_per_step
-    assert monitor._measured.total.seconds < clock.seconds + 0.2, "no validation, which takes 0.2 s or longer"
-    assert monitor.per_second == pytest.approx(2 * monitor._measured.total.samples / monitor._measured.total.seconds)
+    assert monitor._measured.total["seconds"] < clock.seconds + 0.2, "no validation, which takes 0.2 s or longer"
+    assert monitor.per_second == pytest.approx(
+        2 * monitor._measured.total["samples"] / monitor._measured.total["seconds"]
+    )
     assert len(monitor.validation_curve) == 5  # the sanity check and four epochs
 
 
@@ -268,7 +270,7 @@ def validated_within_a_step(strategy: str) -> None:
         trainer = make_trainer(strategy, callbacks=[monitor], max_epochs=1, accumulate_grad_batches=4, **options)
         trainer.fit(Net(), data(2 * 4 * 24), data(16))
         total = monitor._measured.total
-        assert (total.steps, total.batches, total.samples) == (steps, 4 * steps, 4 * 4 * steps)
+        assert (total["steps"], total["batches"], total["samples"]) == (steps, 4 * steps, 4 * 4 * steps)
         found.append(monitor.elements_per_step)
     assert found[0] == found[1] and (found[0] is None) == (strategy == "ddp")
 
@@ -373,7 +375,7 @@ def test_items_are_counted_by_length_fn_and_operations_by_the_module() -> None:
     options = QUIET | {"log_every_n_steps": 2}
     Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[monitor], **options).fit(module)
     assert [step for step, _ in monitor.loss_curve] == [2, 4, 6]
-    found, seconds = monitor.metrics, monitor._measured.total.seconds
+    found, seconds = monitor.metrics, monitor._measured.total["seconds"]
     step_s = found.pop("throughput/step_s")
     rates = {name.removeprefix("throughput/"): found[name] for name in found if name.startswith("throughput/")}
     # the first step is not measured

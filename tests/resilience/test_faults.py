@@ -185,7 +185,7 @@ def test_of_a_state_that_is_damaged_or_not_the_users_own_another_takes_the_place
     finally:
         shutil.rmtree(memory_of(folder).parent / "victim", ignore_errors=True)
     assert found.continued == ([6] if which == "the newest" else []), found.output
-    assert ("the fit begins as in a new job" in found.output) == (which == "all")
+    assert ("Resuming instead from the beginning" in found.output) == (which == "all")
     found.same_as(uninterrupted({}))
 
 

@@ -201,7 +201,7 @@ def test_a_fit_shows_the_position_in_its_loaders():
         assert internals.index_sampler(iterator) is combined.flattened[0].batch_sampler
         fetches = getattr(internals.data_fetcher(trainer.fit_loop), internals.BEFORE_FETCH)
         assert callable(fetches) and callable(getattr(trainer.fit_loop, internals.LOAD_LOADER_STATES))
-        assert internals.epoch_of_loaders(trainer) <= trainer.current_epoch
+        assert getattr(trainer.fit_loop, internals.EPOCH_OF_LOADERS) <= trainer.current_epoch
         return internals.yielded_batches(iterator) - index
 
     def validate(trainer, module):
@@ -212,8 +212,6 @@ def test_a_fit_shows_the_position_in_its_loaders():
     assert seen.found["on_train_batch_start"] in ([1] * 4, [2] * 4)  # one batch may be fetched ahead
     assert seen.found["on_validation_start"] == [(False, True)]
     assert all(isinstance(getattr(internals.logger_connector(trainer), name), dict) for name in internals.LOGGED)
-    internals.set_epoch_of_loaders(trainer, 7)
-    assert internals.epoch_of_loaders(trainer) == 7
     trainer.fit_loop.restarting = True
     internals.do_not_restart(trainer.fit_loop)
     assert not trainer.fit_loop.restarting

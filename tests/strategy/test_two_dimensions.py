@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_zero.fabric
 from lightning_zero import ZeroAutoStrategy, ZeroStrategy
-from lightning_zero.callbacks.measured import ranks_with_data
+from lightning_zero.callbacks.monitor import ranks_with_data
 from lightning_zero.monitoring import ZeroMonitor
 from lightning_zero.pruning import MagnitudePruning
 from tests.engine.test_tensor_parallel import CLOSE, Net, loss_of, parallelised
@@ -136,12 +136,6 @@ def train_as_model_parallel() -> None:
     }
     assert defaults["data_parallel_size"] == defaults["tensor_parallel_size"] == "auto"
     same_values(train(defaults, gradient_clip_val=None), expected, "weights", bound=CLOSE)
-
-
-def test_save_distributed_checkpoint_is_refused_in_favour_of_checkpoint():
-    for value, form in ((True, "sharded"), (False, "full")):
-        with pytest.raises(TypeError, match=f"checkpoint='{form}' in place of {value}"):
-            ZeroStrategy(save_distributed_checkpoint=value)
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,12 @@ OPTIONS = st.one_of(
     of_fields("resilience: ", ResilienceConfig, lambda **given: TrainerOptions(resilience=given)),
     st.tuples(
         st.just(ZeroStrategy),
-        st.sampled_from(names_in(EngineConfig, SET_BY_STRATEGIES) + names_in(TrainerOptions)),
+        st.sampled_from(names_in(TrainerOptions, SET_BY_STRATEGIES)),
         st.just(""),
     ),
     st.tuples(
         st.just(lightning_zero.fabric.ZeroStrategy),
-        st.sampled_from(names_in(EngineConfig, SET_BY_STRATEGIES) + names_in(StrategyOptions)),
+        st.sampled_from(names_in(StrategyOptions, SET_BY_STRATEGIES)),
         st.just(""),
     ),
 )

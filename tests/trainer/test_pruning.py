@@ -352,10 +352,7 @@ def test_a_checkpoint_with_masks_of_other_parameters_is_refused_with_their_names
     trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=is_chosen(first))])
     trainer.fit(Learner())
     trainer.save_checkpoint(tmp_path / "one.ckpt")
-    for names, says in (
-        ((first, second), rf"no masks of {second}\. Pass the parameters= of that run, or leave ckpt_path out"),
-        ((second,), rf"masks of {first}, which parameters= no longer chooses, and no masks of {second}"),
-    ):
+    for names, differing in (((first, second), second), ((second,), f"{second}, {first}")):
         trainer = make_trainer("auto", callbacks=[MagnitudePruning(parameters=is_chosen(*names))], max_epochs=4)
-        with pytest.raises(ValueError, match=f"MagnitudePruning: the checkpoint has .*{says}"):
+        with pytest.raises(ValueError, match=rf"choice of parameters= differ in {differing}\. Pass the parameters= of"):
             trainer.fit(Learner(), ckpt_path=tmp_path / "one.ckpt")
