@@ -289,7 +289,7 @@ MODEL = "mp_rank_00_model_states.pt"
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (without("latest"), FileNotFoundError, "no 'latest' file: pass the folder of a tag, such as .*/global_step3"),
+        (without("latest"), FileNotFoundError, "neither a 'latest' file nor .*or the folder of a tag.*: global_step3"),
         (of_another_tag, FileNotFoundError, "latest names 'global_step9', but .* contains no such folder"),
         (
             without("global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
@@ -348,12 +348,10 @@ def test_stage_3_needs_the_files_of_all_ranks(deepspeeds: Callable[[str], Path],
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist: a DeepSpeed checkpoint is a local folder"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder: a DeepSpeed checkpoint is a local folder"):
         open_deepspeed(tmp_path / "nowhere")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(
-        FileNotFoundError, match="not a DeepSpeed checkpoint: it has neither a 'latest' file.* It contains: notes.txt"
-    ):
+    with pytest.raises(FileNotFoundError, match="neither a 'latest' file nor files of ranks.* It contains: notes.txt"):
         open_deepspeed(tmp_path)
 
 
