@@ -117,7 +117,7 @@ def plan(arguments: argparse.Namespace, measured: dict[str, Any]) -> list[dict[s
     from dataclasses import asdict
     from functools import partial
 
-    from lightning_zero.planning.advice import make_plans
+    from lightning_zero.planning.advice import CHECKPOINTING, OFFLOADS, make_plans
     from lightning_zero.planning.timeline import Resources
 
     return [
@@ -128,8 +128,7 @@ def plan(arguments: argparse.Namespace, measured: dict[str, Any]) -> list[dict[s
             sample_of(arguments, batch),
             ranks=RANKS,
             stages=[stage],
-            offloads=[offload],
-            checkpointing=[recompute],
+            variants=[{**OFFLOADS[offload], **CHECKPOINTING["on" if recompute else "off"]}],
             resources=Resources(**measured["resources"]),
             transport=measured["transport"],
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from dataclasses import asdict, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ def main(arguments: list[str]) -> int:
         parser().error("name a project (package.module:Module, train.py or model=gpt_small), or pass --paper")
     sys.path.insert(0, "")
     try:
-        from lightning_zero.planning.advice import advise, make_plans
+        from lightning_zero.planning.advice import CHECKPOINTING, OFFLOADS, advise, make_plans
 
         measured = read_json(parsed.resources) if parsed.resources is not None else {}
         if not all(isinstance(measured.get(name, {}), dict) for name in ("resources", "machine")):
@@ -42,16 +43,19 @@ def main(arguments: list[str]) -> int:
             settings = {"machines": 1, **settings}  # with --ranks, the Trainer's number of machines is ignored
         known = {**project.settings, **settings}
         left_out: list[str] = []
+        options = strategy_options(parsed.option, _CHOICES)
+        variants = [
+            {**dict(zip(options, values)), **CHECKPOINTING[checkpointing], **OFFLOADS[offload]}
+            for offload, checkpointing, *values in product(parsed.offload, parsed.checkpointing, *options.values())
+        ]
         plans = make_plans(
             project.make_module,
             project.batch,
             stages=parsed.stage,
-            offloads=parsed.offload,
-            checkpointing=[{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing],
+            variants=variants,
             micro_batches=parsed.micro_batch or [None],
             resources=resources,
             memory=memory,
-            choices=strategy_options(parsed.option, _CHOICES),
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
             left_out=left_out,
             **{"ranks": 1, **known},
@@ -199,13 +203,12 @@ def _paper(parsed: argparse.Namespace) -> int:
 
     cells = table_1()
     if parsed.json:
-        print_json([cell._asdict() for cell in cells])
+        print_json(cells)
         return 0
-    by_place = {(cell.ranks, cell.parameters, cell.stage): cell for cell in cells}
     rows = [("ranks", *(f"{size / 1e9:g} B, stage {stage}" for size in TABLE_1_SIZES for stage in (1, 2, 3)))]
     for ranks in TABLE_1_RANKS:
-        found = [by_place[ranks, size, stage] for size in TABLE_1_SIZES for stage in (1, 2, 3)]
-        rows.append((str(ranks), *(f"{cell.formula_gb:.4g} | {cell.engine_gb:.4g}" for cell in found)))
+        found = [f"{cell['formula_gb']:.4g} | {cell['engine_gb']:.4g}" for cell in cells if cell["ranks"] == ranks]
+        rows.append((str(ranks), *found))
     show(rows, tuple(range(len(rows[0]))))
     print("GB of model states per rank: by the paper's formula | in this engine, whose gradients are fp32.")
     return 0

@@ -145,15 +145,11 @@ class AutomaticStrategy(TrainerStrategy):
         resources: Resources,
         transport: str,
     ) -> Choice:
-        from lightning_zero.planning.advice import advise, make_plans
+        from lightning_zero.planning.advice import CHECKPOINTING, OFFLOADS, advise, best_of, make_plans
 
-        options = dict(self._given)
-        # passed as choices, which appear in the names of plans
-        compression = options.pop("compression", None)
-        own = {
-            "shard_within": [options.pop("shard_within", None)],
-            "compression": [compression if isinstance(compression, str) else self.config.compression],
-        }
+        # Options that are part of a variant appear in the names of plans.
+        own = {name: self._given[name] for name in ("shard_within", "compression") if self._given.get(name)}
+        settings = {name: value for name, value in self._given.items() if name not in ("shard_within", "compression")}
         plan_with = partial(
             make_plans,
             make_module,
@@ -166,31 +162,19 @@ class AutomaticStrategy(TrainerStrategy):
             precision=trainer.precision,
             clip=trainer.gradient_clip_val,
             transport=transport,
-            **options,
+            **settings,
         )
-        ddp = plan_with(stages=[0])
-        plans = plan_with(stages=self.stages, choices=own)
-        rest = [("none", True)]
+        ddp, *plans = plan_with(stages=[0, *self.stages], variants=[own])
+        rest = [("none", "on")]
         if self.root_device.type != "cpu":  # offload to the host saves nothing if the device is the CPU
-            rest = [("cpu", False), *rest, ("cpu", True)]
-        for offload, recompute in rest:
-            if any(plan.fits is not False for plan in plans):
-                break
-            stages = [stage for stage in self.stages if placement.placements_of(stage).gradients.is_sharded]
-            plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], choices=own)
-        fitting = [plan for plan in plans if plan.fits is not False]
-        # of equally fast plans, take the one that needs the least memory
-        best = min(
-            fitting or plans[-1:],
-            key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), plan.peak_bytes["total"]),
-        )
-        why = (f"zero_auto chose {best.name}.", *advise([*ddp, *plans], resources.memory))
-        return Choice(
-            best.stage,
-            None if best.offload == "none" else best.offload,
-            "units" if best.activation_checkpointing else None,
-            why,
-        )
+            rest = [("cpu", "off"), *rest, ("cpu", "on")]
+        sharded = [stage for stage in self.stages if placement.placements_of(stage).gradients.is_sharded]
+        while rest and best_of(plans) is None:
+            offload, checkpointing = rest.pop(0)
+            plans += plan_with(stages=sharded, variants=[{**own, **CHECKPOINTING[checkpointing], **OFFLOADS[offload]}])
+        best = best_of(plans) or plans[-1]
+        why = (f"zero_auto chose {best.name}.", *advise([ddp, *plans], resources.memory))
+        return Choice(best.stage, best.options.get("offload"), best.options.get("activation_checkpointing"), why)
 
 
 def _declared(resources: str | Path | dict[str, float]) -> Resources:

@@ -1,11 +1,12 @@
-"""Dispatch modes for fake tensors: one tracks memory, the other assumes results of value-dependent operators."""
+"""The dispatch mode of a fake run: tracks memory, records events, and assumes results of value-dependent operators."""
 
 from __future__ import annotations
 
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,36 +14,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine import WrapperTensor, compat, tensor_parallel
+from lightning_zero.engine import Simulation, WrapperTensor, compat, process_group, tensor_parallel
+from lightning_zero.planning.flops import flops_of
+from lightning_zero.planning.timeline import Event
 
 aten = torch.ops.aten
 
+_COLLECTIVES = {"_c10d_functional", "c10d"}
+_FREE = {aten.empty.memory_format, aten.detach.default, aten.empty_like.default, aten.empty_strided.default}
 
-class MemoryTracker(compat.TorchDispatchMode):
-    """Counts the bytes of all live storages that operators have created in the context.
 
-    A storage is counted at its current size, which is zero for a buffer that the engine has resized to zero.
+class Observer(compat.TorchDispatchMode):
+    """Observes the operators of one rank, on fake or on real tensors.
+
+    It counts the bytes of all live storages that operators have created in the context: a storage at its current size,
+    which is zero for a buffer that the engine has resized to zero. It records each operator with its floating-point
+    operations and bytes, and each collective. It assumes the results of operators that depend on the values of fake
+    tensors, which have none.
 
     Args:
         by_category: returns the engine's bytes by category; ``peak`` excludes ``"host"`` bytes.
-        on_host: returns whether new storages are in the host's memory; if so, no peak is updated.
+        together: number of ranks in each collective that is dispatched as an operator; only modules divided by tensor
+            parallelism dispatch such collectives.
+        leaving: bytes that all ranks of a machine together send to other machines, per byte that one rank sends in
+            these collectives.
 
     Attributes:
         peak, host_peak: maximum number of bytes on the device, and of ``"host"`` bytes, since the last ``reset``.
         at_peak: the result of ``by_category`` at ``peak``.
+        events: the operators and collectives since the last ``reset``.
+        group: the process group of the tensor-parallel ranks, if there are several.
+        on_host: whether operators are part of an update in the host's memory, where they update no peak.
+        tensor_parallel_bytes: total size of the full buffers in collectives that are dispatched as operators.
+        assumptions: the assumptions, as keys; each includes the line of the project's code that reads the values.
     """
 
-    def __init__(self, by_category: Callable[[], Counter[str]], on_host: Callable[[], bool]) -> None:
+    def __init__(
+        self, by_category: Callable[[], Counter[str]] = Counter, together: int = 1, leaving: float = 0.0
+    ) -> None:
         super().__init__()
-        self._by_category, self._on_host = by_category, on_host
+        self._by_category, self._together, self._leaving = by_category, together, leaving
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._total = 0
+        self._total = self._collectives = 0
         self.peak = self.host_peak = 0
         self.at_peak = Counter[str]()
+        self.events: list[Event] = []
+        self.group: process_group.ProcessGroup | None = None
+        self.on_host = False
+        self.tensor_parallel_bytes = 0
+        self.assumptions: dict[str, None] = {}
 
     def reset(self) -> None:
-        """Reset the peaks to the bytes in use now."""
+        """Forget the events, and reset the peaks to the bytes in use now."""
+        self.events.clear()
         self.peak = self.host_peak = 0
         self._note_peak()
 
@@ -64,10 +89,25 @@ class MemoryTracker(compat.TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if tensor_parallel.are_divided(types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
+            return NotImplemented  # the operator is dispatched again on the local tensors
+        kwargs = kwargs or {}
+        result = self._result_of(func, args, kwargs)
+        tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if func.namespace in _COLLECTIVES:
+            is_of_engine = func.namespace == "c10d" and self.group not in process_group.groups_among(args)
+            if not is_of_engine and not func.__name__.startswith("wait_tensor"):
+                reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
+                nbytes = max((tensor.nbytes for tensor in tensors), default=0)
+                self.tensor_parallel_bytes += nbytes
+                self.gathers(2 * nbytes if reduces_all else nbytes)()
+        elif not func.is_view and func.namespace != "prim" and func not in _FREE:
+            kind = "host" if self.on_host else "compute"
+            nbytes = sum(map(compat.nbytes_of, tensors))
+            self.events.append(Event(kind, float(flops_of(func, args, kwargs, result)), float(nbytes)))
         self.count(result if isinstance(result, (tuple, list)) else (result,))
         return result
+
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     def count(self, values: Iterable[Any]) -> None:
         """Count the storages of the tensors among the values."""
@@ -85,7 +125,7 @@ class MemoryTracker(compat.TorchDispatchMode):
         nbytes = storage.nbytes()
         self._total += nbytes - self._sizes[id(storage)]
         self._sizes[id(storage)] = nbytes
-        if not self._on_host():
+        if not self.on_host:
             self._note_peak()
 
     def _note_peak(self) -> None:
@@ -98,22 +138,40 @@ class MemoryTracker(compat.TorchDispatchMode):
         self._total -= self._sizes.pop(identity)
         del self._references[identity]
 
+    # -- events --------------------------------------------------------------------------------------------------------
 
-class Assumptions(compat.TorchDispatchMode):
-    """Assumes results for operators that depend on the values of fake tensors, which have none.
+    def simulation(self, transport: Any, machines: int) -> Simulation:
+        """A simulation of these transports and machines, whose events are recorded."""
+        return Simulation(transport, machines, self.sends, self.gathers, self.updating, self.moves)
 
-    Attributes:
-        made: the assumptions, as keys; each includes the line of the project's code that reads the values.
-    """
+    def sends(self, sent: float, leaving: float) -> Callable[[], None]:
+        """Record a collective; see ``Simulation``."""
+        self._collectives += 1
+        self.events.append(Event("launch", nbytes=sent, number=self._collectives, leaving=leaving))
+        return partial(self.events.append, Event("wait", number=self._collectives))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[str, None] = {}
+    def gathers(self, nbytes: int) -> Callable[[], None]:
+        """Record a collective of tensor-parallel ranks in which each sends a buffer except its own part."""
+        sent = nbytes * (self._together - 1) / self._together
+        return self.sends(sent, sent * self._leaving)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if tensor_parallel.are_divided(types):
-            return NotImplemented
-        kwargs = kwargs or {}
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Context in which operators are recorded as part of an update in the host's memory."""
+        self.on_host = True
+        try:
+            yield
+        finally:
+            self.on_host = False
+
+    def moves(self, nbytes: int) -> None:
+        """Record a read from or a write to a disk."""
+        self.events.append(Event("disk", nbytes=float(nbytes)))
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; if it needs values of fake tensors, assume a result."""
         if _are_real(args, kwargs):  # such as a batch's token ids and masks
             with compat.unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -124,7 +182,7 @@ class Assumptions(compat.TorchDispatchMode):
             if answer is None:
                 raise
             assumption, value = answer
-            self.made[f"{assumption} ({_line_of_the_project()})"] = None
+            self.assumptions[f"{assumption} ({_line_of_the_project()})"] = None
             return value
 
     def _answer(self, func: Any, first: Tensor, *args: Any) -> tuple[str, Any] | None:

@@ -26,8 +26,8 @@ def planned(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[dict]:
 @pytest.mark.exhaustive
 def test_json_has_an_entry_for_each_choice(capsys):
     plans = planned(capsys, "--ranks", "64", "--stage", "1", "2", "3", "--offload", "none", "cpu")
-    assert [(plan["stage"], plan["offload"]) for plan in plans] == [
-        (stage, offload) for stage in (1, 2, 3) for offload in ("none", "cpu")
+    assert [(plan["stage"], plan["options"]) for plan in plans] == [
+        (stage, options) for stage in (1, 2, 3) for options in ({}, {"offload": "cpu"})
     ]
     for plan in plans:
         categories = {name: nbytes for name, nbytes in plan["peak_bytes"].items() if name != "total"}
@@ -52,7 +52,9 @@ def test_with_memory_and_speeds_a_plan_says_what_fits_and_how_long_a_step_takes(
 def test_offload_to_a_disk_frees_the_host_and_takes_the_time_of_disk_transfers(capsys):
     speeds = ["--flops", "1e15", "--host-bandwidth", "1e15", "--disk-bandwidth", "1e5"]
     cpu, nvme = planned(capsys, "--ranks", "8", "--stage", "2", "--offload", "cpu", "nvme", *speeds)
-    assert nvme["offload"] == "nvme" and nvme["peak_bytes"]["total"] == cpu["peak_bytes"]["total"]
+    assert (
+        nvme["options"]["offload"]["optimizer"] == "nvme" and nvme["peak_bytes"]["total"] == cpu["peak_bytes"]["total"]
+    )
     assert cpu["disk_bytes"] == 0 < cpu["host_bytes"] <= nvme["disk_bytes"]
     assert nvme["seconds_per_step"] == pytest.approx(2 * nvme["disk_bytes"] / 1e5, rel=0.1)
     assert main([*PROJECT, "--stage", "2", "--offload", "nvme"]) == 0
@@ -250,7 +252,9 @@ def test_plans_of_a_batch_of_unknown_size_are_compared_by_their_time(capsys):
 @pytest.mark.exhaustive
 def test_plans_vary_the_micro_batch_and_checkpointing(capsys):
     plans = planned(capsys, "--stage", "2", "--micro-batch", "2", "8", "--checkpointing", "off", "on")
-    by_choice = {(p["micro_batch"], p["activation_checkpointing"]): p["peak_bytes"]["activations"] for p in plans}
+    by_choice = {
+        (p["micro_batch"], "activation_checkpointing" in p["options"]): p["peak_bytes"]["activations"] for p in plans
+    }
     assert by_choice[8, False] > 2 * by_choice[2, False] and by_choice[8, True] < by_choice[8, False]
 
 
@@ -288,11 +292,9 @@ def plan_of(stage: int, micro_batch: int, total: float, fits: bool | None, secon
     needs = {"parameters": int(total), "total": int(total)}
     return Plan(
         stage=stage,
-        offload="none",
         ranks=4,
         micro_batch=micro_batch,
         accumulate=1,
-        activation_checkpointing=False,
         seconds_per_step=seconds,
         waiting_seconds=0.0,
         samples_per_second=rate,
