@@ -21,6 +21,11 @@ def main(arguments: list[str]) -> int:
 
     try:
         runs = read_runs(parsed.folder)
+        if not any(run.is_recorded for run in runs):
+            raise ReportError(
+                f"{parsed.folder} has no records of a run: no manifest.json from RunManifest, no results.json from "
+                "lightning-zero train, and no metrics.csv from CSVLogger"
+            )
         if parsed.json:
             print_json([run._asdict() | {"folder": str(run.folder)} for run in runs])
             return 0
@@ -54,7 +59,7 @@ def _write(runs: Sequence[Run], root: Path, output: Path) -> list[Path]:
         raise ReportError(f'not installed: {", ".join(missing)}. Run pip install "lightning_zero[report]"')
     texts = {output / "report.html": page.page_of(runs, f"Report on {root.resolve().name}")}
     for run in runs:
-        if run.manifest or run.results or run.metrics:
+        if run.is_recorded:
             texts[output / run.folder.relative_to(root) / page.CARD] = page.card_of(run)
     for path in texts:
         if any(each.is_symlink() for each in (path, *path.parents) if each.is_relative_to(output) and each != output):

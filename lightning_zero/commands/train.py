@@ -1,7 +1,6 @@
 """`lightning-zero train`: a Hydra app that trains one model or, with -m, a sweep of models, and writes reports."""
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -24,7 +23,7 @@ from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.compare import CompareJobs, compare
-from lightning_zero.commands.showing import Parser, optional_stdout, print_json
+from lightning_zero.commands.showing import Parser, print_json
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 
@@ -57,7 +56,7 @@ def train(config: DictConfig) -> None:
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)
-    (metrics,) = trainer.validate(model, data, verbose=False)
+    metrics = dict(*trainer.validate(model, data, verbose=False))  # none with limit_val_batches=0
 
     is_sharded = engine_of(model) is not None  # if so, all ranks must call sample()
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None
@@ -165,19 +164,14 @@ def main(arguments: list[str]) -> int:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
                 show_help(list(map(_quote_stage, given.overrides)))
             else:
-                only_informs = given.help or given.hydra_help or given.cfg or given.info or given.shell_completion
-                with contextlib.redirect_stdout(sys.stdout if only_informs else optional_stdout()):
-                    app()
+                app()
         except JobFailed as error:
             code = error.exit_code
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
             if wants_traceback:
                 raise
-            complain(in_one_line(error))
-            code = 2
-        except (YAMLError, UnicodeDecodeError) as error:
-            where = given.config_dir or given.config_path or "lightning_zero.conf"
-            complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
+            is_decoded = not isinstance(error, UnicodeDecodeError)
+            complain(in_one_line(error) if is_decoded else f"a configuration file is damaged: {error}")
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT

@@ -15,7 +15,6 @@ import argparse
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, numbered
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
-from lightning_zero.checkpoint.trees import renamed, versions_in, with_versions
+from lightning_zero.checkpoint.restricted import load_torch
+from lightning_zero.checkpoint.trees import versions_in, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import config as options
 from lightning_zero.io.names import listed
@@ -100,15 +99,11 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
         for number, layout in enumerate(layouts)
         for name, place in layout.items()
     }
-    state_dict = _state_dict(list(models.values()), trained)
-    # Before version 2.1, Lightning wrapped the module, which added a prefix to the names.
-    prefix = "_forward_module." if all(name.startswith("_forward_module.") for name in state_dict) else ""
-
     checkpoint: dict[str, Any] = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
     if model.get("lr_scheduler") is not None:
         checkpoint.setdefault("lr_schedulers", [model["lr_scheduler"]])
     checkpoint = with_lightnings_entries(checkpoint, steps=model["global_steps"])
-    checkpoint["state_dict"] = renamed(state_dict, lambda name: name.removeprefix(prefix))
+    checkpoint["state_dict"] = _state_dict(list(models.values()), trained)
     names = None
     config: Any = model.get("ds_config")  # DeepSpeed's configuration
     is_dealt = stage < 3 and "zero_stage" in state and isinstance(config, dict)
@@ -116,14 +111,12 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
     entry = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     optimizer = _optimizer_state(folder, [each.get(entry) for each in saved], masters, layouts, is_dealt)
     if optimizer is not None:
-        checkpoint["optimizer_states"], names = [optimizer[0]], [[name.removeprefix(prefix) for name in optimizer[1]]]
+        checkpoint["optimizer_states"], names = [optimizer[0]], [optimizer[1]]
     if any(isinstance(value, Tensor) and value.dtype in options.LOW_PRECISION for value in model["module"].values()):
-        own_masters = {name.removeprefix(prefix): value for name, value in trained.items()}
-        checkpoint[CHECKPOINT_KEY] = {"masters": own_masters}
+        checkpoint[CHECKPOINT_KEY] = {"masters": trained}
 
     written_by = {"deepspeed": str(model.get("ds_version", "")), "stage": stage, "world_size": len(saved)}
-    extents = _extents([*optimizer_files.values(), *model_files.values()])
-    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), extents)
+    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), lambda: iter(()))
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
@@ -222,23 +215,6 @@ def _load(file: Path) -> dict[str, Any]:
     if not isinstance(loaded, dict) or expected not in loaded:
         raise ValueError(f"{file} is not a DeepSpeed file: it has no entry '{expected}'.")
     return loaded
-
-
-def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
-    """Return a function that yields an extent for each record in these files that has a checksum."""
-
-    def extents() -> Iterator[Extent]:
-        for path in files:
-            with open(path, "rb") as file:
-                try:
-                    records = records_of(file)
-                except BrokenArchiveError as error:
-                    raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
-            for record in records:
-                if record.crc32 is not None:
-                    yield Extent(path.name, record.start, record.length, record.crc32, [record.name])
-
-    return extents
 
 
 # -- contents of the files ---------------------------------------------------------------------------------------------

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
-from lightning_zero.engine import compat, placement
+from lightning_zero.engine import compat
 from lightning_zero.io.sizes import in_gb
-from lightning_zero.planning.fake_run import FakeRun, Footprint, fake_run
+from lightning_zero.planning.fake_run import FakeRun, fake_run
 from lightning_zero.planning.timeline import Resources, replay
 
 ROOM = 0.9
@@ -37,7 +37,7 @@ CHECKPOINTING: dict[str, Options] = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan(Footprint):
+class Plan(FakeRun):
     """Memory per rank and time per step under one combination of choices.
 
     Attributes:
@@ -46,7 +46,6 @@ class Plan(Footprint):
         ranks: the world size.
         micro_batch: samples per rank and micro-batch; None if the batch's tensors differ in their first dimension.
         accumulate: micro-batches per step.
-        peak_bytes: as in ``Footprint``, and the sum under ``"total"``.
         seconds_per_step: an estimate; None if the machine's speed is unknown.
         waiting_seconds: the part of ``seconds_per_step`` in which the device waits for communication or the host.
         samples_per_second: the sum over all ranks; None if ``seconds_per_step`` or ``micro_batch`` is None.
@@ -138,7 +137,6 @@ def make_plans(
 
 def _plan(run: FakeRun, samples: int | None, resources: Resources | None, memory: float | None, **choice: Any) -> Plan:
     seconds, waiting = replay(run.events, resources) if resources is not None else (None, None)
-    held = {each.name: getattr(run, each.name) for each in fields(Footprint)}
     return Plan(
         micro_batch=samples,
         seconds_per_step=seconds,
@@ -146,8 +144,14 @@ def _plan(run: FakeRun, samples: int | None, resources: Resources | None, memory
         samples_per_second=samples * run.replicas * choice["accumulate"] / seconds if samples and seconds else None,
         fits=None if memory is None else run.total_bytes <= ROOM * memory,
         **choice,
-        **{**held, "peak_bytes": {**run.peak_bytes, "total": run.total_bytes}},
+        **vars(run),
     )
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """The plan's fields, except the details of its run; the sum of ``peak_bytes`` is its entry ``"total"``."""
+    found = asdict(replace(plan, events=[], peak_bytes={**plan.peak_bytes, "total": plan.total_bytes}))
+    return {name: value for name, value in found.items() if name not in ("events", "report_peak")}
 
 
 def samples_of(batch: Any) -> int | None:
@@ -180,20 +184,21 @@ def resized(batch: Any, samples: int) -> Any:
 def best_of(plans: Iterable[Plan]) -> Plan | None:
     """The fastest plan that fits, of equally fast ones the smallest; None if no plan fits."""
     fitting = [plan for plan in plans if plan.fits is not False]
-    return max(fitting, key=lambda plan: (float(f"{_rate(plan):.4g}"), -plan.peak_bytes["total"]), default=None)
+    return max(fitting, key=lambda plan: (float(f"{_rate(plan):.4g}"), -plan.total_bytes), default=None)
 
 
 def advise(plans: list[Plan], memory: float | None) -> list[str]:
     """Recommend a plan, in sentences that give the reasons with figures."""
     best = best_of(plans)
     if best is None:
-        best = min(plans, key=lambda plan: plan.peak_bytes["total"])
+        best = min(plans, key=lambda plan: plan.total_bytes)
         assert memory is not None
-        largest = _largest(best)
+        largest = max(best.peak_bytes, key=best.peak_bytes.__getitem__)
         return [
-            f"Nothing fits: the smallest plan is {best.name}, which needs {in_gb(best.peak_bytes['total'])}; a device "
+            f"Nothing fits: the smallest plan is {best.name}, which needs {in_gb(best.total_bytes)}; a device "
             f"has {in_gb(ROOM * memory)} of usable memory. The largest category is {largest} "
-            f"({in_gb(best.peak_bytes[largest])}). {_way_out(best)}"
+            f"({in_gb(best.peak_bytes[largest])}). Use smaller micro-batches (--micro-batch), activation checkpointing "
+            "(--checkpointing on), stage 3 (--stage 3), offload (--offload cpu), or more ranks."
         ]
     if best.seconds_per_step is None:
         says = "takes the least memory,"
@@ -201,14 +206,14 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             best = min((plan for plan in plans if plan.fits), key=lambda plan: plan.stage)
             says = "is the lowest stage that fits, with"
         return [
-            f"{best.name} {says} {in_gb(best.peak_bytes['total'])} a rank.",
+            f"{best.name} {says} {in_gb(best.total_bytes)} a rank.",
             "Times are unknown without the machine's speed: pass --flops, or --resources with a file written by "
             "`lightning-zero doctor --json`.",
         ]
     rate = "" if best.samples_per_second is None else f"{best.samples_per_second:.4g} samples/s, "
     said = [
         f"Take {best.name}{_sizes(best)}: {rate}{best.seconds_per_step:.3g} s a step, "
-        f"{in_gb(best.peak_bytes['total'])} a rank.",
+        f"{in_gb(best.total_bytes)} a rank.",
         *_beside_ddp(best, plans),
     ]
     if best.waiting_seconds and best.waiting_seconds > 0.2 * best.seconds_per_step:
@@ -228,11 +233,11 @@ def _beside_ddp(best: Plan, plans: list[Plan]) -> list[str]:
         if ddp is not None:
             at = _sizes(ddp).replace(" with", " at", 1) if ddp.micro_batch is not None else ""
             return [f"That is {_rate(best) / _rate(ddp):.2f} times DDP's rate{at}."]
-        needed = min((plan.peak_bytes["total"] for plan in of_ddp), default=None)
+        needed = min((plan.total_bytes for plan in of_ddp), default=None)
         return [] if needed is None else [f"DDP does not fit: it needs {in_gb(needed)}."]
     if rival is None:
         return []
-    saved = best.peak_bytes["total"] - rival.peak_bytes["total"]
+    saved = best.total_bytes - rival.total_bytes
     less = f"; it would save {in_gb(saved)} a rank" if saved > 0 else ""
     slower = 100 * (1 - _rate(rival) / _rate(best))
     return [f"ZeRO does not help here: its fastest plan, {rival.name}, is {slower:.0f} % slower than DDP{less}."]
@@ -251,16 +256,3 @@ def _sizes(plan: Plan) -> str:
         return f" with {plan.accumulate} micro-batches a step" if plan.accumulate > 1 else ""
     samples = f" with {plan.micro_batch} sample{'' if plan.micro_batch == 1 else 's'} a rank"
     return samples if plan.accumulate == 1 else f"{samples} in each of {plan.accumulate} micro-batches"
-
-
-def _largest(plan: Plan) -> str:
-    """The category with the most bytes."""
-    return max(plan.peak_bytes.keys() - {"total"}, key=plan.peak_bytes.__getitem__)
-
-
-def _way_out(plan: Plan) -> str:
-    if _largest(plan) == "activations":
-        return "Use smaller micro-batches (--micro-batch) or activation checkpointing (--checkpointing on)."
-    if plan.stage and placement.placements_of(plan.stage).parameters.is_sharded and "offload" in plan.options:
-        return "Use more ranks, or wrap smaller units."
-    return "Use stage 3 (--stage 3), more ranks, or offload (--offload cpu)."

@@ -9,7 +9,7 @@ import warnings
 from collections import UserList
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine import Ledger, compat, process_group, set_contents, tensor_parallel
-from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event
 from lightning_zero.planning.tracking import Observer
@@ -223,8 +222,8 @@ def zero_strategy_of(package: ModuleType, *mixins: type) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """What one rank holds and sends in a step.
+class FakeRun:
+    """What one rank holds, sends and does in the second step of a fake run.
 
     Attributes:
         peak_bytes: bytes on the training device by category, when their sum is highest: ``parameters`` (with master
@@ -239,30 +238,21 @@ class Footprint:
         replicas: number of ranks that compute different batches; with tensor parallelism fewer than all ranks.
         assumptions: values assumed where the project reads tensors, since fake tensors have no values; and parts of the
             project that did not run.
-    """
-
-    peak_bytes: dict[str, int]
-    host_bytes: int
-    disk_bytes: int
-    traffic_bytes: dict[str, int]
-    leaving_bytes: int
-    parameters: int
-    replicas: int = 1
-    assumptions: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeRun(Footprint):
-    """One rank in the second step of a fake run.
-
-    Attributes:
         report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
             run.
         events: events of the step; see ``replay``.
     """
 
-    report_peak: dict[str, int]
-    events: list[Event]
+    peak_bytes: dict[str, int]
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    traffic_bytes: dict[str, int] = field(default_factory=dict)
+    leaving_bytes: int = 0
+    parameters: int = 0
+    replicas: int = 1
+    assumptions: tuple[str, ...] = ()
+    report_peak: dict[str, int] = field(default_factory=dict, repr=False)
+    events: list[Event] = field(default_factory=list, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -384,9 +374,6 @@ def fake_run(
             traffic = {kind: nbytes - strategy.before.get(kind, 0) for kind, nbytes in strategy.traffic().items()}
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
-        assumptions = list(observer.assumptions)
-        if stage is not None and transport != "nccl":
-            assumptions.append(_freed_memory(module))
         run = FakeRun(
             peak_bytes=_peak_of(observer, offloaded),
             report_peak=dict(strategy.ledger.peak),
@@ -397,7 +384,7 @@ def fake_run(
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             replicas=ranks // together,
             events=observer.events,
-            assumptions=(*assumptions, *_left_out(module, package.LightningModule)),
+            assumptions=(*observer.assumptions, *_left_out(module, package.LightningModule)),
         )
         return run, most_loaded
 
@@ -412,15 +399,6 @@ def _peak_of(observer: Observer, offloaded: int) -> dict[str, int]:
     peak["activations"] = observer.peak - sum(each for category, each in peak.items() if category != "activations")
     peak["parameters"] -= offloaded
     return peak
-
-
-def _freed_memory(module: nn.Module) -> str:
-    """The assumption about memory that a process on the CPU keeps, up to the size of the whole module."""
-    whole = in_bytes(sum(parameter.numel() * parameter.itemsize for parameter in module.parameters()))
-    return (
-        f"freed memory returns to the system; by default, a process on the CPU keeps some of it, up to {whole} after "
-        "setup alone (MALLOC_TRIM_THRESHOLD_=65536 MALLOC_MMAP_THRESHOLD_=65536 return it)"
-    )
 
 
 def _is_data(leaf: Any) -> bool:

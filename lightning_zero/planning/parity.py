@@ -37,6 +37,9 @@ class Comparison:
     weights: dict[str, float]
 
 
+_LEFT_OUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+
+
 @quiet()
 def probe(
     project: Project,
@@ -90,10 +93,7 @@ def probe(
                 gradient_clip_val=clip,
                 callbacks=[recorder(file.name)],
                 limit_val_batches=0,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
+                **dict.fromkeys(_LEFT_OUT, False),
             )
             trainer.fit(copy.deepcopy(module), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
             return torch.load(file.name, weights_only=True)
