@@ -168,9 +168,8 @@ def _inspect(options: Any) -> None:
         tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
         table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes)))
     show(table, right=(3,))
-    parts = list(dict.fromkeys(row.part for row in rows))
     table = [("part", "tensors", "bytes")]
-    for part in parts:
+    for part in dict.fromkeys(row.part for row in rows):
         of_part = [row for row in own if row.part == part]
         table.append((part, str(len(of_part)), in_bytes(sum(row.bytes for row in of_part))))
     show(table, right=(1, 2))

@@ -156,8 +156,9 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
 
 
 def _print(plans: list[Any]) -> None:
-    columns = {"strategy": [plan.name for plan in plans], "batch": [_batch(plan) for plan in plans]}
-    for name in _CATEGORIES:
+    batches = [f"{plan.micro_batch or ''}{f' x {plan.accumulate}' if plan.accumulate > 1 else ''}" for plan in plans]
+    columns = {"strategy": [plan.name for plan in plans], "batch": batches}
+    for name in ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations"):
         if any(plan.peak_bytes.get(name) for plan in plans):
             columns[name] = [in_bytes(plan.peak_bytes.get(name, 0)) for plan in plans]
     columns["total"] = [in_bytes(plan.total_bytes) for plan in plans]
@@ -173,13 +174,6 @@ def _print(plans: list[Any]) -> None:
         columns["samples/s"] = ["" if rate is None else f"{rate:.4g}" for rate in rates]
     columns["fits"] = [{True: "yes", False: "no", None: ""}[plan.fits] for plan in plans]
     show([tuple(columns), *zip(*columns.values())], tuple(range(1, len(columns))))
-
-
-def _batch(plan: Any) -> str:
-    return f"{plan.micro_batch or ''}{f' x {plan.accumulate}' if plan.accumulate > 1 else ''}"
-
-
-_CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations")
 
 
 def _paper(parsed: argparse.Namespace) -> int:

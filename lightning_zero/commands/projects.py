@@ -108,14 +108,12 @@ def _found(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is no such object, or if it is not callable.
     """
-    if ":" not in name:
-        raise ValueError(f"{name!r} must be package.module:Name")
     try:
         found: Any = pkgutil.resolve_name(name)
     except AttributeError as error:
         raise ValueError(f"{name!r}: {error}") from None
     if not callable(found):
-        raise ValueError(f"{name!r} must be a class or function, but is a {type(found).__name__}")
+        raise ValueError(f"{name!r} must be package.module:Name, not a {type(found).__name__}")
     return found
 
 

@@ -23,15 +23,13 @@ from lightning_zero.commands.showing import optional_stdout
 from lightning_zero.engine import process_group
 from lightning_zero.strategies.lightning_internals import set_num_threads_if_needed
 
-Job = Callable[[DictConfig], None]
-
 
 def ranks_exist() -> bool:
     """Whether this process was started as one of several ranks, by torchrun, SLURM or another launcher."""
     return "LOCAL_RANK" in os.environ or TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
 
-def launch(job: Job, config: DictConfig) -> None:
+def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
     If a process fails, the others get SIGTERM. Ctrl-C and SIGTERM are forwarded to all. Processes have as long as under
@@ -73,7 +71,7 @@ def launch(job: Job, config: DictConfig) -> None:
             raise JobFailed(f"rank {rank} of {world_size} {how}") from None
 
 
-def _run_rank(job: Job, config: DictConfig) -> None:
+def _run_rank(job: Callable[[DictConfig], None], config: DictConfig) -> None:
     set_num_threads_if_needed(int(os.environ["WORLD_SIZE"]))
     sys.stdout = optional_stdout()  # not restored: the process flushes sys.stdout at exit
     try:

@@ -7,12 +7,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_zero.commands.showing import Parser, print_json
-
-if TYPE_CHECKING:
-    from lightning_zero.reporting.records import Run
 
 
 def main(arguments: list[str]) -> int:
@@ -21,7 +18,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         runs = read_runs(parsed.folder)
-        if not any(run.is_recorded for run in runs):
+        if not any(run.manifest or run.results or run.metrics for run in runs):
             raise ReportError(
                 f"{parsed.folder} has no records of a run: no manifest.json from RunManifest, no results.json from "
                 "lightning-zero train, and no metrics.csv from CSVLogger"
@@ -48,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _write(runs: Sequence[Run], root: Path, output: Path) -> list[Path]:
+def _write(runs: Sequence[Any], root: Path, output: Path) -> list[Path]:
     """Write the page and, for each run with records, a card in the run's subfolder of ``output``; return all paths."""
     from lightning_zero.io.paths import write_anew
     from lightning_zero.reporting import page
@@ -59,7 +56,7 @@ def _write(runs: Sequence[Run], root: Path, output: Path) -> list[Path]:
         raise ReportError(f'not installed: {", ".join(missing)}. Run pip install "lightning_zero[report]"')
     texts = {output / "report.html": page.page_of(runs, f"Report on {root.resolve().name}")}
     for run in runs:
-        if run.is_recorded:
+        if run.manifest or run.results or run.metrics:
             texts[output / run.folder.relative_to(root) / page.CARD] = page.card_of(run)
     for path in texts:
         if any(each.is_symlink() for each in (path, *path.parents) if each.is_relative_to(output) and each != output):

@@ -71,9 +71,9 @@ def _weights_of(
         likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
     if len(likely) != 1:
         there = [f"'{name}' (tensors: {len(found[name])})" for name in found] or [f"'{key}'" for key in tree]
-        wanted = "no weights were found" if chosen is None else f"'{chosen}' is not a mapping from names to tensors"
-        if chosen is None and found:
-            wanted = "several entries may be the weights"
+        wanted = "several entries may be the weights" if found else "no weights were found"
+        if chosen is not None:
+            wanted = f"'{chosen}' is not a mapping from names to tensors"
         advice = " Choose one with --model NAME, or with open_fsdp(path, model=NAME)." if found else ""
         raise ValueError(f"{path}: {wanted}. The checkpoint contains {listed(there, 20)}.{advice}")
     return likely[0], copy.copy(found[likely[0]])  # with the versions of modules

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -28,6 +29,8 @@ OFFLOADS: dict[str, Options] = {
     "nvme": {"offload": {"optimizer": "nvme", "path": "."}},
     "activations": {"offload": {"optimizer": None, "activations": "cpu"}},
 }
+
+_SUFFIXES = {"cpu": "_offload", "nvme": "_nvme"}
 
 CHECKPOINTING: dict[str, Options] = {
     "off": {},
@@ -71,12 +74,11 @@ class Plan(FakeRun):
 def _name(stage: int, options: Options) -> str:
     if stage == 0:
         return "DDP"
-    shown, suffix = dict(options), ""
-    for name in ("cpu", "nvme"):
-        if shown.get("offload") == OFFLOADS[name]["offload"]:
-            del shown["offload"]
-            suffix = "_offload" if name == "cpu" else "_nvme"
-    text = ", ".join(f"{name}={value!r}" for name, value in shown.items() if value is not None)
+    shown = {name: value for name, value in options.items() if value is not None}
+    suffix = next((_SUFFIXES[name] for name in _SUFFIXES if OFFLOADS[name]["offload"] == shown.get("offload")), "")
+    if suffix:
+        del shown["offload"]
+    text = ", ".join(f"{name}={value!r}" for name, value in shown.items())
     return f"zero{stage}{suffix}" + (f" ({text})" if text else "")
 
 
@@ -172,13 +174,8 @@ def resized(batch: Any, samples: int) -> Any:
             "The micro-batch cannot be resized: the batch's tensors have no common first dimension. Leave "
             "--micro-batch out, and pass a batch of the size that you want to plan."
         )
-    copies = -(-samples // now)
-    return compat.tree_map(
-        lambda leaf: (
-            leaf.repeat(copies, *[1] * (leaf.dim() - 1))[:samples] if isinstance(leaf, Tensor) and leaf.dim() else leaf
-        ),
-        batch,
-    )
+    rows = torch.arange(samples, device="cpu") % now
+    return compat.tree_map(lambda leaf: leaf[rows] if isinstance(leaf, Tensor) and leaf.dim() else leaf, batch)
 
 
 def best_of(plans: Iterable[Plan]) -> Plan | None:

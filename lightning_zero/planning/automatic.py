@@ -117,9 +117,7 @@ class AutomaticStrategy(TrainerStrategy):
             with isolate_rng():
                 resources, about = measure_rank(self.root_device, self.world_size, self.num_nodes)
             transport = about.get("transport", transport)
-        choice = self._advised(trainer, resources, transport) if self.is_global_zero else None
-        chosen: Choice = self.broadcast(choice)
-        return chosen
+        return self.broadcast(self._advised(trainer, resources, transport) if self.is_global_zero else None)
 
     def _advised(self, trainer: Trainer, resources: Resources, transport: str) -> Choice:
         try:

@@ -86,14 +86,7 @@ class _PlannedRanks(RankGroup):
 
 
 class _PlannedZero(_Planned):
-    """Mixin that runs the ZeRO strategy as one rank of a fake process group.
-
-    Arguments:
-        ranks, machines, accumulate: as for ``fake_run``.
-        observer: observes the run.
-        transport: as for ``Simulation``.
-        options: as for ``ZeroStrategy``.
-    """
+    """Mixin that runs the ZeRO strategy as one rank of a fake process group; takes ``fake_run``'s arguments."""
 
     engine: Any
 
@@ -119,7 +112,7 @@ class _PlannedZero(_Planned):
     def ledger(self) -> Ledger:  # type: ignore[override]
         return self.engine.ledger if self.engine is not None else Ledger()
 
-    def traffic(self) -> dict[str, int]:  # type: ignore[override]
+    def traffic(self) -> dict[str, int]:
         """Bytes communicated so far, by kind of collective."""
         sent = self.engine.report().bytes  # report() also enters the optimizer states in the ledger
         shared = self._observer.tensor_parallel_bytes
@@ -178,7 +171,7 @@ class _PlannedDDP(_Planned):
         trained = sum(parameter.nbytes for parameter in self._trained)
         self.ledger.now["gradients"] = trained - sum(parameter.nbytes for parameter in self._without)
 
-    def _take(self, parameter: Tensor) -> None:
+    def _take(self, parameter: Any) -> None:
         if parameter in self._without:
             self._without.remove(parameter)
             self.ledger.now["gradients"] += parameter.nbytes
@@ -199,7 +192,7 @@ class _PlannedDDP(_Planned):
         while self._started:
             self._started.pop(0)()
 
-    def traffic(self) -> dict[str, int]:  # type: ignore[override]
+    def traffic(self) -> dict[str, int]:
         # including states under keys that are not parameters
         states = compat.tree_leaves([list(each.state.values()) for each in self.optimizers])
         self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))

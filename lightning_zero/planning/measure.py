@@ -43,7 +43,7 @@ def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, A
     # An environment of its own: under SLURM, for example, this process is not one of several ranks.
     fabric = Fabric(accelerator=device, devices=ranks, strategy="ddp_spawn", plugins=LightningEnvironment())
     try:
-        values, about = fabric.launch(_measure, ranks)
+        values, about = fabric.launch(_measure, ranks)  # type: ignore[arg-type]
     except (ProcessRaisedException, ProcessExitedException) as error:
         reason = str(error).strip().splitlines()[-1]
         raise RuntimeError(f"rank {error.error_index} could not be measured: {reason}") from None

@@ -47,12 +47,8 @@ class Resources:
 def resources_of(values: Any, where: str | Path) -> Resources:
     """Return the resources for the values under ``"resources"`` in the output of ``lightning-zero doctor --json``.
 
-    Args:
-        values: the values, by name.
-        where: where they come from, for the error's message.
-
     Raises:
-        ValueError: if a value is missing, has an unknown name, or has a wrong type.
+        ValueError: if a value is missing, has an unknown name, or has a wrong type; its message begins with ``where``.
     """
     try:
         return Resources(**values)

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -72,19 +73,20 @@ class Observer(compat.TorchDispatchMode):
         self._note_peak()
 
     def __enter__(self) -> Any:
-        self._resize = torch.UntypedStorage.resize_
+        resize_ = torch.UntypedStorage.resize_
 
         def resize(storage: Any, nbytes: int) -> Any:
-            result = self._resize(storage, nbytes)
+            result = resize_(storage, nbytes)
             if id(storage) in self._sizes:
                 self._count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # resize_ is not dispatched
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize)  # it is not dispatched
+        self._patch.start()
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patch.stop()
         super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

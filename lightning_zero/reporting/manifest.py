@@ -67,12 +67,13 @@ class RunManifest(Callback):
             return
         self._path = Path(folder) / NAME
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        config, strategy = self._config, {"class": name_of(type(trainer.strategy))}
+        config, strategy = self._config, trainer.strategy
+        about_strategy: dict[str, Any] = {"class": name_of(type(strategy))}
         if config is None:
             parts = {"model": pl_module, "data": getattr(trainer, "datamodule", None)}
             config = {name: dict(part.hparams) for name, part in parts.items() if part is not None}
-        if getattr(trainer.strategy, "engine", None) is not None:
-            strategy |= plain(trainer.strategy.config) | plain(trainer.strategy.options)
+        if getattr(strategy, "engine", None) is not None:
+            about_strategy |= plain(strategy.config) | plain(strategy.options)  # type: ignore[attr-defined]
         self._manifest = {
             "lightning_zero_manifest": 1,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -84,7 +85,7 @@ class RunManifest(Callback):
             "seeds": {"seed_everything": os.environ.get("PL_GLOBAL_SEED"), "torch": torch.initial_seed()},
             "ranks": trainer.world_size,
             "nodes": trainer.num_nodes,
-            "strategy": strategy,
+            "strategy": about_strategy,
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,

@@ -38,10 +38,6 @@ class Run(NamedTuple):
     results: dict[str, Any]
     metrics: dict[str, Curve]
 
-    @property
-    def is_recorded(self) -> bool:
-        return bool(self.manifest or self.results or self.metrics)
-
 
 def read_runs(folder: Path) -> list[Run]:
     """Read the run in a folder, or the runs in its subfolders: the jobs of a sweep, or the versions of a logger.

@@ -328,7 +328,10 @@ def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["tests.planning.projects", "--batch", "a:b"], "'tests.planning.projects' must be package.module:Name"),
+        (
+            ["tests.planning.projects", "--batch", "a:b"],
+            "must be package.module:Name, not a module",
+        ),
         (["tests.planning.projects:Nett", "--batch", "tests.planning.projects:batch"], "has no attribute 'Nett'"),
         ([*PROJECT, "--link-bandwidth", "1e9"], "--flops is required if other speeds are given"),
         (["tests.planning.projects:Net", "width", "--batch", "a:b"], "'width' must be name=value"),
