@@ -114,22 +114,20 @@ def measure() -> dict[str, Any]:
 
 
 def plan(arguments: argparse.Namespace, measured: dict[str, Any]) -> list[dict[str, Any]]:
-    from dataclasses import asdict
     from functools import partial
 
-    from lightning_zero.planning.advice import make_plans
+    from lightning_zero.planning.advice import CHECKPOINTING, OFFLOADS, as_json, make_plans
     from lightning_zero.planning.timeline import Resources
 
     return [
-        asdict(made)
+        as_json(made)
         for batch, (stage, offload, recompute) in itertools.product(arguments.batch, CHOICES)
         for made in make_plans(
             partial(module_of, arguments),
             sample_of(arguments, batch),
             ranks=RANKS,
             stages=[stage],
-            offloads=[offload],
-            checkpointing=[recompute],
+            variants=[{**OFFLOADS[offload], **CHECKPOINTING["on" if recompute else "off"]}],
             resources=Resources(**measured["resources"]),
             transport=measured["transport"],
         )

@@ -3,12 +3,9 @@
 import contextlib
 import importlib
 import itertools
-import os
-import select
-import signal
 import sys
 
-from lightning_zero.commands.showing import Parser, stdout_for_json
+from lightning_zero.commands.showing import Parser, optional_stdout, stdout_for_json
 from lightning_zero.version import __version__
 
 COMMANDS = {
@@ -23,21 +20,12 @@ COMMANDS = {
 
 
 def main() -> int:
+    ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
+    wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
     try:
-        try:
-            ours = list(itertools.takewhile("--".__ne__, sys.argv[1:]))  # arguments after -- belong to a script
-            wants_json = any(len(word) > 2 and "--json".startswith(word) for word in ours)
-            with stdout_for_json() if wants_json else contextlib.nullcontext():
+        with stdout_for_json() if wants_json else contextlib.nullcontext():
+            with contextlib.redirect_stdout(optional_stdout()):
                 return run(sys.argv[1:])
-        finally:
-            sys.stdout.flush()  # errors from a closed pipe are raised here, and caught below
-    except BrokenPipeError:
-        stdout = select.poll()
-        stdout.register(1, 0)  # poll always reports errors, even without requested events
-        if not stdout.poll(0):
-            raise  # another pipe is broken
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # so that flushing stdout at the end cannot fail again
-        return 128 + signal.SIGPIPE  # as shells report
     except KeyboardInterrupt:
         return 130  # the exit code that shells use after Ctrl-C
 

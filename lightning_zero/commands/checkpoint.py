@@ -21,14 +21,10 @@ EPILOG = "PATH is a Lightning checkpoint file or a torch.distributed.checkpoint 
 
 
 def main(arguments: list[str]) -> int:
-    if not arguments:
-        parser().error("specify a command: inspect, verify, export, convert or import")
     options = parser().parse_args(arguments)
     try:
         options.run(options)
         return 0
-    except BrokenPipeError:
-        raise
     except (OSError, ValueError) as error:
         from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 
@@ -117,7 +113,7 @@ def _export(options: Any) -> None:
     content = export(opened, dtype, options.strip_prefix)
     models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
     if options.strip_prefix is None and len(models) > 1:
-        _say(f"exporting several transformers models ({', '.join(models)}): --strip-prefix PREFIX exports only one")
+        _say(f"exporting several transformers models ({', '.join(models)}): --strip-prefix exports only one")
     if content.config is not None:
         _refuse_existing([paths.beside("config.json")], options)
     with progress("exporting", content.bytes) as advance:
@@ -172,9 +168,8 @@ def _inspect(options: Any) -> None:
         tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
         table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes)))
     show(table, right=(3,))
-    parts = list(dict.fromkeys(row.part for row in rows))
     table = [("part", "tensors", "bytes")]
-    for part in parts:
+    for part in dict.fromkeys(row.part for row in rows):
         of_part = [row for row in own if row.part == part]
         table.append((part, str(len(of_part)), in_bytes(sum(row.bytes for row in of_part))))
     show(table, right=(1, 2))

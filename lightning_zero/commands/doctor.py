@@ -28,16 +28,14 @@ def parser() -> Parser:
 
 def main(arguments: list[str]) -> int:
     parsed = parser().parse_args(arguments)
-    from lightning_zero.planning.measure import disk_bandwidth, measure
+    from lightning_zero.planning.measure import disk_bandwidth, host_memory, measure
+    from lightning_zero.reporting.manifest import installed_packages, machine
 
     try:
         resources, about = measure(parsed.ranks, parsed.device)
-    except (RuntimeError, AssertionError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         print(f"lightning-zero doctor: {error}", file=sys.stderr)
         return 1
-    except ValueError as error:
-        print(f"lightning-zero doctor: {error}", file=sys.stderr)
-        return 2
     about["disk"] = parsed.disk or os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     findings = []
     try:
@@ -48,38 +46,21 @@ def main(arguments: list[str]) -> int:
             f"The disk for offload='nvme' could not be measured ({error}): choose another with --disk FOLDER. "
             f"Without a measurement, plans assume {in_bytes(resources.disk_bandwidth)}/s."
         )
-    found = {"versions": _versions(), "machine": {**_machine(), **about}, "resources": asdict(resources)}
+    about |= {"memory_bytes": host_memory(), "free_on_disk_bytes": shutil.disk_usage(tempfile.gettempdir()).free}
+    versions = {name: version for name, version in installed_packages().items() if name in _VERSIONS}
+    found = {"versions": versions, "machine": {**machine(), **about}, "resources": asdict(resources)}
     findings += _findings(found)
     if parsed.json:
         print_json({**found, "findings": findings})
         return 0
-    rows = list(found["versions"].items())
-    rows += [(name.replace("_", " "), _said(name, value)) for name, value in found["machine"].items()]
-    rows += [(name.replace("_", " "), _said(name, value)) for name, value in found["resources"].items()]
-    show(rows)
+    measured = {**found["machine"], **found["resources"]}
+    show([*found["versions"].items(), *((name.replace("_", " "), _said(name, measured[name])) for name in measured)])
     for finding in findings:
         print(finding)
     return 0
 
 
-def _versions() -> dict[str, str]:
-    from lightning_zero.reporting.manifest import installed_packages
-
-    names = ("python", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero")
-    found = installed_packages()
-    return {name: found[name] for name in names if name in found}
-
-
-def _machine() -> dict[str, Any]:
-    from lightning_zero.planning.measure import host_memory
-    from lightning_zero.reporting.manifest import machine
-
-    return {
-        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": host_memory(),
-        "free_on_disk_bytes": shutil.disk_usage(tempfile.gettempdir()).free,
-        "gpus": machine()["gpus"],
-    }
+_VERSIONS = ("python", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero")
 
 
 def _findings(found: dict[str, Any]) -> list[str]:

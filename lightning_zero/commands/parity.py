@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from dataclasses import asdict
 from typing import Any
 
-from lightning_zero.commands.projects import add_project, project_of, split_arguments, strategy_options
-from lightning_zero.commands.showing import Parser, print_json
+from lightning_zero.commands.projects import project_of, project_parser, split_arguments, strategy_options
+from lightning_zero.commands.showing import print_json
 from lightning_zero.io.names import listed
-
-USAGE = """lightning-zero parity package.module:Module [width=64 ...] --batch package.module:make_batch [options]
-       lightning-zero parity train.py [options] [-- arguments of the script]
-       lightning-zero parity [model=gpt_tiny ...] [options]"""
 
 
 def main(arguments: list[str]) -> int:
@@ -51,22 +48,15 @@ _SET_BY_PARITY = {"stage": "write --stage {}", "start_method": "parity always fo
 """Options of the strategy that --option cannot set, with the reason or what to write instead."""
 
 
-def parser() -> Parser:
-    made = Parser(
-        prog="lightning-zero parity",
-        usage=USAGE,
-        description="Train the same few steps under DDP and under ZeRO in processes on the CPU. The exit code is 1 if "
-        "a loss or a weight differs in any bit.",
+def parser() -> argparse.ArgumentParser:
+    made = project_parser(
+        "parity",
+        "Train the same few steps under DDP and under ZeRO in processes on the CPU. The exit code is 1 if a loss or a "
+        "weight differs in any bit.",
+        stages=[1, 2, 3],
     )
-    add_project(made)
     made.add_argument("--ranks", type=int, default=2, help="number of processes (default: 2)")
     made.add_argument("--steps", type=int, default=3, help="number of optimizer steps (default: 3)")
-    made.add_argument(
-        "--stage", type=int, nargs="+", default=[1, 2, 3], choices=[1, 2, 3], help="ZeRO stages (default: all)"
-    )
-    made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
-    made.add_argument("--option", nargs="+", default=[], metavar="name=value", help="other options of ZeroStrategy")
-    made.add_argument("--json", action="store_true", help="print the result as JSON")
     return made
 
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, replace
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
-from lightning_zero.commands.projects import add_project, project_of, split_arguments, strategy_options
-from lightning_zero.commands.showing import Parser, print_json, size_of
+from lightning_zero.commands.projects import project_of, project_parser, split_arguments, strategy_options
+from lightning_zero.commands.showing import print_json, size_of
 from lightning_zero.io.annotations import matches
 from lightning_zero.io.paths import read_json
 from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.tables import show
-
-USAGE = """lightning-zero plan package.module:Module [width=512 ...] --batch package.module:make_batch [options]
-       lightning-zero plan train.py [options] [-- arguments of the script]
-       lightning-zero plan [model=gpt_small ...] [options]"""
 
 
 def main(arguments: list[str]) -> int:
@@ -29,7 +26,7 @@ def main(arguments: list[str]) -> int:
         parser().error("name a project (package.module:Module, train.py or model=gpt_small), or pass --paper")
     sys.path.insert(0, "")
     try:
-        from lightning_zero.planning.advice import advise, make_plans
+        from lightning_zero.planning.advice import CHECKPOINTING, OFFLOADS, advise, as_json, make_plans
 
         measured = read_json(parsed.resources) if parsed.resources is not None else {}
         if not all(isinstance(measured.get(name, {}), dict) for name in ("resources", "machine")):
@@ -42,16 +39,19 @@ def main(arguments: list[str]) -> int:
             settings = {"machines": 1, **settings}  # with --ranks, the Trainer's number of machines is ignored
         known = {**project.settings, **settings}
         left_out: list[str] = []
+        options = strategy_options(parsed.option, _CHOICES)
+        variants = [
+            {**dict(zip(options, values)), **CHECKPOINTING[checkpointing], **OFFLOADS[offload]}
+            for offload, checkpointing, *values in product(parsed.offload, parsed.checkpointing, *options.values())
+        ]
         plans = make_plans(
             project.make_module,
             project.batch,
             stages=parsed.stage,
-            offloads=parsed.offload,
-            checkpointing=[{"off": False, "on": True}.get(each, each) for each in parsed.checkpointing],
+            variants=variants,
             micro_batches=parsed.micro_batch or [None],
             resources=resources,
             memory=memory,
-            choices=strategy_options(parsed.option, _CHOICES),
             transport=parsed.transport or measured.get("machine", {}).get("transport") or "nccl",
             left_out=left_out,
             **{"ranks": 1, **known},
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     for reason in left_out:
         print(f"Left out: {reason}", file=sys.stderr)
     if parsed.json:
-        print_json([asdict(plan) for plan in plans])
+        print_json([as_json(plan) for plan in plans])
         return 0
     _print(plans)
     for sentence in advise(plans, memory):
@@ -101,25 +101,15 @@ _CHOICES = {
 """Options of the strategy that have their own arguments here, since each value gets its own plans."""
 
 
-def parser() -> Parser:
-    made = Parser(
-        prog="lightning-zero plan",
-        usage=USAGE,
-        description="Predict memory, traffic and time: run the real Trainer and engine for two steps on fake tensors, "
-        "as one rank of many.",
+def parser() -> argparse.ArgumentParser:
+    made = project_parser(
+        "plan",
+        "Predict memory, traffic and time: run the real Trainer and engine for two steps on fake tensors, as one rank "
+        "of many.",
+        stages=[0, 1, 2, 3],
     )
-    add_project(made)
     made.add_argument("--ranks", type=int, help="world size (default: the Trainer's, or 1)")
-    made.add_argument("--stage", type=int, nargs="+", default=[0, 1, 2, 3], choices=[0, 1, 2, 3], help="0 is DDP")
     made.add_argument("--offload", nargs="+", default=["none"], choices=["none", "cpu", "nvme", "activations"])
-    made.add_argument(
-        "--option",
-        nargs="+",
-        default=[],
-        metavar="name=value",
-        help="other options of ZeroStrategy, such as prefetch=0; several values of one are several choices: "
-        "shard_within=null shard_within=node",
-    )
     made.add_argument(
         "--machines", type=int, help="machines, each with the same number of ranks (default: the Trainer's, or 1)"
     )
@@ -132,7 +122,6 @@ def parser() -> Parser:
         help="activation checkpointing; partitioned: each tensor-parallel rank keeps a part of the activations",
     )
     made.add_argument("--accumulate", type=int, nargs="+", help="micro-batches per step (default: the Trainer's, or 1)")
-    made.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
     made.add_argument("--clip", type=float, help="gradient_clip_val (default: the Trainer's)")
     made.add_argument("--memory", type=size_of, help="memory of the device, such as 80GB, to show which choices fit")
     made.add_argument("--resources", type=Path, help="file with the output of lightning-zero doctor --json")
@@ -143,7 +132,6 @@ def parser() -> Parser:
         choices=["nccl", "gloo", "shared memory"],
         help="transport between ranks, which determines communication buffers (default: as in --resources, or nccl)",
     )
-    made.add_argument("--json", action="store_true", help="print the plans as JSON")
     made.add_argument(
         "--paper", action="store_true", help="print Table 1 of the ZeRO paper, by its formula and by the engine"
     )
@@ -168,11 +156,12 @@ def _resources(parsed: argparse.Namespace, measured: dict[str, Any]) -> Any:
 
 
 def _print(plans: list[Any]) -> None:
-    columns = {"strategy": [plan.name for plan in plans], "batch": [_batch(plan) for plan in plans]}
-    for name in _CATEGORIES:
+    batches = [f"{plan.micro_batch or ''}{f' x {plan.accumulate}' if plan.accumulate > 1 else ''}" for plan in plans]
+    columns = {"strategy": [plan.name for plan in plans], "batch": batches}
+    for name in ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations"):
         if any(plan.peak_bytes.get(name) for plan in plans):
             columns[name] = [in_bytes(plan.peak_bytes.get(name, 0)) for plan in plans]
-    columns["total"] = [in_bytes(plan.peak_bytes["total"]) for plan in plans]
+    columns["total"] = [in_bytes(plan.total_bytes) for plan in plans]
     columns["host"] = [in_bytes(plan.host_bytes) for plan in plans]
     if any(plan.disk_bytes for plan in plans):
         columns["disk"] = [in_bytes(plan.disk_bytes) for plan in plans]
@@ -187,25 +176,17 @@ def _print(plans: list[Any]) -> None:
     show([tuple(columns), *zip(*columns.values())], tuple(range(1, len(columns))))
 
 
-def _batch(plan: Any) -> str:
-    return f"{plan.micro_batch or ''}{f' x {plan.accumulate}' if plan.accumulate > 1 else ''}"
-
-
-_CATEGORIES = ("parameters", "gathered", "gradients", "reduction", "optimizer", "activations")
-
-
 def _paper(parsed: argparse.Namespace) -> int:
     from lightning_zero.planning.paper import TABLE_1_RANKS, TABLE_1_SIZES, table_1
 
     cells = table_1()
     if parsed.json:
-        print_json([cell._asdict() for cell in cells])
+        print_json(cells)
         return 0
-    by_place = {(cell.ranks, cell.parameters, cell.stage): cell for cell in cells}
     rows = [("ranks", *(f"{size / 1e9:g} B, stage {stage}" for size in TABLE_1_SIZES for stage in (1, 2, 3)))]
     for ranks in TABLE_1_RANKS:
-        found = [by_place[ranks, size, stage] for size in TABLE_1_SIZES for stage in (1, 2, 3)]
-        rows.append((str(ranks), *(f"{cell.formula_gb:.4g} | {cell.engine_gb:.4g}" for cell in found)))
+        found = [f"{cell['formula_gb']:.4g} | {cell['engine_gb']:.4g}" for cell in cells if cell["ranks"] == ranks]
+        rows.append((str(ranks), *found))
     show(rows, tuple(range(len(rows[0]))))
     print("GB of model states per rank: by the paper's formula | in this engine, whose gradients are fp32.")
     return 0

@@ -13,6 +13,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from lightning_zero.commands.showing import Parser
+
+_USAGE = """lightning-zero {command} package.module:Module [width=64 ...] --batch package.module:make_batch [options]
+       lightning-zero {command} train.py [options] [-- arguments of the script]
+       lightning-zero {command} [model=gpt_tiny ...] [options]"""
+
 
 def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     """Split at ``--`` into the command's own arguments and the script's arguments."""
@@ -20,8 +26,9 @@ def split_arguments(arguments: list[str]) -> tuple[list[str], list[str]]:
     return arguments[:where], arguments[where + 1 :]
 
 
-def add_project(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments that ``project_of`` reads."""
+def project_parser(command: str, description: str, stages: list[int]) -> Parser:
+    """A parser with the arguments that ``project_of`` reads, and the options of every command for projects."""
+    parser = Parser(f"lightning-zero {command}", usage=_USAGE.format(command=command), description=description)
     parser.add_argument(
         "project",
         nargs="*",
@@ -35,6 +42,18 @@ def add_project(parser: argparse.ArgumentParser) -> None:
         help="for a class or a function: package.module:function that returns a batch like the data loader's, or "
         "tensors such as 'int64[4,1024]'",
     )
+    parser.add_argument("--stage", type=int, nargs="+", default=stages, choices=stages, help="ZeRO stages; 0 is DDP")
+    parser.add_argument("--precision", help="the Trainer's precision (default: the project's, or 32-true)")
+    parser.add_argument(
+        "--option",
+        nargs="+",
+        default=[],
+        metavar="name=value",
+        help="other options of ZeroStrategy, such as prefetch=0; for plan, several values of one are several choices: "
+        "shard_within=null shard_within=node",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
 
 
 def project_of(parsed: argparse.Namespace, of_script: list[str]) -> Any:
@@ -89,14 +108,12 @@ def _found(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: if there is no such object, or if it is not callable.
     """
-    if ":" not in name:
-        raise ValueError(f"{name!r} must be package.module:Name")
     try:
         found: Any = pkgutil.resolve_name(name)
     except AttributeError as error:
         raise ValueError(f"{name!r}: {error}") from None
     if not callable(found):
-        raise ValueError(f"{name!r} must be a class or function, but is a {type(found).__name__}")
+        raise ValueError(f"{name!r} must be package.module:Name, not a {type(found).__name__}")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Launch the ranks of one job on this machine.
+"""Launch the ranks of one job on this machine, with torchrun's agent.
 
 Every job, even within a sweep, has its own processes and passes its config to them. Lightning's own launcher would
 instead run the command line again, which would repeat the entire sweep, and would leave MASTER_PORT, WORLD_SIZE and a
@@ -6,25 +6,22 @@ process group behind in the process that starts the next job.
 """
 
 import os
-import signal
 import sys
-import time
+import tempfile
 import traceback
 from collections.abc import Callable
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from omegaconf import DictConfig
 from torch.cuda import device_count
-from torch.multiprocessing import ProcessExitedException, start_processes
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from lightning_zero.commands.check import ConfigError, JobFailed
 from lightning_zero.commands.showing import optional_stdout
 from lightning_zero.engine import process_group
 from lightning_zero.strategies.lightning_internals import set_num_threads_if_needed
-
-Job = Callable[[DictConfig], None]
-GRACE = 5.0  # seconds to wait for ranks after a failure before SIGTERM is sent, and again before SIGKILL is sent
-_TERMINATED = 128 + signal.SIGTERM  # exit code, as in shells
 
 
 def ranks_exist() -> bool:
@@ -32,77 +29,50 @@ def ranks_exist() -> bool:
     return "LOCAL_RANK" in os.environ or TorchElasticEnvironment.detect() or SLURMEnvironment.detect()
 
 
-def launch(job: Job, config: DictConfig) -> None:
+def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
-    If a process fails, or on Ctrl-C, all remaining processes are terminated within seconds. SIGTERM is forwarded to the
-    processes, which have as long as they need to end after their step and to save; a second SIGTERM kills them.
+    If a process fails, the others get SIGTERM. Ctrl-C and SIGTERM are forwarded to all. Processes have as long as under
+    torchrun to end after their step and to save: 30 seconds, or ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``.
 
     Raises:
         JobFailed: if a process fails.
-        SystemExit: after SIGTERM, with exit code 0 if all processes ended with 0.
+        SystemExit: after a signal.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(
             f"trainer.num_nodes={config.trainer.num_nodes} requires a launcher: start one process per rank "
             "with torchrun or srun"
         )
-    world_size = _world_size(config)
-    # As with torchrun, this process hosts the store. The port is opened before its number is passed to the
-    # ranks, so no other program can take the port.
-    store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-    ranks = start_processes(_run_rank, (job, config, world_size, store.port), world_size, join=False)
-    is_asked_to_end = False
-
-    def forward(*_: object) -> None:
-        nonlocal is_asked_to_end
-        for process in ranks.processes:
-            if is_asked_to_end:
-                process.kill()
-            else:
-                process.terminate()
-        is_asked_to_end = True
-
-    before = signal.signal(signal.SIGTERM, forward)
-    failure = None
-    try:
-        while not ranks.join(grace_period=GRACE):
-            pass
-    except ProcessExitedException as error:
-        failure = error
-    finally:
-        for process in ranks.processes:
-            process.terminate()
-        deadline = time.monotonic() + GRACE
-        for process in ranks.processes:
-            process.join(max(0.0, deadline - time.monotonic()))
-            process.kill()
-        signal.signal(signal.SIGTERM, before)
-    if is_asked_to_end:  # even after another failure, a sweep must not continue with its next job
-        raise SystemExit(0 if failure is None else _TERMINATED)
-    if failure is not None:
-        how = f"failed with exit code {failure.exit_code}"
-        if failure.signal_name:
-            how = f"was killed by {failure.signal_name}"
-        raise JobFailed(f"rank {failure.error_index} of {world_size} {how}")
+    world_size = config.trainer.devices
+    if world_size == "auto":
+        world_size = device_count() or 1  # on a CPU, as in Lightning
+    with tempfile.TemporaryDirectory() as logs:
+        settings = LaunchConfig(
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=world_size,
+            run_id="lightning-zero",
+            rdzv_backend="c10d",
+            rdzv_endpoint="localhost:0",
+            local_addr="localhost",
+            max_restarts=0,
+            logs_specs=DefaultLogsSpecs(log_dir=logs),
+        )
+        try:
+            elastic_launch(settings, _run_rank)(job, config)
+        except SignalException as error:  # a sweep must not continue with its next job
+            raise SystemExit(128 + error.sigval) from None  # as in shells
+        except ChildFailedError as error:
+            rank, failure = error.get_first_failure()
+            how = f"failed with exit code {failure.exitcode}"
+            if failure.exitcode < 0:
+                how = f"was killed by {failure.signal_name()}"
+            raise JobFailed(f"rank {rank} of {world_size} {how}") from None
 
 
-def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: int) -> None:
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-        TORCHELASTIC_RUN_ID="lightning-zero",  # so that Lightning launches no processes itself
-        TORCHELASTIC_RESTART_COUNT="0",
-        TORCHELASTIC_MAX_RESTARTS="0",
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(world_size),
-        LOCAL_WORLD_SIZE=str(world_size),
-        GROUP_RANK="0",
-    )
-    set_num_threads_if_needed(world_size)
+def _run_rank(job: Callable[[DictConfig], None], config: DictConfig) -> None:
+    set_num_threads_if_needed(int(os.environ["WORLD_SIZE"]))
     sys.stdout = optional_stdout()  # not restored: the process flushes sys.stdout at exit
     try:
         job(config)
@@ -112,13 +82,3 @@ def _run_rank(rank: int, job: Job, config: DictConfig, world_size: int, port: in
         sys.exit(1)
     if process_group.is_initialized():
         process_group.destroy()
-
-
-def _world_size(config: DictConfig) -> int:
-    if config.trainer.devices != "auto":
-        return config.trainer.devices
-    if config.trainer.accelerator == "cpu":
-        raise ConfigError("trainer.devices=auto cannot be used on a CPU: set it to the number of processes")
-    if device_count() == 0:
-        raise ConfigError(f"trainer.accelerator={config.trainer.accelerator}: torch finds no such device here")
-    return device_count()

@@ -7,12 +7,9 @@ import importlib.util
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 from lightning_zero.commands.showing import Parser, print_json
-
-if TYPE_CHECKING:
-    from lightning_zero.reporting.records import Run
 
 
 def main(arguments: list[str]) -> int:
@@ -21,6 +18,11 @@ def main(arguments: list[str]) -> int:
 
     try:
         runs = read_runs(parsed.folder)
+        if not any(run.manifest or run.results or run.metrics for run in runs):
+            raise ReportError(
+                f"{parsed.folder} has no records of a run: no manifest.json from RunManifest, no results.json from "
+                "lightning-zero train, and no metrics.csv from CSVLogger"
+            )
         if parsed.json:
             print_json([run._asdict() | {"folder": str(run.folder)} for run in runs])
             return 0
@@ -43,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
     return made
 
 
-def _write(runs: Sequence[Run], root: Path, output: Path) -> list[Path]:
+def _write(runs: Sequence[Any], root: Path, output: Path) -> list[Path]:
     """Write the page and, for each run with records, a card in the run's subfolder of ``output``; return all paths."""
     from lightning_zero.io.paths import write_anew
     from lightning_zero.reporting import page

@@ -49,7 +49,7 @@ def stdout_for_json() -> Iterator[None]:
     """Context in which only ``print_json`` writes to stdout. Other output, even of child processes, goes to stderr."""
     global _stdout_for_json
     sys.stdout.flush()
-    with os.fdopen(os.dup(1), "w") as _stdout_for_json:
+    with optional_stdout(os.dup(1), closefd=True) as _stdout_for_json:
         os.dup2(2, 1)
         try:
             yield
@@ -72,8 +72,8 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-class _OptionalStdout(io.FileIO):
-    """Standard output that discards data after its reader has closed the pipe."""
+class _OptionalFile(io.FileIO):
+    """A file that discards data after its reader has closed the pipe."""
 
     def write(self, data: Any) -> int:
         try:
@@ -82,7 +82,7 @@ class _OptionalStdout(io.FileIO):
             return len(data)
 
 
-def optional_stdout() -> TextIO:
-    """A standard output for training runs, which continue when their output is no longer read."""
-    binary = io.BufferedWriter(_OptionalStdout(1, "w", closefd=False))
+def optional_stdout(descriptor: int = 1, closefd: bool = False) -> TextIO:
+    """A standard output for commands, which continue when their output is no longer read."""
+    binary = io.BufferedWriter(_OptionalFile(descriptor, "w", closefd=closefd))
     return io.TextIOWrapper(binary, sys.stdout.encoding, sys.stdout.errors, line_buffering=True)

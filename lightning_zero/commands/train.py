@@ -1,7 +1,6 @@
 """`lightning-zero train`: a Hydra app that trains one model or, with -m, a sweep of models, and writes reports."""
 
 import argparse
-import contextlib
 import json
 import os
 import re
@@ -12,19 +11,21 @@ import textwrap
 import time
 import warnings
 from pathlib import Path
+from typing import Any, ClassVar
 
 import hydra
 from hydra._internal.utils import get_args_parser
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
-from lightning_zero.commands.compare import CompareJobs, compare
-from lightning_zero.commands.showing import Parser, optional_stdout, print_json
+from lightning_zero.commands.showing import Parser, print_json
+from lightning_zero.io.tables import show
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 
@@ -57,13 +58,56 @@ def train(config: DictConfig) -> None:
     trainer: Trainer = instantiate(config.trainer, callbacks=callbacks, logger=instantiate(config.logger) or False)
 
     trainer.fit(model, data, ckpt_path=config.resume)
-    (metrics,) = trainer.validate(model, data, verbose=False)
+    metrics: dict[str, float] = dict(*trainer.validate(model, data, verbose=False))  # none with limit_val_batches=0
 
     is_sharded = engine_of(model) is not None  # if so, all ranks must call sample()
     sample = model.sample() if hasattr(model, "sample") and (trainer.is_global_zero or is_sharded) else None
     if trainer.is_global_zero:
         best = getattr(trainer.checkpoint_callback, "best_model_path", "")
         results.write_report(Path(config.folder), results.collect(trainer, monitor, metrics, best), sample)
+
+
+class CompareJobs(Callback):
+    """Hydra callback that records the folder of a sweep.
+
+    ``main`` calls ``compare`` when the sweep is over. Hydra would call ``on_multirun_end`` only if no job
+    failed, but the other jobs should be compared after a failure, too.
+    """
+
+    folder: ClassVar[Path | None] = None
+    report: ClassVar[Path | None] = None  # path of a job's results.json or a sweep's comparison.json
+
+    def on_multirun_start(self, config: DictConfig, **kwargs: Any) -> None:
+        CompareJobs.folder = Path(config.hydra.sweep.dir).absolute()
+
+
+def compare(folder: Path) -> Path:
+    """Print the table and write ``comparison.json`` for the jobs in a sweep's ``folder``.
+
+    Returns:
+        The path of ``comparison.json``.
+    """
+    from lightning_zero.reporting.records import read_runs
+    from lightning_zero.reporting.results import DETAILS, figures
+
+    runs = read_runs(folder)
+    common = set.intersection(*(set(run.overrides) for run in runs)) if runs else set()
+    jobs = {
+        " ".join([run.name, *(each for each in run.overrides if each not in common)]).replace('"', ""): run.results
+        for run in runs
+    }
+    written = folder / "comparison.json"
+    written.write_text(json.dumps(jobs, indent=1))
+    found = {}
+    for label, results in jobs.items():
+        found[label] = {"status": "succeeded", **figures(results)} if results else {"status": "failed"}
+    headings = dict.fromkeys(heading for values in found.values() for heading in values if heading not in DETAILS)
+    rows = [("job", *headings)]
+    rows += [(label, *(values.get(heading, "") for heading in headings)) for label, values in found.items()]
+    show(rows, right=range(2, len(rows[0])))
+    print("comparison", written)
+    print("curves lightning-zero report", folder, flush=True)
+    return written
 
 
 def job(config: DictConfig) -> float | None:
@@ -165,19 +209,14 @@ def main(arguments: list[str]) -> int:
             if given.help and not (given.config_dir or given.config_path or given.config_name):
                 show_help(list(map(_quote_stage, given.overrides)))
             else:
-                only_informs = given.help or given.hydra_help or given.cfg or given.info or given.shell_completion
-                with contextlib.redirect_stdout(sys.stdout if only_informs else optional_stdout()):
-                    app()
+                app()
         except JobFailed as error:
             code = error.exit_code
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
             if wants_traceback:
                 raise
-            complain(in_one_line(error))
-            code = 2
-        except (YAMLError, UnicodeDecodeError) as error:
-            where = given.config_dir or given.config_path or "lightning_zero.conf"
-            complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
+            is_decoded = not isinstance(error, UnicodeDecodeError)
+            complain(in_one_line(error) if is_decoded else f"a configuration file is damaged: {error}")
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT

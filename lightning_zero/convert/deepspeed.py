@@ -15,7 +15,6 @@ import argparse
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator
 from math import ceil, prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,14 +22,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError
 from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.reading import OpenedCheckpoint
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
-from lightning_zero.checkpoint.trees import renamed, versions_in, with_versions
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, numbered
+from lightning_zero.checkpoint.restricted import load_torch
+from lightning_zero.checkpoint.trees import versions_in, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import config as options
 from lightning_zero.io.names import listed
@@ -85,28 +84,26 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
     by_rank = {rank: _load(file)["optimizer_state_dict"] for rank, file in optimizer_files.items()}
     saved = list(by_rank.values())
     model, state = models[min(models)], saved[0]
-    _check_only_zero(folder, model)
+    _check_only_zero(folder, _other_parallelism(model))
+    if not isinstance(model["module"], dict) or not model.get("param_shapes"):
+        raise ValueError(f"{folder} has no parameter names: pipeline parallelism was used, or no optimizer was saved.")
     stage, count = _stage_of(folder, state), state["partition_count"]  # at stages 1 and 2, one count per param group
     world_size = max(count) if isinstance(count, (list, tuple)) else count
     _check_ranks(folder, "..._optim_states.pt", list(by_rank), world_size)
     _check_ranks(folder, "..._model_states.pt", list(models), world_size if stage == 3 else 1)
 
     masters = [each["fp32_flat_groups" if stage == 3 else "single_partition_of_fp32_groups"] for each in saved]
-    layouts = _by_parameter(model, masters) if stage == 3 else _by_group(model, saved, masters)
-    _check_sizes(folder, masters, layouts, stage)
-    trained = {}
-    for number, layout in enumerate(layouts):
-        for name, fragments in layout.items():
-            trained[name] = fragments.assemble(name, [flats[number] for flats in masters])
-    state_dict = _state_dict(list(models.values()), trained)
-    # Before version 2.1, Lightning wrapped the module, which added a prefix to the names.
-    prefix = "_forward_module." if all(name.startswith("_forward_module.") for name in state_dict) else ""
-
+    layouts = _layouts_of(folder, model, saved, masters, stage)
+    trained = {
+        name: place.tensor_in([flats[number] for flats in masters], name)
+        for number, layout in enumerate(layouts)
+        for name, place in layout.items()
+    }
     checkpoint: dict[str, Any] = {key: value for key, value in model.items() if key not in _OWN_ENTRIES}
     if model.get("lr_scheduler") is not None:
         checkpoint.setdefault("lr_schedulers", [model["lr_scheduler"]])
     checkpoint = with_lightnings_entries(checkpoint, steps=model["global_steps"])
-    checkpoint["state_dict"] = renamed(state_dict, lambda name: name.removeprefix(prefix))
+    checkpoint["state_dict"] = _state_dict(list(models.values()), trained)
     names = None
     config: Any = model.get("ds_config")  # DeepSpeed's configuration
     is_dealt = stage < 3 and "zero_stage" in state and isinstance(config, dict)
@@ -114,14 +111,12 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
     entry = "optimizer_state_dict" if stage == 3 else "base_optimizer_state"
     optimizer = _optimizer_state(folder, [each.get(entry) for each in saved], masters, layouts, is_dealt)
     if optimizer is not None:
-        names, checkpoint["optimizer_states"] = [[name.removeprefix(prefix) for name in optimizer[0]]], [optimizer[1]]
+        checkpoint["optimizer_states"], names = [optimizer[0]], [optimizer[1]]
     if any(isinstance(value, Tensor) and value.dtype in options.LOW_PRECISION for value in model["module"].values()):
-        own_masters = {name.removeprefix(prefix): value for name, value in trained.items()}
-        checkpoint[CHECKPOINT_KEY] = {"masters": own_masters}
+        checkpoint[CHECKPOINT_KEY] = {"masters": trained}
 
     written_by = {"deepspeed": str(model.get("ds_version", "")), "stage": stage, "world_size": len(saved)}
-    extents = _extents([*optimizer_files.values(), *model_files.values()])
-    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), extents)
+    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), lambda: iter(()))
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------
@@ -130,25 +125,23 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
 def _folder_of_tag(path: Path) -> Path:
     """Return the folder with the ranks' files: the path itself, or the folder of the tag stored in ``latest``."""
     if not path.is_dir():
-        what = "is a file" if path.is_file() else "does not exist"
-        raise FileNotFoundError(f"{path} {what}: a DeepSpeed checkpoint is a local folder with a 'latest' file.")
+        raise FileNotFoundError(
+            f"{path} is not a folder: a DeepSpeed checkpoint is a local folder with a 'latest' file."
+        )
     names = sorted(os.listdir(path))
     if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
         return path
-    if "latest" in names:
-        with open_regular(inside(path, "latest")) as file:
-            name = file.read(_LONGEST_TAG).decode(errors="replace").strip()
-        folder = Path(inside(path, name))
-        if not folder.is_dir():
-            raise FileNotFoundError(f"{path}/latest names '{name}', but {path} contains no such folder.")
-        return folder
-    for tag in (path / name for name in reversed(names)):
-        if tag.is_dir() and any(map(_OPTIMIZER_FILE.fullmatch, os.listdir(tag))):
-            raise FileNotFoundError(f"{path} has no 'latest' file: pass the folder of a tag, such as {tag}.")
-    raise FileNotFoundError(
-        f"{path} is not a DeepSpeed checkpoint: it has neither a 'latest' file nor an '..._optim_states.pt' file. "
-        f"It contains: {listed(names) or 'nothing'}."
-    )
+    if "latest" not in names:
+        raise FileNotFoundError(
+            f"{path} has neither a 'latest' file nor files of ranks: pass a DeepSpeed checkpoint, or the folder of a "
+            f"tag in it. It contains: {listed(names) or 'nothing'}."
+        )
+    with open_regular(inside(path, "latest")) as file:
+        name = file.read(_LONGEST_TAG).decode(errors="replace").strip()
+    folder = Path(inside(path, name))
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{path}/latest names '{name}', but {path} contains no such folder.")
+    return folder
 
 
 def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
@@ -157,28 +150,24 @@ def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     optimizer = [match for name in names if (match := _OPTIMIZER_FILE.fullmatch(name))]
     model = [match for name in names if (match := _MODEL_FILE.fullmatch(name))]
     others = [match.string for match in (*optimizer, *model) if int(match[2]) > 0]
-    others += [name for name in names if name.startswith(("layer_", "expp_rank_")) or "_expert_" in name]
-    if others:
-        raise ValueError(_other_parallelism(folder, sorted(others)))
-    if not optimizer:
-        raise FileNotFoundError(
-            f"{folder} has no '..._optim_states.pt' file, which ZeRO stages 1 to 3 write. It contains: "
-            f"{listed(names) or 'nothing'}. If ZeRO was not used, the weights are the entry "
-            "'module' of mp_rank_00_model_states.pt."
-        )
-    if not model:
-        raise FileNotFoundError(f"{folder} is incomplete: it has no file '..._model_states.pt'.")
+    _check_only_zero(folder, others + [name for name in names if name.startswith("layer_") or "expert_" in name])
+    for found, kind in ((optimizer, "optim"), (model, "model")):
+        if not found:
+            raise FileNotFoundError(
+                f"{folder} is incomplete: it has no file '..._{kind}_states.pt' of ZeRO stages 1 to 3."
+            )
     return (
         dict(sorted((int(match[1]), Path(inside(folder, match.string))) for match in optimizer)),
         dict(sorted((int(match[1] or 0), Path(inside(folder, match.string))) for match in model)),
     )
 
 
-def _other_parallelism(folder: Path, evidence: list[str]) -> str:
-    return (
-        f"{folder} contains a model that was split by tensor, pipeline or expert parallelism as well as by ZeRO "
-        f"({listed(evidence)}). This is not supported: use DeepSpeed's own ds_to_universal.py."
-    )
+def _check_only_zero(folder: Path, evidence: list[str]) -> None:
+    if evidence:
+        raise ValueError(
+            f"{folder} contains a model that was split by tensor, pipeline or expert parallelism as well as by ZeRO "
+            f"({listed(evidence)}). This is not supported: use DeepSpeed's own ds_to_universal.py."
+        )
 
 
 def _check_ranks(folder: Path, files: str, ranks: list[int], world_size: Any) -> None:
@@ -228,23 +217,6 @@ def _load(file: Path) -> dict[str, Any]:
     return loaded
 
 
-def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
-    """Return a function that yields an extent for each record in these files that has a checksum."""
-
-    def extents() -> Iterator[Extent]:
-        for path in files:
-            with open(path, "rb") as file:
-                try:
-                    records = records_of(file)
-                except BrokenArchiveError as error:
-                    raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
-            for record in records:
-                if record.crc32 is not None:
-                    yield Extent(path.name, record.start, record.length, record.crc32, [record.name])
-
-    return extents
-
-
 # -- contents of the files ---------------------------------------------------------------------------------------------
 
 
@@ -259,105 +231,79 @@ def _stage_of(folder: Path, state: dict[str, Any]) -> int:
     return int(stage)
 
 
-def _check_only_zero(folder: Path, model: dict[str, Any]) -> None:
+def _other_parallelism(model: dict[str, Any]) -> list[str]:
+    """The kinds of parallelism beside ZeRO that the model file states."""
     parallel = {"mp_world_size": model.get("mp_world_size"), **(model.get("checkpoint_parallel_dimensions") or {})}
-    others: dict[str, Any] = {
-        name: degree for name, degree in parallel.items() if isinstance(degree, int) and degree > 1
-    }
-    others |= {name: "yes" for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)}
-    if others:
-        raise ValueError(_other_parallelism(folder, [f"{name}: {degree}" for name, degree in others.items()]))
-    if not isinstance(model["module"], dict) or not model.get("param_shapes"):
-        raise ValueError(f"{folder} has no parameter names: pipeline parallelism was used, or no optimizer was saved.")
+    others = [f"{name}: {degree}" for name, degree in parallel.items() if isinstance(degree, int) and degree > 1]
+    return others + [name for name in ("ds_autoep_layers", "autoep_layers") if model.get(name)]
 
 
-class _Fragments(NamedTuple):
-    """Locations of one parameter's elements in the ranks' flat vectors.
+class _Place(NamedTuple):
+    """The place of a parameter's elements in the ranks' flat vectors.
 
     Attributes:
-        ranges: (rank, start, stop) of each fragment, in the order of the elements. The last ranges may include padding.
+        start: position of the first element: at stage 3 in each rank's vector, otherwise in the ranks' joined vectors.
+        share: number of elements, with padding, in each rank's vector at stage 3; None at stages 1 and 2.
     """
 
     shape: tuple[int, ...]
-    ranges: list[tuple[int, int, int]]
+    start: int
+    share: int | None
 
-    def assemble(self, name: str, flats: list[Tensor]) -> Tensor:
+    def tensor_in(self, flats: list[Tensor], name: str) -> Tensor:
         """Return the parameter, or an optimizer state of the same shape, from the ranks' flat vectors."""
-        return _stored(name, self.shape, [flats[rank][start:stop] for rank, start, stop in self.ranges])
+        if self.share is None:
+            return _joined(name, self.shape, flats, self.start)
+        return _joined(name, self.shape, [flat[self.start : self.start + self.share] for flat in flats])
 
 
-_FlatLayout = dict[str, _Fragments]
-"""Fragments by parameter name, in the order of the parameters in one sharded flat vector."""
+_Layout = dict[str, _Place]
+"""Places by parameter name, in the order of the parameters in one sharded flat vector."""
 
 
-def _by_group(model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]]) -> list[_FlatLayout]:
-    """Layouts at stages 1 and 2: the ranks' shards are consecutive ranges of a param group's flat vector."""
+def _layouts_of(
+    folder: Path, model: dict[str, Any], saved: list[dict[str, Any]], masters: list[list[Tensor]], stage: int
+) -> list[_Layout]:
+    """Return the layout of each flat vector.
+
+    Raises:
+        ValueError: if the ranks' vectors do not have the sizes that follow from the shapes in the model file.
+    """
     layouts = []
     paddings = saved[0].get("param_alignment_paddings")
-    for group, shapes in enumerate(model["param_shapes"]):
-        starts = [0]
-        for flats in masters:
-            starts.append(starts[-1] + flats[group].numel())
-        padding = dict(zip(shapes, paddings[group])) if paddings else {}
-        layout, offset = {}, 0
+    for number, shapes in enumerate(model["param_shapes"]):
+        padding = dict(zip(shapes, paddings[number])) if paddings else {}
+        layout, start, stop = {}, 0, 0
         for name, shape in shapes.items():
-            stop = offset + prod(shape)
-            ranges = [
-                (rank, max(offset - first, 0), min(stop, last) - first)
-                for rank, (first, last) in enumerate(zip(starts, starts[1:]))
-                if max(offset, first) < min(stop, last)
-            ]
-            layout[name] = _Fragments(tuple(shape), ranges)
-            offset = stop + padding.get(name, 0)
-        layouts.append(layout)
-    return layouts
-
-
-def _by_parameter(model: dict[str, Any], masters: list[list[Tensor]]) -> list[_FlatLayout]:
-    """Layouts at stage 3: each parameter is padded, and split into equal shards, one per rank."""
-    layouts = []
-    for shapes in model["param_shapes"]:
-        layout, offset = {}, 0
-        for name, shape in shapes.items():
-            part = ceil(prod(shape) / len(masters))
-            layout[name] = _Fragments(tuple(shape), [(rank, offset, offset + part) for rank in range(len(masters))])
-            offset += part
-        layouts.append(layout)
-    return layouts
-
-
-def _check_sizes(folder: Path, masters: list[list[Tensor]], layouts: list[_FlatLayout], stage: int) -> None:
-    """Check that the ranks' vectors have the sizes that follow from the shapes in the model file."""
-    for number, layout in enumerate(layouts):
+            share = ceil(prod(shape) / len(masters)) if stage == 3 else None
+            layout[name] = _Place(tuple(shape), start, share)
+            stop = start + (prod(shape) if share is None else share)
+            start = stop + padding.get(name, 0)
         held = [flats[number].numel() if number < len(flats) else 0 for flats in masters]
-        elements = sum(prod(fragments.shape) for fragments in layout.values())
-        if stage == 3:
-            part = sum(ceil(prod(fragments.shape) / len(masters)) for fragments in layout.values())
-            fits = all(numel == part for numel in held)
-        else:
-            located = sum(stop - start for fragments in layout.values() for _, start, stop in fragments.ranges)
-            fits = located == elements <= sum(held)
+        fits = all(numel == stop for numel in held) if stage == 3 else stop <= sum(held)
         if not fits:
             advice = "The files come from different models or different saves."
             if (folder / "offloaded_tensors").is_dir():
                 advice = "The optimizer's state was on NVMe, in files that only DeepSpeed can read."
             raise ValueError(
                 f"{folder} is inconsistent: in '..._model_states.pt', param group {number} "
-                f"({listed(list(layout), 3)}) has {elements} elements, but the element counts by rank are "
+                f"({listed(list(layout), 3)}) has {stop} elements, but the element counts by rank are "
                 f"{listed(map(str, held))}. {advice}"
             )
+        layouts.append(layout)
+    return layouts
 
 
-def _stored(name: str, shape: tuple[int, ...], parts: list[Tensor]) -> Tensor:
-    """Join memory-mapped parts into one lazy tensor, and convert low-precision values to fp32."""
+def _joined(name: str, shape: tuple[int, ...], parts: list[Tensor], skip: int = 0) -> Tensor:
+    """Join memory-mapped parts into one lazy tensor, without their first elements; low precision becomes fp32."""
     parts = [part.detach() for part in parts]  # masters are saved with requires_grad=True
     numel, dtype = prod(shape), parts[0].dtype if parts else torch.float32
-    if sum(part.numel() for part in parts) < numel:
+    if sum(part.numel() for part in parts) < skip + numel:
         raise DamagedCheckpointError(f"{name} is damaged: its files lack some of its {numel} elements.")
     dtype = torch.float32 if dtype in options.LOW_PRECISION else dtype
 
     def read(start: int, stop: int) -> Tensor:
-        out, first = torch.empty(stop - start, dtype=dtype, device="cpu"), 0
+        out, first = torch.empty(stop - start, dtype=dtype, device="cpu"), -skip
         for part in parts:
             last = first + part.numel()
             low, high = max(start, first), min(stop, last)
@@ -374,8 +320,9 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
     model = models[0]
     frozen = {}
     for name, shape in (model.get("frozen_param_shapes") or {}).items():
-        parts = [each["frozen_param_fragments"][name].reshape(-1) for each in models]
-        frozen[name] = _stored(name, tuple(shape), parts)
+        frozen[name] = _joined(
+            name, tuple(shape), [each["frozen_param_fragments"][name].reshape(-1) for each in models]
+        )
     shared = model.get("shared_params") or {}
     state_dict = {}
     for name, value in model["module"].items():
@@ -385,16 +332,16 @@ def _state_dict(models: list[dict[str, Any]], trained: dict[str, Tensor]) -> dic
         elif origin in frozen:
             state_dict[name] = frozen[origin]
         elif isinstance(value, Tensor) and value.is_floating_point():
-            state_dict[name] = _stored(name, tuple(value.shape), [value.reshape(-1)])
+            state_dict[name] = _joined(name, tuple(value.shape), [value.reshape(-1)])
         else:
             state_dict[name] = value
     return with_versions(state_dict, versions_in(model["module"]))
 
 
 def _optimizer_state(
-    folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_FlatLayout], is_dealt: bool
-) -> tuple[list[str], dict[str, Any]] | None:
-    """Return parameter names by number, and the state in torch's format; None if the state cannot be imported.
+    folder: Path, states: list[Any], masters: list[list[Tensor]], layouts: list[_Layout], is_dealt: bool
+) -> tuple[dict[str, Any], list[str]] | None:
+    """Return the state in torch's format, and the parameter names by number; None if the state cannot be imported.
 
     Args:
         states: each rank's optimizer state.
@@ -407,42 +354,40 @@ def _optimizer_state(
             stacklevel=3,
         )
         return None
-    names: list[str] = []
-    groups, by_number = [], {}
+    groups, by_name = [], {}
     for group in states[0]["param_groups"]:
-        first = len(names)
+        names = []
         for flat in group["params"]:
             per_rank = [state["state"].get(flat, {}) for state in states]
-            for name in _in_users_order(list(layouts[flat]), len(states) if is_dealt else 1):
-                values = {
-                    key: _state_value(folder, name, key, per_rank, layouts[flat][name], [m[flat] for m in masters])
+            sizes = [flats[flat].numel() for flats in masters]
+            ordered = _in_users_order(list(layouts[flat]), len(states) if is_dealt else 1)
+            for name in ordered if per_rank[0] else ():
+                by_name[name] = {
+                    key: _state_value(
+                        f"{name} ({key})", key, [state[key] for state in per_rank], layouts[flat][name], sizes
+                    )
                     for key in per_rank[0]
                 }
-                if values and "step" in group:
-                    values.setdefault("step", torch.tensor(float(group["step"]), device="cpu"))
-                if values:
-                    by_number[len(names)] = values
-                names.append(name)
+                if "step" in group:
+                    by_name[name].setdefault("step", torch.tensor(float(group["step"]), device="cpu"))
+            names += ordered
         kept = {key: value for key, value in group.items() if key != "step" and not isinstance(value, _Inert)}
-        groups.append({**kept, "params": list(range(first, len(names)))})
-    return names, {"state": by_number, "param_groups": groups}
+        groups.append({**kept, "params": names})
+    return numbered({"state": by_name, "param_groups": groups}, os.fspath(folder))
 
 
-def _state_value(
-    folder: Path, name: str, key: str, per_rank: list[dict[str, Any]], fragments: _Fragments, masters: list[Tensor]
-) -> Any:
-    value = per_rank[0][key]
+def _state_value(what: str, key: str, per_rank: list[Any], place: _Place, sizes: list[int]) -> Any:
+    value = per_rank[0]
     if not isinstance(value, Tensor):  # such as the step count of DeepSpeed's Adam; torch stores a tensor
         return torch.tensor(float(value), device="cpu") if key == "step" else value
     if value.dim() == 0:
         return value.clone()
-    flats = [state[key] for state in per_rank]
-    if any(flat.dim() != 1 or flat.numel() < master.numel() for flat, master in zip(flats, masters)):
+    if any(flat.dim() != 1 or flat.numel() < size for flat, size in zip(per_rank, sizes)):
         raise ValueError(
-            f"{folder}: the optimizer state '{key}' of {name} does not have one value for each element (its shape is "
-            f"{tuple(value.shape)}). Only states of elementwise optimizers can be imported."
+            f"{what} does not have one value for each element (its shape is {tuple(value.shape)}). Only states of "
+            "elementwise optimizers can be imported."
         )
-    return fragments.assemble(f"{name} ({key})", flats)
+    return place.tensor_in([flat[:size] for flat, size in zip(per_rank, sizes)], what)  # masters have no padding
 
 
 def _in_users_order(names: list[str], hands: int) -> list[str]:

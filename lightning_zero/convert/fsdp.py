@@ -23,9 +23,8 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
 
     Supports ``torch.distributed.checkpoint`` folders and ``torch.save`` files with full tensors, written by Lightning's
     ``FSDPStrategy`` and ``ModelParallelStrategy`` or with torch's ``get_state_dict``, under any keys. The weights are
-    recognised as the only mapping from names to tensors. If there are several, the mapping with all parameter names of
-    the optimizers is chosen, otherwise the mapping under a usual key such as ``model``. Optimizers are recognised by
-    ``state`` and ``param_groups``, nested or flattened.
+    recognised as the only mapping from names to tensors, or the only one under a usual key such as ``model``;
+    optimizers by ``state`` and ``param_groups``, nested or flattened.
 
     Args:
         path: a local path, or an fsspec URL.
@@ -39,8 +38,9 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     tree = dict(opened.as_saved)
     if not any(isinstance(value, (dict, list)) for value in tree.values()):
         tree = {"state_dict": tree}
-    optimizers = dict(_optimizers_in(tree))
-    name, weights = _weights_of(opened.path, tree, optimizers, model)
+    mappings = dict(_mappings_in(tree))
+    optimizers = {key: mappings.pop(key) for key in list(mappings) if _is_optimizer(mappings[key])}
+    name, weights = _weights_of(opened.path, tree, mappings, model)
     if any(key.rsplit(".", 1)[-1].startswith("_flat_param") for key in weights):
         raise ValueError(
             f"{opened.path}: '{name}' contains FSDP's flat parameters, which only an identical FSDP setup can "
@@ -63,45 +63,31 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
 
 
 def _weights_of(
-    path: str, tree: dict[str, Any], optimizers: dict[str, Any], chosen: str | None
+    path: str, tree: dict[str, Any], mappings: dict[str, Any], chosen: str | None
 ) -> tuple[str, dict[str, Tensor]]:
-    found = dict(_weights_in(tree))
-    if chosen is not None:
-        likely = [name for name in found if name == chosen]
-    else:
-        likely = list(found)
-        if len(likely) > 1:
-            trained = {name for optimizer in optimizers.values() for name in _names_in(optimizer, found)}
-            likely = [name for name in likely if trained and trained <= set(found[name])] or likely
-        if len(likely) > 1:
-            likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
+    found = {key: value for key, value in mappings.items() if any(isinstance(item, Tensor) for item in value.values())}
+    likely = [name for name in found if chosen in (None, name)]
+    if len(likely) > 1:
+        likely = [name for name in likely if name.rsplit(".", 1)[-1] in _USUAL] or likely
     if len(likely) != 1:
         there = [f"'{name}' (tensors: {len(found[name])})" for name in found] or [f"'{key}'" for key in tree]
-        wanted = "no weights were found" if chosen is None else f"'{chosen}' is not a mapping from names to tensors"
-        if chosen is None and found:
-            wanted = "several entries may be the weights"
+        wanted = "several entries may be the weights" if found else "no weights were found"
+        if chosen is not None:
+            wanted = f"'{chosen}' is not a mapping from names to tensors"
         advice = " Choose one with --model NAME, or with open_fsdp(path, model=NAME)." if found else ""
         raise ValueError(f"{path}: {wanted}. The checkpoint contains {listed(there, 20)}.{advice}")
-    return likely[0], found[likely[0]]
+    return likely[0], copy.copy(found[likely[0]])  # with the versions of modules
 
 
-def _weights_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Yield the dotted key and the value of each mapping from names to tensors."""
+def _mappings_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dotted key and the value of each optimizer state dict, and of each other mapping that nests nothing."""
     for key, value in tree.items():
-        if isinstance(value, dict) and not _is_optimizer(value):
-            if any(isinstance(item, (dict, list)) for item in value.values()):
-                yield from _weights_in(value, f"{inside}{key}.")
-            elif any(isinstance(item, Tensor) for item in value.values()):
-                yield f"{inside}{key}", copy.copy(value)  # with the versions of modules
-
-
-def _optimizers_in(tree: dict[str, Any], inside: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the dotted key and the value of each optimizer state dict."""
-    for key, value in tree.items():
-        if isinstance(value, dict) and _is_optimizer(value):
+        if not isinstance(value, dict):
+            continue
+        if _is_optimizer(value) or not any(isinstance(item, (dict, list)) for item in value.values()):
             yield f"{inside}{key}", value
-        elif isinstance(value, dict):
-            yield from _optimizers_in(value, f"{inside}{key}.")
+        else:
+            yield from _mappings_in(value, f"{inside}{key}.")
 
 
 def _is_optimizer(value: dict[str, Any]) -> bool:
@@ -111,15 +97,6 @@ def _is_optimizer(value: dict[str, Any]) -> bool:
 def _is_flattened(value: dict[str, Any]) -> bool:
     """Whether keys look like ``state.NAME.exp_avg``; see ``StateDictOptions.flatten_optimizer_state_dict``."""
     return bool(value) and all(str(key).startswith(("state.", "param_groups.")) for key in value)
-
-
-def _names_in(optimizer: dict[str, Any], weights: dict[str, dict[str, Tensor]]) -> Iterator[str]:
-    if _is_flattened(optimizer):
-        known = {name for entries in weights.values() for name in entries}
-        yield from (name for key in optimizer if (name := _split(key, known)[0]))
-    else:
-        for group in optimizer["param_groups"]:
-            yield from group["params"]
 
 
 def _split(key: str, names: Any) -> tuple[str, str]:

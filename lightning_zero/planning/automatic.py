@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from lightning import pytorch
 from lightning.fabric.utilities.rank_zero import rank_zero_info
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy, StrategyRegistry
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.seed import isolate_rng
@@ -117,47 +117,33 @@ class AutomaticStrategy(TrainerStrategy):
             with isolate_rng():
                 resources, about = measure_rank(self.root_device, self.world_size, self.num_nodes)
             transport = about.get("transport", transport)
-        choice = self._advised(trainer, resources, transport) if self.is_global_zero else None
-        chosen: Choice = self.broadcast(choice)
-        return chosen
+        return self.broadcast(self._advised(trainer, resources, transport) if self.is_global_zero else None)
 
     def _advised(self, trainer: Trainer, resources: Resources, transport: str) -> Choice:
+        try:
+            with isolate_rng():
+                return self._planned(trainer, resources, transport)
+        except Exception as error:  # a plan that fails must not end the training run
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
+        module, offload = self.lightning_module, None if self.root_device.type == "cpu" else "cpu"
+        assert module is not None
+        reason = f"this training run cannot be planned ({reason})"
+        return by_formula(module, self.world_size, resources.memory, offload, reason, self.stages)
+
+    def _planned(self, trainer: Trainer, resources: Resources, transport: str) -> Choice:
+        from lightning_zero.planning.advice import CHECKPOINTING, OFFLOADS, advise, best_of, make_plans
         from lightning_zero.planning.projects import copied
 
         module = self.lightning_module
         assert module is not None
-        try:
-            with isolate_rng():
-                batch = sample_batch(trainer)
-                return self._planned(trainer, lambda: copied(module), batch, resources, transport)
-        except Exception as error:  # a plan that fails must not end the training run
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            reason = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"
-        offload = None if self.root_device.type == "cpu" else "cpu"
-        reason = f"this training run cannot be planned ({reason})"
-        return by_formula(module, self.world_size, resources.memory, offload, reason, self.stages)
-
-    def _planned(
-        self,
-        trainer: Trainer,
-        make_module: Callable[[], LightningModule],
-        batch: Any,
-        resources: Resources,
-        transport: str,
-    ) -> Choice:
-        from lightning_zero.planning.advice import advise, make_plans
-
-        options = dict(self._given)
-        # passed as choices, which appear in the names of plans
-        compression = options.pop("compression", None)
-        own = {
-            "shard_within": [options.pop("shard_within", None)],
-            "compression": [compression if isinstance(compression, str) else self.config.compression],
-        }
+        # Options that are part of a variant appear in the names of plans.
+        own = {name: self._given[name] for name in ("shard_within", "compression") if self._given.get(name)}
+        settings = {name: value for name, value in self._given.items() if name not in ("shard_within", "compression")}
         plan_with = partial(
             make_plans,
-            make_module,
-            batch,
+            partial(copied, module),
+            sample_batch(trainer),
             ranks=self.world_size,
             machines=self.num_nodes,
             resources=resources,
@@ -166,31 +152,19 @@ class AutomaticStrategy(TrainerStrategy):
             precision=trainer.precision,
             clip=trainer.gradient_clip_val,
             transport=transport,
-            **options,
+            **settings,
         )
-        ddp = plan_with(stages=[0])
-        plans = plan_with(stages=self.stages, choices=own)
-        rest = [("none", True)]
+        ddp, plans = plan_with(stages=[0]), plan_with(stages=self.stages, variants=[own])
+        rest = [("none", "on")]
         if self.root_device.type != "cpu":  # offload to the host saves nothing if the device is the CPU
-            rest = [("cpu", False), *rest, ("cpu", True)]
-        for offload, recompute in rest:
-            if any(plan.fits is not False for plan in plans):
-                break
-            stages = [stage for stage in self.stages if placement.placements_of(stage).gradients.is_sharded]
-            plans += plan_with(stages=stages, offloads=[offload], checkpointing=[recompute], choices=own)
-        fitting = [plan for plan in plans if plan.fits is not False]
-        # of equally fast plans, take the one that needs the least memory
-        best = min(
-            fitting or plans[-1:],
-            key=lambda plan: (round(plan.seconds_per_step or 0.0, 4), plan.peak_bytes["total"]),
-        )
+            rest = [("cpu", "off"), *rest, ("cpu", "on")]
+        sharded = [stage for stage in self.stages if placement.placements_of(stage).gradients.is_sharded]
+        while rest and best_of(plans) is None:
+            offload, checkpointing = rest.pop(0)
+            plans += plan_with(stages=sharded, variants=[{**own, **CHECKPOINTING[checkpointing], **OFFLOADS[offload]}])
+        best = best_of(plans) or plans[-1]
         why = (f"zero_auto chose {best.name}.", *advise([*ddp, *plans], resources.memory))
-        return Choice(
-            best.stage,
-            None if best.offload == "none" else best.offload,
-            "units" if best.activation_checkpointing else None,
-            why,
-        )
+        return Choice(best.stage, best.options.get("offload"), best.options.get("activation_checkpointing"), why)
 
 
 def _declared(resources: str | Path | dict[str, float]) -> Resources:
@@ -230,18 +204,17 @@ def by_formula(
     """Choose the lowest of ``stages`` whose model states plus 30 % fit in memory; if none fits, the last, offloaded."""
     flat = placement.Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
-    needed = {
-        stage: _REST
-        * sum(placement.placements_of(stage).model_state_bytes(n, flat, parameter_bytes=4, trains=t) for n, t in sizes)
-        for stage in stages
-    }
+    for stage in stages:
+        states = placement.placements_of(stage)
+        needed = _REST * sum(states.model_state_bytes(n, flat, parameter_bytes=4, trains=t) for n, t in sizes)
+        fits = memory is None or needed <= memory
+        if fits:
+            break
     ddp = _REST * sum(placement.replicated_bytes(n, 4, trains=t) for n, t in sizes)
-    stage = next((stage for stage in needed if memory is None or needed[stage] <= memory), stages[-1])
-    fits = memory is None or needed[stage] <= memory
     offload = None if fits else offload
     why = (
         f"zero_auto chose zero{stage}{'_offload' if offload else ''} by a formula, since {reason}.",
-        f"Model states plus 30 % for other data: {needed[stage] / 1e9:.3g} GB a rank; under DDP: {ddp / 1e9:.3g} GB.",
+        f"Model states plus 30 % for other data: {needed / 1e9:.3g} GB a rank; under DDP: {ddp / 1e9:.3g} GB.",
     )
     return Choice(stage, offload, None, why)
 

@@ -8,23 +8,22 @@ import sys
 import warnings
 from collections import UserList
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine import Ledger, compat, process_group, set_contents, tensor_parallel
-from lightning_zero.io.sizes import in_bytes
 from lightning_zero.io.swap import BUFFERS
-from lightning_zero.planning.timeline import Event, Recorder
-from lightning_zero.planning.tracking import Assumptions, MemoryTracker
+from lightning_zero.planning.timeline import Event
+from lightning_zero.planning.tracking import Observer
 from lightning_zero.strategies.lightning_internals import should_accumulate
 from lightning_zero.strategies.loops import Wrappers, meet_between_batches
 from lightning_zero.strategies.rank_group import RankGroup
@@ -40,14 +39,17 @@ class _Planned:
     Attributes:
         modes: dispatch modes for the run. ``model_to_device`` enters them; closing ``leave_modes`` exits them.
         ledger: bytes of model states and working buffers.
+        before: bytes communicated before the second step, in which optimizer states exist, by kind of collective.
     """
 
     modes: Sequence[AbstractContextManager[Any]] = ()
     ledger: Ledger
     model: nn.Module | None
+    traffic: Callable[[], dict[str, int]]
 
-    def _plan(self, ranks: int, machines: int, recorder: Recorder) -> None:
-        self._ranks, self._machines, self._recorder, self.leave_modes = ranks, machines, recorder, ExitStack()
+    def _plan(self, ranks: int, machines: int, accumulate: int, observer: Observer) -> None:
+        self._ranks, self._machines, self._observer, self.leave_modes = ranks, machines, observer, ExitStack()
+        self._until_second_step = accumulate
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
@@ -61,20 +63,13 @@ class _Planned:
         assert self.model is not None
         leave_meta(self.model)
 
-    def traffic(self) -> dict[str, int]:
-        """Bytes communicated so far, by kind of collective."""
-        raise NotImplementedError
-
-    def forget_gradients(self) -> None:
-        """Called before gradients are set to None."""
-
-    def offloaded(self) -> tuple[int, int, int]:
-        """Bytes in the host's memory that ``ledger`` counts as parameters, other bytes there, and bytes on a disk."""
-        return 0, 0, 0
-
-    def most_loaded(self, rank: int) -> int:
-        """The rank that holds the most elements; ``rank`` if no rank holds more."""
-        return rank
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        if self._until_second_step == 0:
+            self.before = self.traffic()
+            self.ledger.reset_peak()
+            self._observer.reset()
+        self._until_second_step -= 1
+        return super().training_step(*args, **kwargs)  # type: ignore[misc]
 
     def teardown(self) -> None:
         """Do nothing: fake parameters need not become ordinary parameters again."""
@@ -91,20 +86,15 @@ class _PlannedRanks(RankGroup):
 
 
 class _PlannedZero(_Planned):
-    """Mixin that runs the ZeRO strategy as one rank of a fake process group.
-
-    Arguments:
-        ranks, machines: number of ranks and of machines.
-        recorder: records the collectives.
-        transport: as for ``Simulation``.
-        options: as for ``ZeroStrategy``.
-    """
+    """Mixin that runs the ZeRO strategy as one rank of a fake process group; takes ``fake_run``'s arguments."""
 
     engine: Any
 
-    def __init__(self, ranks: int, machines: int, recorder: Recorder, transport: str, **options: Any) -> None:
-        self._plan(ranks, machines, recorder)
-        self._simulation = recorder.simulation(transport, machines)
+    def __init__(
+        self, ranks: int, machines: int, accumulate: int, observer: Observer, transport: str, **options: Any
+    ) -> None:
+        self._plan(ranks, machines, accumulate, observer)
+        self._simulation = observer.simulation(transport, machines)
         super().__init__(**options)
         self.ranks = _PlannedRanks(self)
 
@@ -115,7 +105,7 @@ class _PlannedZero(_Planned):
     def setup_environment(self) -> None:
         self.ranks.make_mesh()
         if self.ranks.mesh is not None:
-            self._recorder.group = self.ranks.mesh[tensor_parallel.TENSOR].get_group()
+            self._observer.group = self.ranks.mesh[tensor_parallel.TENSOR].get_group()
         super().setup_environment()  # type: ignore[misc]
 
     @property
@@ -123,14 +113,16 @@ class _PlannedZero(_Planned):
         return self.engine.ledger if self.engine is not None else Ledger()
 
     def traffic(self) -> dict[str, int]:
+        """Bytes communicated so far, by kind of collective."""
         sent = self.engine.report().bytes  # report() also enters the optimizer states in the ledger
-        shared = self._recorder.tensor_parallel_bytes
+        shared = self._observer.tensor_parallel_bytes
         return {**sent, "tensor_parallel": shared} if shared else sent
 
     def _new_restarts(self) -> None:
         """Do nothing: ``resilience`` has no values to copy in a fake run."""
 
     def offloaded(self) -> tuple[int, int, int]:
+        """Bytes in the host's memory that ``ledger`` counts as parameters, other bytes there, and bytes on a disk."""
         on_host, largest, on_disk = self.engine.offloaded()
         kept = 0
         if self.options.resilience is not None:  # type: ignore[attr-defined]
@@ -142,6 +134,7 @@ class _PlannedZero(_Planned):
         return on_host, BUFFERS * largest + kept, on_disk
 
     def most_loaded(self, rank: int) -> int:
+        """The rank that holds the most elements; ``rank`` if no rank holds more."""
         # shards have unequal sizes only in buckets whose parameters stay whole
         loads = self.engine.owned_numels()
         return max([rank, *range(len(loads))], key=loads.__getitem__)
@@ -153,8 +146,8 @@ class _PlannedDDP(_Planned):
     optimizers: list[torch.optim.Optimizer]
     lightning_module: LightningModule
 
-    def __init__(self, ranks: int, machines: int, recorder: Recorder) -> None:
-        self._plan(ranks, machines, recorder)
+    def __init__(self, ranks: int, machines: int, accumulate: int, observer: Observer) -> None:
+        self._plan(ranks, machines, accumulate, observer)
         self.ledger = Ledger()
         self._started: list[Callable[[], None]] = []
         self._collected = self._reduced = 0
@@ -164,27 +157,33 @@ class _PlannedDDP(_Planned):
     def model_to_device(self) -> None:
         super().model_to_device()
         assert self.model is not None
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.ledger.now["parameters"] = sum(parameter.nbytes for parameter in self.model.parameters())
         # by default, DDP copies each gradient to a bucket and back
-        self._buckets = [torch.empty_like(parameter) for parameter in trained] if self._ranks > 1 else []
+        self._buckets = [torch.empty_like(parameter) for parameter in self._trained] if self._ranks > 1 else []
         self.ledger.now["reduction"] = sum(bucket.nbytes for bucket in self._buckets)
-        self._trained_bytes = sum(parameter.nbytes for parameter in trained)
-        for parameter in trained:
+        for parameter in self._trained:
             parameter.register_post_accumulate_grad_hook(self._take)
 
-    def _take(self, parameter: Tensor) -> None:
-        nbytes = parameter.nbytes  # the size of a sparse gradient, too, since a fake one has no rows
-        self.ledger.now["gradients"] = min(self.ledger.now["gradients"] + nbytes, self._trained_bytes)
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        # a gradient takes the size of its parameter, also if it is sparse, since a fake one has no rows
+        self._without = {parameter for parameter in self._trained if parameter.grad is None}
+        trained = sum(parameter.nbytes for parameter in self._trained)
+        self.ledger.now["gradients"] = trained - sum(parameter.nbytes for parameter in self._without)
+
+    def _take(self, parameter: Any) -> None:
+        if parameter in self._without:
+            self._without.remove(parameter)
+            self.ledger.now["gradients"] += parameter.nbytes
         if not should_accumulate(self.lightning_module.trainer):
-            self._collected += nbytes  # Lightning runs earlier micro-batches of a step in no_sync
+            self._collected += parameter.nbytes  # Lightning runs earlier micro-batches of a step in no_sync
         if self._collected >= DDP_BUCKET_BYTES:
             self._reduce()
 
     def _reduce(self) -> None:
         if self._ranks > 1 and self._collected:
             sent = 2 * self._collected * (self._ranks - 1) / self._ranks  # bytes that a rank sends in a ring
-            self._started.append(self._recorder.sends(sent, sent if self._machines > 1 else 0.0))
+            self._started.append(self._observer.sends(sent, sent if self._machines > 1 else 0.0))
             self._reduced += self._collected
         self._collected = 0
 
@@ -193,18 +192,17 @@ class _PlannedDDP(_Planned):
         while self._started:
             self._started.pop(0)()
 
-    def optimizer_step(self, optimizer: Any, closure: Any, model: Any = None, **kwargs: Any) -> Any:
-        result = super().optimizer_step(optimizer, closure, model, **kwargs)  # type: ignore[misc]
+    def traffic(self) -> dict[str, int]:
         # including states under keys that are not parameters
         states = compat.tree_leaves([list(each.state.values()) for each in self.optimizers])
         self.ledger.now["optimizer"] = sum(compat.nbytes_of(value) for value in states if isinstance(value, Tensor))
-        return result
-
-    def forget_gradients(self) -> None:
-        self.ledger.now["gradients"] = 0
-
-    def traffic(self) -> dict[str, int]:
         return {"all_reduce": self._reduced}
+
+    def offloaded(self) -> tuple[int, int, int]:
+        return 0, 0, 0
+
+    def most_loaded(self, rank: int) -> int:
+        return rank
 
 
 @cache
@@ -217,8 +215,8 @@ def zero_strategy_of(package: ModuleType, *mixins: type) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Footprint:
-    """What one rank holds and sends in a step.
+class FakeRun:
+    """What one rank holds, sends and does in the second step of a fake run.
 
     Attributes:
         peak_bytes: bytes on the training device by category, when their sum is highest: ``parameters`` (with master
@@ -233,30 +231,21 @@ class Footprint:
         replicas: number of ranks that compute different batches; with tensor parallelism fewer than all ranks.
         assumptions: values assumed where the project reads tensors, since fake tensors have no values; and parts of the
             project that did not run.
-    """
-
-    peak_bytes: dict[str, int]
-    host_bytes: int
-    disk_bytes: int
-    traffic_bytes: dict[str, int]
-    leaving_bytes: int
-    parameters: int
-    replicas: int = 1
-    assumptions: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class FakeRun(Footprint):
-    """One rank in the second step of a fake run.
-
-    Attributes:
         report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
             run.
         events: events of the step; see ``replay``.
     """
 
-    report_peak: dict[str, int]
-    events: list[Event]
+    peak_bytes: dict[str, int]
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    traffic_bytes: dict[str, int] = field(default_factory=dict)
+    leaving_bytes: int = 0
+    parameters: int = 0
+    replicas: int = 1
+    assumptions: tuple[str, ...] = ()
+    report_peak: dict[str, int] = field(default_factory=dict, repr=False)
+    events: list[Event] = field(default_factory=list, repr=False)
 
     @property
     def total_bytes(self) -> int:
@@ -289,28 +278,6 @@ def _made_on_meta(make_module: Callable[[], LightningModule]) -> LightningModule
             f"The module could not be built on the meta device: {error}. Tensors read in __init__ must be created "
             'with device="cpu".'
         ) from error
-
-
-class _SecondStep:
-    """Mixin for a callback that measures the second step, when optimizer states exist."""
-
-    def __init__(self, strategy: Any, tracker: MemoryTracker, recorder: Recorder, accumulate: int) -> None:
-        self._strategy, self._tracker, self._recorder, self._accumulate = strategy, tracker, recorder, accumulate
-
-    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self._accumulate:
-            self._before = self._strategy.traffic()
-            self._strategy.ledger.reset_peak()
-            self._tracker.reset()
-            self._recorder.events.clear()
-
-    def on_before_zero_grad(self, *_: Any) -> None:
-        self._strategy.forget_gradients()
-
-    def on_train_end(self, *_: Any) -> None:
-        self.events = list(self._recorder.events)
-        self.traffic = {kind: nbytes - self._before.get(kind, 0) for kind, nbytes in self._strategy.traffic().items()}
-        self.report_peak = dict(self._strategy.ledger.peak)
 
 
 @contextmanager
@@ -369,22 +336,19 @@ def fake_run(
 
     def run_as(rank: int) -> tuple[FakeRun, int]:
         """Run as a rank along the data-parallel dimension; return the result, and the rank that holds the most."""
-        module, recorder = _made_on_meta(make_module), Recorder(together, leaving)
+        module, observer = _made_on_meta(make_module), Observer(lambda: strategy.ledger.now.copy(), together, leaving)
         package = package_of(module)
         if stage is None:
             ddp = type("DDPStrategy", (_PlannedDDP, package.strategies.SingleDeviceStrategy), {})
-            strategy: Any = ddp(ranks, machines, recorder)
+            strategy: Any = ddp(ranks, machines, accumulate, observer)
         else:
             zero = zero_strategy_of(package, _PlannedZero)
-            strategy = zero(ranks, machines, recorder, transport, stage=stage, **options)
-        mode, assumptions = compat.FakeTensorMode(allow_non_fake_inputs=True), Assumptions()
-        tracker = MemoryTracker(lambda: strategy.ledger.now.copy(), lambda: recorder.on_host)
-        strategy.modes = [nullcontext() if with_values else mode, tracker, recorder, assumptions]
-        second: Any = type("SecondStep", (_SecondStep, package.Callback), {})(strategy, tracker, recorder, accumulate)
-        own = batch
+            strategy = zero(ranks, machines, accumulate, observer, transport, stage=stage, **options)
+        mode, own = compat.FakeTensorMode(allow_non_fake_inputs=True), batch
+        strategy.modes = [observer] if with_values else [mode, observer]
         if not with_values:
             own = compat.tree_map(lambda leaf: mode.from_tensor(leaf) if _is_data(leaf) else leaf, batch)
-        tracker.count(compat.tree_leaves(own))
+        observer.count(compat.tree_leaves(own))
         with process_group.simulated(rank * together, ranks), strategy.leave_modes:
             trainer = package.Trainer(
                 strategy=strategy,
@@ -393,7 +357,6 @@ def fake_run(
                 precision=precision,
                 accumulate_grad_batches=accumulate,
                 gradient_clip_val=clip,
-                callbacks=[second],
                 max_epochs=1,
                 limit_val_batches=0,
                 barebones=True,  # no checkpoints, and nothing is logged
@@ -402,21 +365,20 @@ def fake_run(
             meet_between_batches(trainer, lambda: None, lambda: None, Wrappers())
             batches = UserList([own] * (2 * accumulate))  # the Trainer would take a list for a list of loaders
             trainer.fit(module, batches)
+            traffic = {kind: nbytes - strategy.before.get(kind, 0) for kind, nbytes in strategy.traffic().items()}
             offloaded, buffers, on_disk = strategy.offloaded()
             most_loaded = strategy.most_loaded(rank)
-        if stage is not None and transport != "nccl":
-            assumptions.made[_freed_memory(module)] = None
         run = FakeRun(
-            peak_bytes=_peak_of(tracker, offloaded),
-            report_peak=second.report_peak,
-            host_bytes=tracker.host_peak + offloaded + buffers,
+            peak_bytes=_peak_of(observer, offloaded),
+            report_peak=dict(strategy.ledger.peak),
+            host_bytes=observer.host_peak + offloaded + buffers,
             disk_bytes=on_disk,
-            traffic_bytes=second.traffic,
-            leaving_bytes=round(sum(event.leaving for event in second.events)),
+            traffic_bytes=traffic,
+            leaving_bytes=round(sum(event.leaving for event in observer.events)),
             parameters=sum(parameter.numel() for parameter in module.parameters()),
             replicas=ranks // together,
-            events=second.events,
-            assumptions=(*assumptions.made, *_left_out(module, package.LightningModule)),
+            events=observer.events,
+            assumptions=(*observer.assumptions, *_left_out(module, package.LightningModule)),
         )
         return run, most_loaded
 
@@ -424,22 +386,13 @@ def fake_run(
     return run if most_loaded == 0 else run_as(most_loaded)[0]
 
 
-def _peak_of(tracker: MemoryTracker, offloaded: int) -> dict[str, int]:
+def _peak_of(observer: Observer, offloaded: int) -> dict[str, int]:
     """Bytes on the device at the peak, by category; the ledger counts ``offloaded`` bytes among the parameters."""
-    peak = {"parameters": 0, "optimizer": 0, **tracker.at_peak}  # at_peak has no entry for offloaded states
+    peak = {"parameters": 0, "optimizer": 0, **observer.at_peak}  # at_peak has no entry for offloaded states
     peak.pop("host", None)
-    peak["activations"] = tracker.peak - sum(each for category, each in peak.items() if category != "activations")
+    peak["activations"] = observer.peak - sum(each for category, each in peak.items() if category != "activations")
     peak["parameters"] -= offloaded
     return peak
-
-
-def _freed_memory(module: nn.Module) -> str:
-    """The assumption about memory that a process on the CPU keeps, up to the size of the whole module."""
-    whole = in_bytes(sum(parameter.numel() * parameter.itemsize for parameter in module.parameters()))
-    return (
-        f"freed memory returns to the system; by default, a process on the CPU keeps some of it, up to {whole} after "
-        "setup alone (MALLOC_TRIM_THRESHOLD_=65536 MALLOC_MMAP_THRESHOLD_=65536 return it)"
-    )
 
 
 def _is_data(leaf: Any) -> bool:

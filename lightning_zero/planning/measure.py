@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from typing import Any
 
 import torch
-from torch import multiprocessing
+from lightning.fabric import Fabric
+from lightning.fabric.plugins.environments import LightningEnvironment
+from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
+from torch.utils.benchmark import Timer
 
 from lightning_zero.engine import Communicator, placement, process_group
 from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.swap import FileRange, Ring, SwapFile, stream
 from lightning_zero.planning.timeline import Resources
 
-_REPEATS = 7
 _SIZES = (2**14, 2**24)
 """Sizes in bytes of the shard that a rank sends."""
 
@@ -38,26 +40,20 @@ def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, A
         raise ValueError(f"ranks={ranks} must be at least 1.")
     if ranks == 1:
         return measure_rank(torch.device(device), 1)
-    # This process hosts the store, so that the port is open before the ranks receive its number.
-    store = process_group.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    results = multiprocessing.get_context("spawn").SimpleQueue()
+    # An environment of its own: under SLURM, for example, this process is not one of several ranks.
+    fabric = Fabric(accelerator=device, devices=ranks, strategy="ddp_spawn", plugins=LightningEnvironment())
     try:
-        multiprocessing.start_processes(_worker, (ranks, store.port, device, results), ranks)
-    except (multiprocessing.ProcessRaisedException, multiprocessing.ProcessExitedException) as error:
+        values, about = fabric.launch(_measure, ranks)  # type: ignore[arg-type]
+    except (ProcessRaisedException, ProcessExitedException) as error:
         reason = str(error).strip().splitlines()[-1]
         raise RuntimeError(f"rank {error.error_index} could not be measured: {reason}") from None
-    return results.get()
+    return Resources(**values), about
 
 
-def _worker(rank: int, ranks: int, port: int, device: str, results: Any) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    place = torch.device(device if device == "cpu" else f"{device}:{rank}")
-    store = process_group.TCPStore("127.0.0.1", port, is_master=False)
-    process_group.start("gloo" if place.type == "cpu" else "nccl", store, rank, ranks)
-    found = measure_rank(place, ranks)
+def _measure(fabric: Fabric, ranks: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    resources, about = measure_rank(fabric.device, ranks)
     process_group.destroy()
-    if rank == 0:
-        results.put(found)
+    return asdict(resources), about
 
 
 def measure_rank(place: torch.device, ranks: int, machines: int = 1) -> tuple[Resources, dict[str, Any]]:
@@ -80,16 +76,16 @@ def measure_rank(place: torch.device, ranks: int, machines: int = 1) -> tuple[Re
         averages[0].lerp_(on_host, 0.1)
         averages[1].mul_(0.9).addcmul_(on_host, on_host, value=0.1)
 
-    flops = 2 * 1024**3 / _seconds(lambda: a @ a, place)
+    flops = 2 * 1024**3 / _seconds(lambda: a @ a)
     about: dict[str, Any] = {"device": str(place), "threads": torch.get_num_threads(), "ranks": ranks}
     link: dict[str, float] = {}
     if ranks > 1:
         link, about["transport"] = _link(ranks, place)
     resources = Resources(
         flops=flops,
-        memory_bandwidth=2 * large.nbytes / _seconds(lambda: other.copy_(large), place),
-        operator_seconds=_seconds(lambda: small.add_(1), place, 200),
-        host_bandwidth=8 * on_host.nbytes / _seconds(adam, torch.device("cpu")),
+        memory_bandwidth=2 * large.nbytes / _seconds(lambda: other.copy_(large)),
+        operator_seconds=_seconds(lambda: small.add_(1), 200),
+        host_bandwidth=8 * on_host.nbytes / _seconds(adam),
         overlaps=place.type != "cpu",
         memory=_memory(place, ranks // machines),
         **link,
@@ -107,29 +103,17 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
         positions = communicator.mesh.order(placement.ALL) or range(ranks)
         ranges = [(part * position, part * (position + 1)) for position in positions]
         gather = partial(communicator.along(placement.ALL).all_gather, full, ranges, "a measurement")
-        seconds.append(_seconds(lambda gather=gather: gather().wait(), place))  # type: ignore[misc]
+        seconds.append(_seconds(lambda gather=gather: gather().wait()))  # type: ignore[misc]
     transport = "shared memory" if communicator.control.small is not None else "gloo" if place.type == "cpu" else "nccl"
     communicator.close()
     bandwidth = (_SIZES[-1] - _SIZES[0]) * (ranks - 1) / max(seconds[-1] - seconds[0], 1e-9)
     return {"link_bandwidth": bandwidth, "link_seconds": seconds[0]}, transport
 
 
-def _seconds(act: Callable[[], Any], place: torch.device, calls: int = 1, repeats: int = _REPEATS) -> float:
-    """The median time of a call, in seconds. The first two calls, which initialise memory and files, do not count."""
-    times = []
-    for _ in range(repeats + 2):
-        _finish(place)
-        started = time.perf_counter()
-        for _ in range(calls):
-            act()
-        _finish(place)
-        times.append((time.perf_counter() - started) / calls)
-    return statistics.median(times[2:])
-
-
-def _finish(place: torch.device) -> None:
-    if place.type != "cpu":
-        torch.accelerator.synchronize(place)
+def _seconds(act: Callable[[], Any], calls: int = 1, repeats: int = 7) -> float:
+    """The median time of a call, in seconds. Before each measurement, the timer makes two calls that do not count."""
+    timer = Timer("act()", globals={"act": act}, num_threads=torch.get_num_threads())
+    return statistics.median(timer.timeit(calls).mean for _ in range(repeats))
 
 
 def _memory(place: torch.device, ranks: int) -> float:
@@ -154,6 +138,6 @@ def disk_bandwidth(folder: str) -> float:
         raise OSError(f"{folder} is on an in-memory file system")
     file = SwapFile(folder, _DISK_BYTES)
     extents, ring = [FileRange(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring(_EXTENT)
-    seconds = _seconds(lambda: stream(extents, lambda *_: None, ring), torch.device("cpu"), repeats=2)
+    seconds = _seconds(lambda: stream(extents, lambda *_: None, ring), repeats=1)
     file.close()
     return 2 * _DISK_BYTES / seconds

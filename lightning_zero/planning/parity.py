@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 import itertools
 import tempfile
-from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
-from lightning_zero.engine import full_parameters, process_group
+from lightning_zero.engine import full_parameters
 from lightning_zero.planning.fake_run import package_of, quiet, zero_strategy_of
 from lightning_zero.planning.projects import Project
 
@@ -39,10 +37,7 @@ class Comparison:
     weights: dict[str, float]
 
 
-_STEPS_ALONE = {"limit_val_batches": 0, "logger": False, "use_distributed_sampler": False} | dict.fromkeys(
-    ("enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
-)
-"""Arguments of the Trainers, which run nothing beside the steps."""
+_LEFT_OUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
 
 
 @quiet()
@@ -85,8 +80,8 @@ def probe(
             f"Too few batches for steps={steps} and ranks={ranks}: {needed} are needed, the loader has {len(batches)}."
         )
 
-    def recorded(strategy: Any) -> list[list[_Step]]:
-        with tempfile.TemporaryDirectory() as folder:
+    def recorded(strategy: Any) -> list[_Step]:
+        with tempfile.NamedTemporaryFile() as file:
             trainer = package.Trainer(
                 strategy=strategy,
                 accelerator="cpu",
@@ -96,11 +91,12 @@ def probe(
                 precision=precision,
                 accumulate_grad_batches=accumulate,
                 gradient_clip_val=clip,
-                callbacks=[recorder(Path(folder))],
-                **_STEPS_ALONE,
+                callbacks=[recorder(file.name)],
+                limit_val_batches=0,
+                **dict.fromkeys(_LEFT_OUT, False),
             )
-            trainer.fit(copy.deepcopy(module), DataLoader(_Shares(batches), batch_size=None))
-            return [torch.load(Path(folder, f"{rank}.pt"), weights_only=True) for rank in range(ranks)]
+            trainer.fit(copy.deepcopy(module), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
+            return torch.load(file.name, weights_only=True)
 
     ours = {stage: zero(stage=stage, start_method="fork", **options) for stage in stages}
     ddp = recorded(package.strategies.DDPStrategy(start_method="fork", find_unused_parameters=True))
@@ -108,49 +104,41 @@ def probe(
 
 
 _Step = dict[str, Tensor]
-"""A rank's record of a micro-batch: the loss, under ``""``; on rank 0, also the weights afterwards, by name."""
-
-
-class _Shares(IterableDataset[Any]):
-    def __init__(self, batches: list[Any]) -> None:
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._batches[process_group.rank() :: process_group.world_size()])
+"""The record of a micro-batch: the losses of all ranks, under ``""``, and the weights afterwards, by name."""
 
 
 class _Recorder:
-    """Mixin for a callback that records each micro-batch's loss and weights, in one file per rank."""
+    """Mixin for a callback with which rank 0 saves the losses and weights of each micro-batch to a file."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._steps = folder, list[_Step]()
+    def __init__(self, file: str) -> None:
+        self._file, self._steps = file, list[_Step]()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         torch.manual_seed(trainer.global_rank)
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, outputs: Any, *_: Any) -> None:
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
-        step = {"": loss.detach().reshape(()).clone() if isinstance(loss, Tensor) else torch.zeros((), device="cpu")}
+        loss = loss.detach().reshape(()) if isinstance(loss, Tensor) else torch.zeros((), device="cpu")
+        losses = trainer.strategy.all_gather(loss).reshape(-1)
         with full_parameters(pl_module):
             if trainer.is_global_zero:
-                step |= {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
-        self._steps.append(step)
+                weights = {name: parameter.detach().clone() for name, parameter in pl_module.named_parameters()}
+                self._steps.append({"": losses, **weights})
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        torch.save(self._steps, self._folder / f"{trainer.global_rank}.pt")
+        if trainer.is_global_zero:
+            torch.save(self._steps, self._file)
 
 
-def _compared(stage: int, theirs: list[list[_Step]], ours: list[list[_Step]]) -> Comparison:
-    for number, (of_ddp, of_zero) in enumerate(zip(zip(*theirs), zip(*ours))):
-        losses = [step[""].item() for step in of_ddp], [step[""].item() for step in of_zero]
-        has_same_losses = all(_has_same_bits(a[""], b[""]) for a, b in zip(of_ddp, of_zero))
-        weights = {
-            name: (value.double() - of_zero[0][name].double()).abs().max().item()
-            for name, value in of_ddp[0].items()
-            if name and not _has_same_bits(value, of_zero[0][name])
-        }
-        if not has_same_losses or weights:
-            return Comparison(stage, False, number, None if has_same_losses else losses, weights)
+def _compared(stage: int, theirs: list[_Step], ours: list[_Step]) -> Comparison:
+    for number, (of_ddp, of_zero) in enumerate(zip(theirs, ours)):
+        differing = [name for name, value in of_ddp.items() if not _has_same_bits(value, of_zero[name])]
+        if differing:
+            losses = (of_ddp[""].tolist(), of_zero[""].tolist()) if "" in differing else None
+            weights = {
+                name: (of_ddp[name].double() - of_zero[name].double()).abs().max().item() for name in differing if name
+            }
+            return Comparison(stage, False, number, losses, weights)
     return Comparison(stage, True, None, None, {})
 
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import copy
 import importlib
-import inspect
 import runpy
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from functools import partial, wraps
 from pathlib import Path
@@ -69,7 +68,6 @@ def of_script(script: Path, arguments: list[str]) -> Project:
         raise ValueError(
             f"there is no script {str(script)!r}: pass a script's path, package.module:Name or Hydra overrides"
         )
-    given: dict[str, Any] = {}
 
     def fit(
         trainer: Trainer,
@@ -79,23 +77,28 @@ def of_script(script: Path, arguments: list[str]) -> Project:
         datamodule: Any = None,
         **_: Any,
     ) -> None:
-        given.update(model=model, data=datamodule or train_dataloaders, trainer=trainer)
-        raise _FitCalled
+        raise _FitCalled(trainer, model, datamodule or train_dataloaders)
 
     made: dict[Any, dict[str, Any]] = {}
-    with _run_as(script, arguments), ExitStack() as patches:
+    with ExitStack() as context:
+        context.enter_context(patch.object(sys, "argv", [str(script), *arguments]))
+        context.enter_context(patch.object(sys, "path", [str(script.parent), *sys.path]))
+        context.enter_context(redirect_stdout(sys.stderr))
         with suppress(ImportError):
             importlib.import_module("pytorch_lightning")  # the script may import it
         for trainer_class in (package.Trainer for package in packages()):
-            patches.enter_context(_made_on_this_machine(trainer_class, made))
-            patches.enter_context(patch.object(trainer_class, "fit", fit))
-        with suppress(_FitCalled, SystemExit):
+            make = _made_on_this_machine(trainer_class.__init__, made)
+            context.enter_context(patch.multiple(trainer_class, __init__=make, fit=fit))
+        try:
             runpy.run_path(str(script), run_name="__main__")
-    if not given:
-        raise ValueError(f"{script} ended without a call to Trainer.fit, so there is nothing to plan")
-    model = getattr(given["model"], "_orig_mod", given["model"])
-    data = given["data"] if given["data"] is not None else model
-    return Project(lambda: copied(model), partial(batches_of, data), settings_of(made[given["trainer"]]))
+        except SystemExit:
+            pass
+        except _FitCalled as call:
+            trainer, model, data = call.args
+            model = getattr(model, "_orig_mod", model)
+            data = partial(batches_of, model if data is None else data)
+            return Project(lambda: copied(model), data, settings_of(made[trainer]))
+    raise ValueError(f"{script} ended without a call to Trainer.fit, so there is nothing to plan")
 
 
 def copied(module: LightningModule) -> LightningModule:
@@ -138,28 +141,13 @@ def settings_of(trainer: dict[str, Any]) -> dict[str, Any]:
     return settings | {names[name]: trainer[name] for name in names if trainer.get(name) is not None}
 
 
-@contextmanager
-def _made_on_this_machine(trainer_class: Any, made: dict[Any, dict[str, Any]]) -> Iterator[None]:
-    """Context in which every Trainer runs one process on the CPU; ``made`` receives the arguments of each Trainer."""
-    make, here = trainer_class.__init__, {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto"}
-    signature = inspect.signature(make)
+def _made_on_this_machine(make: Callable[..., None], made: dict[Any, dict[str, Any]]) -> Callable[..., None]:
+    """A Trainer's ``__init__`` for one process on the CPU; ``made`` receives the arguments of each Trainer."""
+    here = {"accelerator": "cpu", "devices": 1, "num_nodes": 1, "strategy": "auto", "precision": "32-true"}
 
     @wraps(make)
-    def make_here(trainer: Any, *args: Any, **kwargs: Any) -> None:
-        arguments = signature.bind(trainer, *args, **kwargs).arguments
-        made[arguments.pop("self")] = dict(arguments)
-        make(trainer, **{**arguments, **here, "precision": "32-true", "plugins": None})
+    def make_here(trainer: Any, **arguments: Any) -> None:
+        made[trainer] = arguments
+        make(trainer, **{**arguments, **here, "plugins": None})
 
-    with patch.object(trainer_class, "__init__", make_here):
-        yield
-
-
-@contextmanager
-def _run_as(script: Path, arguments: list[str]) -> Iterator[None]:
-    """Context that sets a script's command line and module search path, and sends its output to stderr."""
-    with (
-        patch.object(sys, "argv", [str(script), *arguments]),
-        patch.object(sys, "path", [str(script.parent), *sys.path]),
-        redirect_stdout(sys.stderr),
-    ):
-        yield
+    return make_here

@@ -1,21 +1,13 @@
-"""Predict the time of a step: record the events of a fake run, then replay them at a machine's speed."""
+"""Predict the time of a step: replay the events of a fake run at a machine's speed."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-from torch import Tensor
-
-from lightning_zero.engine import Simulation, compat, process_group, tensor_parallel
 from lightning_zero.io.annotations import check_fields
-from lightning_zero.planning.flops import flops_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,12 +47,8 @@ class Resources:
 def resources_of(values: Any, where: str | Path) -> Resources:
     """Return the resources for the values under ``"resources"`` in the output of ``lightning-zero doctor --json``.
 
-    Args:
-        values: the values, by name.
-        where: where they come from, for the error's message.
-
     Raises:
-        ValueError: if a value is missing, has an unknown name, or has a wrong type.
+        ValueError: if a value is missing, has an unknown name, or has a wrong type; its message begins with ``where``.
     """
     try:
         return Resources(**values)
@@ -84,88 +72,6 @@ class Event(NamedTuple):
     nbytes: float = 0.0
     number: int = 0
     leaving: float = 0.0
-
-
-class Recorder(compat.TorchDispatchMode):
-    """Records each operator with its floating-point operations and bytes, and each collective.
-
-    Args:
-        tensor_parallel_size: number of ranks in each collective that is dispatched as an operator; only modules divided
-            by tensor parallelism dispatch such collectives.
-        leaving: bytes that all ranks of a machine together send to other machines, per byte that one rank sends in
-            these collectives.
-
-    Attributes:
-        group: the process group of the tensor-parallel ranks, if there are several.
-        on_host: whether operators are recorded as part of an update in the host's memory.
-        tensor_parallel_bytes: total size of the full buffers in collectives that are dispatched as operators.
-    """
-
-    def __init__(self, tensor_parallel_size: int = 1, leaving: float = 0.0) -> None:
-        super().__init__()
-        self._together, self._leaving = tensor_parallel_size, leaving
-        self.group: process_group.ProcessGroup | None = None
-        self.events: list[Event] = []
-        self.on_host = False
-        self.tensor_parallel_bytes = 0
-        self._collectives = 0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if tensor_parallel.are_divided(types):
-            return NotImplemented  # the operator is dispatched again on the local tensors
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if func.namespace in _COLLECTIVES:
-            is_of_engine = func.namespace == "c10d" and self.group not in process_group.groups_among(args)
-            if not is_of_engine and not func.__name__.startswith("wait_tensor"):
-                sizes = [value.nbytes for value in compat.tree_leaves((args, result)) if isinstance(value, Tensor)]
-                reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
-                nbytes = max(sizes, default=0)
-                self.tensor_parallel_bytes += nbytes
-                self.gathers(2 * nbytes if reduces_all else nbytes)()
-        elif not func.is_view and func.namespace != "prim" and func not in _FREE:
-            flops = flops_of(func, args, kwargs, result)
-            nbytes = sum(
-                compat.nbytes_of(value)
-                for value in compat.tree_leaves((args, kwargs, result))
-                if isinstance(value, Tensor)
-            )
-            self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
-        return result
-
-    def simulation(self, transport: Any, machines: int) -> Simulation:
-        """A simulation of these transports and machines, whose events are recorded."""
-        return Simulation(transport, machines, self.sends, self.gathers, self.updating, self.moves)
-
-    def sends(self, sent: float, leaving: float) -> Callable[[], None]:
-        """Record a collective; see ``Simulation``."""
-        self._collectives += 1
-        self.events.append(Event("launch", nbytes=sent, number=self._collectives, leaving=leaving))
-        return partial(self.events.append, Event("wait", number=self._collectives))
-
-    def gathers(self, nbytes: int) -> Callable[[], None]:
-        """Record a collective of tensor-parallel ranks in which each sends a buffer except its own part."""
-        sent = nbytes * (self._together - 1) / self._together
-        return self.sends(sent, sent * self._leaving)
-
-    @contextmanager
-    def updating(self) -> Iterator[None]:
-        """Context in which operators are recorded as part of an update in the host's memory."""
-        self.on_host = True
-        try:
-            yield
-        finally:
-            self.on_host = False
-
-    def moves(self, nbytes: int) -> None:
-        """Record a read from or a write to a disk."""
-        self.events.append(Event("disk", nbytes=float(nbytes)))
-
-
-_COLLECTIVES = {"_c10d_functional", "c10d"}
-
-_aten = torch.ops.aten
-_FREE = {_aten.empty.memory_format, _aten.detach.default, _aten.empty_like.default, _aten.empty_strided.default}
 
 
 def replay(events: list[Event], resources: Resources) -> tuple[float, float]:

@@ -1,73 +1,115 @@
-"""Dispatch modes for fake tensors: one tracks memory, the other assumes results of value-dependent operators."""
+"""The dispatch mode of a fake run: tracks memory, records events, and assumes results of value-dependent operators."""
 
 from __future__ import annotations
 
 import traceback
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from lightning_zero.engine import WrapperTensor, compat, tensor_parallel
+from lightning_zero.engine import Simulation, WrapperTensor, compat, process_group, tensor_parallel
+from lightning_zero.planning.timeline import Event
 
 aten = torch.ops.aten
 
+_COLLECTIVES = {"_c10d_functional", "c10d"}
+_FREE = {aten.empty.memory_format, aten.detach.default, aten.empty_like.default, aten.empty_strided.default}
 
-class MemoryTracker(compat.TorchDispatchMode):
-    """Counts the bytes of all live storages that operators have created in the context.
 
-    A storage is counted at its current size, which is zero for a buffer that the engine has resized to zero.
+class Observer(compat.TorchDispatchMode):
+    """Observes the operators of one rank, on fake or on real tensors.
+
+    It counts the bytes of all live storages that operators have created in the context: a storage at its current size,
+    which is zero for a buffer that the engine has resized to zero. It records each operator with its floating-point
+    operations and bytes, and each collective. It assumes the results of operators that depend on the values of fake
+    tensors, which have none.
 
     Args:
         by_category: returns the engine's bytes by category; ``peak`` excludes ``"host"`` bytes.
-        on_host: returns whether new storages are in the host's memory; if so, no peak is updated.
+        together: number of ranks in each collective that is dispatched as an operator; only modules divided by tensor
+            parallelism dispatch such collectives.
+        leaving: bytes that all ranks of a machine together send to other machines, per byte that one rank sends in
+            these collectives.
 
     Attributes:
         peak, host_peak: maximum number of bytes on the device, and of ``"host"`` bytes, since the last ``reset``.
         at_peak: the result of ``by_category`` at ``peak``.
+        events: the operators and collectives since the last ``reset``.
+        group: the process group of the tensor-parallel ranks, if there are several.
+        on_host: whether operators are part of an update in the host's memory, where they update no peak.
+        tensor_parallel_bytes: total size of the full buffers in collectives that are dispatched as operators.
+        assumptions: the assumptions, as keys; each includes the line of the project's code that reads the values.
     """
 
-    def __init__(self, by_category: Callable[[], Counter[str]], on_host: Callable[[], bool]) -> None:
+    def __init__(
+        self, by_category: Callable[[], Counter[str]] = Counter, together: int = 1, leaving: float = 0.0
+    ) -> None:
         super().__init__()
-        self._by_category, self._on_host = by_category, on_host
+        self._by_category, self._together, self._leaving = by_category, together, leaving
         self._sizes: dict[int, int] = {}
         self._references: dict[int, weakref.ref[Any]] = {}
-        self._total = 0
+        self._total = self._collectives = 0
         self.peak = self.host_peak = 0
         self.at_peak = Counter[str]()
+        self.events: list[Event] = []
+        self.group: process_group.ProcessGroup | None = None
+        self.on_host = False
+        self.tensor_parallel_bytes = 0
+        self.assumptions: dict[str, None] = {}
 
     def reset(self) -> None:
-        """Reset the peaks to the bytes in use now."""
+        """Forget the events, and reset the peaks to the bytes in use now."""
+        self.events.clear()
         self.peak = self.host_peak = 0
         self._note_peak()
 
     def __enter__(self) -> Any:
-        self._resize = torch.UntypedStorage.resize_
+        resize_ = torch.UntypedStorage.resize_
 
         def resize(storage: Any, nbytes: int) -> Any:
-            result = self._resize(storage, nbytes)
+            result = resize_(storage, nbytes)
             if id(storage) in self._sizes:
                 self._count(storage)
             return result
 
-        torch.UntypedStorage.resize_ = resize  # type: ignore[assignment, method-assign]  # resize_ is not dispatched
+        self._patch = patch.object(torch.UntypedStorage, "resize_", resize)  # it is not dispatched
+        self._patch.start()
         return super().__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+        self._patch.stop()
         super().__exit__(*exc)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if tensor_parallel.are_divided(types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
+            return NotImplemented  # the operator is dispatched again on the local tensors
+        kwargs = kwargs or {}
+        result = self._result_of(func, args, kwargs)
+        tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if func.namespace in _COLLECTIVES:
+            is_of_engine = func.namespace == "c10d" and self.group not in process_group.groups_among(args)
+            if not is_of_engine and not func.__name__.startswith("wait_tensor"):
+                reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
+                nbytes = max((tensor.nbytes for tensor in tensors), default=0)
+                self.tensor_parallel_bytes += nbytes
+                self.gathers(2 * nbytes if reduces_all else nbytes)()
+        elif not func.is_view and func.namespace != "prim" and func not in _FREE:
+            kind = "host" if self.on_host else "compute"
+            nbytes = sum(map(compat.nbytes_of, tensors))
+            self.events.append(Event(kind, float(_flops_of(func, args, kwargs, result)), float(nbytes)))
         self.count(result if isinstance(result, (tuple, list)) else (result,))
         return result
+
+    # -- memory --------------------------------------------------------------------------------------------------------
 
     def count(self, values: Iterable[Any]) -> None:
         """Count the storages of the tensors among the values."""
@@ -85,7 +127,7 @@ class MemoryTracker(compat.TorchDispatchMode):
         nbytes = storage.nbytes()
         self._total += nbytes - self._sizes[id(storage)]
         self._sizes[id(storage)] = nbytes
-        if not self._on_host():
+        if not self.on_host:
             self._note_peak()
 
     def _note_peak(self) -> None:
@@ -98,22 +140,40 @@ class MemoryTracker(compat.TorchDispatchMode):
         self._total -= self._sizes.pop(identity)
         del self._references[identity]
 
+    # -- events --------------------------------------------------------------------------------------------------------
 
-class Assumptions(compat.TorchDispatchMode):
-    """Assumes results for operators that depend on the values of fake tensors, which have none.
+    def simulation(self, transport: Any, machines: int) -> Simulation:
+        """A simulation of these transports and machines, whose events are recorded."""
+        return Simulation(transport, machines, self.sends, self.gathers, self.updating, self.moves)
 
-    Attributes:
-        made: the assumptions, as keys; each includes the line of the project's code that reads the values.
-    """
+    def sends(self, sent: float, leaving: float) -> Callable[[], None]:
+        """Record a collective; see ``Simulation``."""
+        self._collectives += 1
+        self.events.append(Event("launch", nbytes=sent, number=self._collectives, leaving=leaving))
+        return partial(self.events.append, Event("wait", number=self._collectives))
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.made: dict[str, None] = {}
+    def gathers(self, nbytes: int) -> Callable[[], None]:
+        """Record a collective of tensor-parallel ranks in which each sends a buffer except its own part."""
+        sent = nbytes * (self._together - 1) / self._together
+        return self.sends(sent, sent * self._leaving)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if tensor_parallel.are_divided(types):
-            return NotImplemented
-        kwargs = kwargs or {}
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """Context in which operators are recorded as part of an update in the host's memory."""
+        self.on_host = True
+        try:
+            yield
+        finally:
+            self.on_host = False
+
+    def moves(self, nbytes: int) -> None:
+        """Record a read from or a write to a disk."""
+        self.events.append(Event("disk", nbytes=float(nbytes)))
+
+    # -- values --------------------------------------------------------------------------------------------------------
+
+    def _result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Call an operator; if it needs values of fake tensors, assume a result."""
         if _are_real(args, kwargs):  # such as a batch's token ids and masks
             with compat.unset_fake_temporarily():
                 return func(*args, **kwargs)
@@ -124,7 +184,7 @@ class Assumptions(compat.TorchDispatchMode):
             if answer is None:
                 raise
             assumption, value = answer
-            self.made[f"{assumption} ({_line_of_the_project()})"] = None
+            self.assumptions[f"{assumption} ({_line_of_the_project()})"] = None
             return value
 
     def _answer(self, func: Any, first: Tensor, *args: Any) -> tuple[str, Any] | None:
@@ -163,3 +223,35 @@ def _line_of_the_project() -> str:
         if "site-packages" not in frame.filename and "lightning_zero" not in Path(frame.filename).parts
     ]
     return f"{frames[-1].filename}:{frames[-1].lineno}" if frames else "in a package"
+
+
+# -- floating-point operations -----------------------------------------------------------------------------------------
+
+
+def _flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Floating-point operations in an operator call; 0 unless it is a matrix product, convolution or attention."""
+    operator = func._overloadpacket
+    count = _ATTENTION.get(operator) or flop_registry.get(operator)
+    return count(*args, **kwargs, out_val=result) if count is not None else 0
+
+
+def _attention_flops(query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_flop_count(query.shape, _repeated(key, query), _repeated(value, query))
+
+
+def _attention_backward_flops(grad_out: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> int:
+    return sdpa_backward_flop_count(grad_out.shape, query.shape, _repeated(key, query), _repeated(value, query))
+
+
+def _repeated(tensor: Any, query: Any) -> torch.Size:
+    """The shape of keys or values with as many heads as the queries: several query heads may share one."""
+    return torch.Size((*tensor.shape[:-3], query.shape[-3], *tensor.shape[-2:]))
+
+
+# Used instead of torch's formulas, which have none for the CPU's kernel, and before torch 2.12 raise an error if query
+# heads share keys.
+_ATTENTION = {
+    getattr(aten, f"_scaled_dot_product_{kernel}{suffix}"): count
+    for kernel in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
+    for suffix, count in (("", _attention_flops), ("_backward", _attention_backward_flops))
+}

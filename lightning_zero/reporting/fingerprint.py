@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import pickle
 import random
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,18 +27,6 @@ SAMPLE_BYTES = 2**26
 _BLOCK = 2**20
 
 
-class _Hash:
-    def __init__(self) -> None:
-        self.digest = hashlib.blake2b(digest_size=16)
-        self.nbytes = 0
-
-    def add(self, *parts: bytes) -> None:
-        for part in parts:
-            self.digest.update(len(part).to_bytes(8, "little"))  # so that ("ab", "c") differs from ("a", "bc")
-            self.digest.update(part)
-            self.nbytes += len(part)
-
-
 def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     """Fingerprint files, including all files in folders, by relative path, size and content.
 
@@ -56,21 +44,18 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
     found.sort(key=lambda each: each[0])
     sizes = [file.stat().st_size for _, file in found]
     most = MOST_BYTES if sum(sizes) <= MOST_BYTES else MOST_BYTES // len(found)
-    state, read = _Hash(), 0
+    digest = hashlib.blake2b(digest_size=16)
     for (name, file), size in zip(found, sizes):
-        state.add(name.encode(), size.to_bytes(8, "little"))
+        _update(digest, (name.encode(), size.to_bytes(8, "little")))
         left = most
         with file.open("rb") as stream:
             while block := stream.read(min(_BLOCK, left)):
-                state.add(block)
-                left -= len(block)
-        read += most - left
+                left -= _update(digest, (block,))
     return {
-        "fingerprint": state.digest.hexdigest(),
+        "fingerprint": digest.hexdigest(),
         "method": "BLAKE2b of file names, sizes and contents",
         "files": len(found),
         "bytes": sum(sizes),
-        "bytes_read": read,
     }
 
 
@@ -80,31 +65,28 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     As transforms may be random, the generators of Python, NumPy and torch are seeded before reading, and their states
     are restored afterwards. ``fingerprint`` is None if a dataset cannot be indexed.
     """
-    state, read, length = _Hash(), 0, 0
+    digest, length = hashlib.blake2b(digest_size=16), 0
     for dataset in datasets:
-        has_samples = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        if isinstance(dataset, IterableDataset) or not has_samples:
+        if isinstance(dataset, IterableDataset) or not (
+            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        ):
             why = f"{type(dataset).__name__} cannot be indexed: pass its files as RunManifest(data=[...])"
             return {"fingerprint": None, "method": why}
-        state.add(len(dataset).to_bytes(8, "little"))
+        _update(digest, (len(dataset).to_bytes(8, "little"),))
         length += len(dataset)
         with isolate_rng():
             torch.manual_seed(0)
             np.random.seed(0)
             random.seed(0)
-            before = state.nbytes
-            if len(dataset):
-                _add(state, dataset[0])  # this sample's size determines how many samples are read
-            most = max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // max(1, state.nbytes - before)))
-            count = min(len(dataset), most)
+            # the first sample's size determines how many samples are read
+            size = _update(digest, _parts_of(dataset[0])) if len(dataset) else 1
+            count = min(len(dataset), max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // size)))
             for index in range(1, count):
-                _add(state, dataset[index * len(dataset) // count])
-            read += count
+                _update(digest, _parts_of(dataset[index * len(dataset) // count]))
     return {
-        "fingerprint": state.digest.hexdigest(),
+        "fingerprint": digest.hexdigest(),
         "method": "BLAKE2b of evenly spread samples and the number of samples",
         "samples": length,
-        "samples_read": read,
     }
 
 
@@ -113,27 +95,33 @@ def datasets_of(loaders: Any) -> list[Any]:
     return [getattr(loader, "dataset", loader) for loader in compat.tree_leaves(loaders)]
 
 
-def _add(state: _Hash, value: Any) -> None:
-    """Add a sample's values, structure, types and shapes to a hash."""
-    state.add(type(value).__name__.encode())
+def _update(digest: Any, parts: Iterable[bytes]) -> int:
+    """Add parts to a hash, each with its length, so that "ab", "c" differ from "a", "bc"; return their total length."""
+    total = 0
+    for part in parts:
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+        total += len(part)
+    return total
+
+
+def _parts_of(value: Any) -> Iterator[bytes]:
+    """Yield a sample's structure, types, shapes and values."""
+    yield type(value).__name__.encode()
     if isinstance(value, Tensor):
-        state.add(str((value.dtype, tuple(value.shape))).encode())
-        state.add(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-    elif isinstance(value, np.ndarray) and value.dtype != object:
-        state.add(str((value.dtype, value.shape)).encode(), value.tobytes())
-    elif isinstance(value, Mapping):
-        state.add(str(len(value)).encode())
-        for key in sorted(value, key=str):
-            _add(state, key)
-            _add(state, value[key])
-    elif isinstance(value, (list, tuple)):
-        state.add(str(len(value)).encode())
+        yield str((value.dtype, tuple(value.shape))).encode()
+        yield value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    elif hasattr(value, "__array_interface__") and np.asarray(value).dtype != object:  # of NumPy or PIL
+        array = np.asarray(value)
+        yield str((array.dtype, array.shape)).encode()
+        yield array.tobytes()
+    elif isinstance(value, (Mapping, list, tuple)) or is_dataclass(value):
+        if is_dataclass(value):
+            value = [getattr(value, field.name) for field in fields(value)]
+        elif isinstance(value, Mapping):
+            value = [part for key in sorted(value, key=str) for part in (key, value[key])]
+        yield str(len(value)).encode()
         for each in value:
-            _add(state, each)
-    elif is_dataclass(value):
-        for field in fields(value):
-            _add(state, getattr(value, field.name))
-    elif hasattr(value, "__array_interface__"):  # PIL images
-        _add(state, np.asarray(value))
+            yield from _parts_of(each)
     else:
-        state.add(value if isinstance(value, bytes) else pickle.dumps(value, protocol=4))
+        yield value if isinstance(value, bytes) else pickle.dumps(value, protocol=4)

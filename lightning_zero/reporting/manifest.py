@@ -22,7 +22,6 @@ from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.paths import write_anew
 from lightning_zero.io.plain import name_of, plain
 from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets, fingerprint_of_files
-from lightning_zero.version import __version__
 
 NAME = "manifest.json"
 
@@ -68,18 +67,25 @@ class RunManifest(Callback):
             return
         self._path = Path(folder) / NAME
         self._path.parent.mkdir(parents=True, exist_ok=True)
+        config, strategy = self._config, trainer.strategy
+        about_strategy: dict[str, Any] = {"class": name_of(type(strategy))}
+        if config is None:
+            parts = {"model": pl_module, "data": getattr(trainer, "datamodule", None)}
+            config = {name: dict(part.hparams) for name, part in parts.items() if part is not None}
+        if getattr(strategy, "engine", None) is not None:
+            about_strategy |= plain(strategy.options) | plain(strategy.config)  # type: ignore[attr-defined]
         self._manifest = {
             "lightning_zero_manifest": 1,
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
             "command": plain(sys.argv),
-            "config": plain(self._config if self._config is not None else _hyperparameters(trainer, pl_module)),
+            "config": plain(config),
             "git": commit_of(Path.cwd()),
             "packages": installed_packages(),
             "machine": machine(),
             "seeds": {"seed_everything": os.environ.get("PL_GLOBAL_SEED"), "torch": torch.initial_seed()},
             "ranks": trainer.world_size,
             "nodes": trainer.num_nodes,
-            "strategy": _strategy(trainer.strategy),
+            "strategy": about_strategy,
             "precision": str(trainer.precision),
             "accumulate_grad_batches": trainer.accumulate_grad_batches,
             "gradient_clip_val": trainer.gradient_clip_val,
@@ -108,12 +114,11 @@ class RunManifest(Callback):
 
     def _fingerprint(self, trainer: Trainer) -> dict[str, Any]:
         datasets = datasets_of(trainer.train_dataloader)
-        names = {"class": ", ".join(name_of(type(dataset)) for dataset in datasets)}
         try:
             found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
         except Exception as error:  # raised by the user's dataset; training must continue without a fingerprint
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
-        return names | found
+        return {"class": ", ".join(name_of(type(dataset)) for dataset in datasets), **found}
 
     def _write(self) -> None:
         write_anew(self._path, json.dumps(self._manifest, indent=1))
@@ -136,24 +141,10 @@ def installed_packages() -> dict[str, str]:
 
 
 def machine() -> dict[str, Any]:
-    """The platform, processors and GPUs, and the versions of CUDA and this package."""
+    """The platform, processors and GPUs, and the version of CUDA."""
     return {
         "platform": platform.platform(),
-        "processors": os.cpu_count(),
+        "processors": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
         "cuda": torch.version.cuda,
-        "lightning_zero": __version__,
     }
-
-
-def _hyperparameters(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
-    data = getattr(trainer, "datamodule", None)
-    return {"model": dict(module.hparams)} | ({} if data is None else {"data": dict(data.hparams)})
-
-
-def _strategy(strategy: Any) -> dict[str, Any]:
-    """The strategy's class; for ZeRO also its options."""
-    found = {"class": name_of(type(strategy))}
-    if getattr(strategy, "engine", None) is not None:
-        found |= plain(strategy.options) | plain(strategy.config)
-    return found

@@ -43,17 +43,11 @@ def read_runs(folder: Path) -> list[Run]:
     """Read the run in a folder, or the runs in its subfolders: the jobs of a sweep, or the versions of a logger.
 
     Raises:
-        ReportError: if ``folder`` is not a folder, no run has records, or a record cannot be read.
+        ReportError: if ``folder`` is not a folder, or a record cannot be read.
     """
     if not folder.is_dir():
         raise ReportError(f"{folder} is not a folder: pass the folder of a run or of a sweep")
-    runs = [_read(each, folder) for each in _run_folders(folder, _DEPTH)]
-    if not any(run.manifest or run.results or run.metrics for run in runs):
-        raise ReportError(
-            f"{folder} has no records of a run: no {MANIFEST} from RunManifest, no {RESULTS} from lightning-zero "
-            "train, and no metrics.csv from CSVLogger"
-        )
-    return runs
+    return [_read(each, folder) for each in _run_folders(folder, _DEPTH)]
 
 
 def overrides_of(folder: Path) -> list[str]:

@@ -7,37 +7,17 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_zero.callbacks.monitor import ZeroMonitor, ranks_with_data
+from lightning_zero.callbacks.monitor import ZeroMonitor
 from lightning_zero.callbacks.pruning import MagnitudePruning
-from lightning_zero.engine import Report, placement
+from lightning_zero.engine import Report
 from lightning_zero.io.tables import show
 
-
-def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
-    """Expected number of elements that a rank communicates per optimizer step, divided by Psi (ZeRO paper, section 7).
-
-    Psi is the number of parameters. Stage 1 reduces gradients once per step, stages 2 and 3 once per micro-batch.
-    Stages 1 and 2 gather parameters once per step, stage 3 twice per micro-batch. If stage 3 shards within groups of
-    ``within`` ranks, groups also exchange shards once per step.
-    """
-    if world_size == 1:
-        return 0
-    placements = placement.placements_of(stage)
-    reductions = accumulate if placements.gradients.is_sharded else 1
-    gathers = 2 * accumulate if placements.parameters.is_sharded else 1
-    between_groups = 2 / within if within is not None and 1 < within < world_size else 0
-    return reductions + gathers + between_groups
+_OF_MONITOR = ("per_second", "peak_bytes", "formula_bytes", "ddp_bytes", "waited", "loss_curve", "validation_curve")
 
 
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
     """Return all results of a fit as plain values; the keys of ``metrics`` have the form ``validation/NAME``."""
     stage = getattr(trainer.strategy, "stage", None)
-    within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
-    within = trainer.world_size // trainer.num_nodes if within == "node" else within
-    is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
-    expected = None
-    if stage and not is_divided:
-        expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
@@ -50,22 +30,15 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         "training_loss": monitor.loss_curve[-1][1] if monitor.loss_curve else None,
         "validation": {name.removeprefix("validation/"): value for name, value in metrics.items()},
         "counted": counted,
-        "per_second": monitor.per_second,
-        "peak_bytes": monitor.peak_bytes,
-        "formula_bytes": monitor.formula_bytes,
-        "ddp_bytes": monitor.ddp_bytes,
+        **{name: getattr(monitor, name) for name in _OF_MONITOR},
         "units": {name or "root": numel for name, numel in monitor.units.items()},
         "communicated_psi": communicated,
-        "expected_psi": expected,
-        "waited": monitor.waited,
         "sparsity": next((each.sparsity for each in callbacks if isinstance(each, MagnitudePruning)), None),
         "checkpoint": checkpoint,
-        "loss_curve": monitor.loss_curve,
-        "validation_curve": monitor.validation_curve,
     }
 
 
-DETAILS = ("formula", "buffers", "DDP's memory", "traffic's formula")
+DETAILS = ("formula", "buffers", "DDP's memory")
 """Names of results that a sweep's table leaves out, so that it is not too wide for a terminal."""
 
 
@@ -86,8 +59,6 @@ def figures(results: dict[str, Any]) -> dict[str, str]:
     sizes["DDP's memory"] = results["ddp_bytes"]
     found |= {name: f"{nbytes / 1e6:.1f} MB" for name, nbytes in sizes.items() if nbytes is not None}
     found["traffic"] = "not counted" if psi is None else f"{psi:.2f} Psi"
-    if results["expected_psi"] is not None:
-        found["traffic's formula"] = f"{results['expected_psi']} Psi"
     return found
 
 
@@ -99,14 +70,9 @@ def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> N
         text = "".join(each if each.isprintable() or each == "\n" else "\ufffd" for each in sample)
         print(f"{' sample ':-^80}\n{text}\n{80 * '-'}")
     print(f"{results['strategy']}, {results['processes']} processes, {results['precision']}")
-    show(_rows(results), right=(1,))
-    print("checkpoint", results["checkpoint"] or "none")
-    print("curves lightning-zero report", folder, flush=True)
-
-
-def _rows(results: dict[str, Any]) -> list[tuple[str, str]]:
-    """The names and values of a job's table."""
     rows = [("parameters (Psi)", f"{results['parameters'] / 1e6:.2f} million"), ("steps", str(results["steps"]))]
     for name, value in dict(results["validation_curve"]).get(0, {}).items():
         rows.append((f"{name.replace('/', ' ')} before the first step", f"{value:.4g}"))
-    return [*rows, *figures(results).items(), ("units", str(len(results["units"])))]
+    show([*rows, *figures(results).items(), ("units", str(len(results["units"])))], right=(1,))
+    print("checkpoint", results["checkpoint"] or "none")
+    print("curves lightning-zero report", folder, flush=True)

@@ -2,7 +2,6 @@
 
 import os
 import sysconfig
-import zlib
 from pathlib import Path
 
 import torch
@@ -44,31 +43,23 @@ def text_files(root: Path, suffix: str = "") -> list[Path]:
     return sorted(found, key=lambda path: path.relative_to(root).as_posix())
 
 
-def is_validation(name: str, percent: float) -> bool:
-    """Whether a file is for validation. This depends only on its relative path, so all machines agree."""
-    return zlib.crc32(name.encode()) % 10_000 < percent * 100
-
-
 def read_split(path: Path | None, max_bytes: int, percent: float) -> tuple[bytes, bytes]:
-    """Read at most ``max_bytes`` and split them into text for training and text for validation.
+    """Read at most ``max_bytes``; return text for training, and the last ``percent`` % of each file for validation.
 
-    About ``percent`` % of a folder's files are for validation, or the last ``percent`` % of a single file's bytes.
     ``path=None`` means the folder of the standard library.
     """
-    if path is not None and path.is_file():
-        text = path.read_bytes()[:max_bytes]
-        cut = len(text) - int(len(text) * percent / 100)
-        return text[:cut], text[cut:]
     root = standard_library() if path is None else path
-    parts: tuple[list[bytes], list[bytes]] = [], []
-    left = max_bytes
-    for file in text_files(root, ".py" if path is None else ""):
+    files = [root] if root.is_file() else text_files(root, ".py" if path is None else "")
+    training, validation, left = bytearray(), bytearray(), max_bytes
+    for file in files:
         text = file.read_bytes()[:left]
         left -= len(text)
-        parts[is_validation(file.relative_to(root).as_posix(), percent)].append(text)
+        cut = len(text) - int(len(text) * percent / 100)
+        training += text[:cut]
+        validation += text[cut:]
         if not left:
             break
-    return b"".join(parts[0]), b"".join(parts[1])
+    return bytes(training), bytes(validation)
 
 
 class TextData(LightningDataModule):
@@ -77,7 +68,7 @@ class TextData(LightningDataModule):
     Arguments:
         path: A file or a folder; None is the standard library of the running Python.
         max_bytes: Maximum number of bytes to read.
-        validation_percent: Percentage of the files (or of a single file's bytes) held out for validation.
+        validation_percent: Percentage of each file, at its end, that is held out for validation.
         context: Bytes per window.
         batch_size: Windows per rank and step.
         workers: Number of worker processes that load batches; 0 loads them in the training process.
@@ -111,8 +102,10 @@ class TextData(LightningDataModule):
         for text, use in zip(texts, ("training", "validation"), strict=True):
             if len(text) <= self.context:
                 where = self.path or standard_library()
-                needed = self.context + 1
-                raise ValueError(f"path={where} has {len(text)} bytes of text for {use}; at least {needed} are needed")
+                raise ValueError(
+                    f"path={where} has {len(text)} bytes of text for {use} with "
+                    f"validation_percent={self.validation_percent}; at least {self.context + 1} are needed"
+                )
         # bytearray, because torch.frombuffer expects writable memory
         self.train, validation = (
             Windows(torch.frombuffer(bytearray(text), dtype=torch.uint8), self.context) for text in texts

@@ -12,9 +12,8 @@ from typing import Any
 import psutil
 import pytest
 
-from lightning_zero.commands.compare import labels_of
 from lightning_zero.zoo.gpt import LanguageModel
-from tests.app.commands import REPOSITORY, TINY, finish, start, succeed
+from tests.app.commands import TINY, finish, start, succeed
 from tests.support.warm import warm_python
 
 REAL = (sys.executable,)  # a Python that is started, not forked: as slow as a user's
@@ -51,7 +50,7 @@ def test_output_ends_with_a_plain_text_table_and_the_paths(alone: tuple[Path, st
     assert re.fullmatch(r"\d+", *rows["tokens/s"])
     for name in ("states", "formula", "buffers", "memory", "DDP's memory"):
         assert re.fullmatch(r"\d+\.\d MB", *rows[name])
-    assert re.fullmatch(r"\d\.\d\d Psi", *rows["traffic"]) and rows["traffic's formula"] == ["3 Psi"]
+    assert re.fullmatch(r"\d\.\d\d Psi", *rows["traffic"])
     assert checkpoint == f"checkpoint {folder / 'checkpoints' / 'step_6.ckpt'}"
     assert curves == f"curves lightning-zero report {folder}"
 
@@ -101,25 +100,19 @@ def test_stage_3_learns_what_ddp_learns_and_only_stage_3_counts_traffic(sweep: t
     assert ddp["communicated_psi"] is None and re.search("^traffic +not counted$", sweep[1], flags=re.MULTILINE)
     # DDP holds 16 bytes a parameter: its value, its gradient and Adam's two moments, 4 bytes each
     assert sum(ddp["peak_bytes"].values()) == pytest.approx(16 * ddp["parameters"], rel=0.01)
-    assert stage3["expected_psi"] == 3
+    assert 2 <= stage3["communicated_psi"] <= 3
     assert ddp["ddp_bytes"] == ddp["formula_bytes"] == stage3["ddp_bytes"] == 16 * stage3["parameters"]
     assert sum(stage3["units"].values()) == stage3["parameters"] and ddp["units"] == {}
 
 
-def test_jobs_are_labelled_by_the_overrides_that_differ_or_by_their_paths() -> None:
-    folder, one, two = Path("sweep"), Path("sweep/a/0"), Path("sweep/b/0")
-    assert labels_of({one: ["x=1", 'y="2"'], two: ["x=1", 'y="3"']}, folder) == {one: "y=2", two: "y=3"}
-    assert labels_of({one: ["x=1"], two: ["x=1"]}, folder) == {one: "a/0", two: "b/0"}
-
-
 def test_sweep_ends_with_a_comparison(sweep: tuple[Path, str]) -> None:
     folder, output = sweep
-    assert list(json.loads((folder / "comparison.json").read_text())) == ["stage=ddp", "stage=3"]
+    assert list(json.loads((folder / "comparison.json").read_text())) == ["0 stage=ddp", "1 stage=3"]
     table = output.splitlines()[-5:-2]
     heading, *jobs = (re.split(" {2,}", line) for line in table)
     assert heading[:5] == ["job", "status", "training loss", "validation loss", "validation perplexity"]
     assert heading[5:] == ["tokens/s", "states", "memory", "traffic"]
-    assert [job[0] for job in jobs] == ["stage=ddp", "stage=3"]
+    assert [job[0] for job in jobs] == ["0 stage=ddp", "1 stage=3"]
 
 
 @pytest.mark.exhaustive
@@ -127,7 +120,7 @@ def test_jobs_train_alike_wherever_their_states_are_offloaded(tmp_path: Path, al
     arguments = [*TINY, "offload=cpu,cpu_params", "hydra.sweep.dir=sweep", "--json"]
     output = succeed("train", "-m", *arguments, folder=tmp_path)
     comparison = json.loads((tmp_path / "sweep/comparison.json").read_text())
-    assert list(comparison) == ["offload=cpu", "offload=cpu_params"] and json.loads(output) == comparison
+    assert list(comparison) == ["0 offload=cpu", "1 offload=cpu_params"] and json.loads(output) == comparison
     output = succeed("train", *TINY, "offload=nvme", "stage.offload.path=here", "hydra.run.dir=job", folder=tmp_path)
     assert list((tmp_path / "here").iterdir()) == [], "files are gone with the run"
     for job in ("sweep/0", "sweep/1", "job"):
@@ -145,7 +138,10 @@ def test_under_torchrun_the_command_starts_no_further_ranks(tmp_path: Path, alon
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("argument", "said"),
-    [("model.width=none", "model.width='none' must be an integer"), ("stage=4", "stage=4: no such option")],
+    [
+        ("model.width=-4", "model.width=-4: Trying to create tensor"),
+        ("stage=4", "In 'train': Could not find 'stage/4'"),
+    ],
 )
 def test_under_torchrun_rank_0_reports_an_error_though_it_is_the_slowest(
     tmp_path: Path, argument: str, said: str
@@ -265,71 +261,6 @@ def test_a_signal_to_the_command_ends_every_rank(
         process.send_signal(signum)
     code = end_of(endless)[0]
     assert code == 128 + signum or (signum is signal.SIGTERM and code == 0)  # 0 if the ranks have begun to train
-
-
-RANKS = """
-import os, signal, time
-from omegaconf import OmegaConf
-from lightning_zero.commands import ranks
-
-def job(config):
-    asked = []
-    signal.signal(signal.SIGTERM, lambda *_: asked.append(True))  # as in a fit, which ends after the step
-    print("begun", flush=True)
-    while not asked:
-        time.sleep(0.01)
-    time.sleep(1)  # the remainder of the step, and the save: much longer than the grace period below
-    print("saved", flush=True)
-    raise SystemExit(config.codes[int(os.environ["RANK"])])
-
-if __name__ == "__main__":
-    ranks.GRACE = 0.1
-    trainer = {"num_nodes": 1, "devices": 2, "accelerator": "cpu", "strategy": {"resilience": "memory"}}
-    ranks.launch(job, OmegaConf.create({"folder": ".", "trainer": trainer, "codes": CODES}))
-    print("the next job of the sweep")
-"""
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize(("codes", "code"), [([0, 0], 0), ([0, 3], 143)])
-def test_after_sigterm_ranks_may_take_longer_than_the_grace_period_to_save(
-    codes: list[int], code: int, tmp_path: Path
-) -> None:
-    process = launched(RANKS.replace("CODES", str(codes)), tmp_path)
-    expect("begun", process)
-    process.send_signal(signal.SIGTERM)
-    found, output, errors = finish(process)
-    assert found == code and "restarting" not in errors, errors
-    assert output == "saved\n" * 2 or code != 0
-
-
-@pytest.mark.exhaustive
-def test_a_second_sigterm_ends_ranks_that_still_save(tmp_path: Path) -> None:
-    slow = RANKS.replace("time.sleep(1)", "print('saving', flush=True); time.sleep(60)")
-    process = launched(slow.replace("CODES", "[0, 0]"), tmp_path)
-    for line in ("begun", "saving"):
-        expect(line, process)
-        process.send_signal(signal.SIGTERM)
-    found, output, _ = finish(process, timeout=20)
-    assert found == 143 and "saved" not in output and "the next job" not in output
-
-
-def launched(script: str, folder: Path) -> subprocess.Popen[str]:
-    (folder / "ranks.py").write_text(script)
-    return subprocess.Popen(
-        [*REAL, "ranks.py"],
-        cwd=folder,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [*LEAN, REPOSITORY]))},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-
-
-def expect(line: str, process: subprocess.Popen[str]) -> None:
-    """Wait until both ranks have printed a line."""
-    assert process.stdout is not None and [process.stdout.readline() for _ in range(2)] == [f"{line}\n"] * 2
 
 
 @pytest.mark.exhaustive

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from lightning_zero.zoo.gpt import GPT
-from lightning_zero.zoo.text import TextData, is_validation, read_split, standard_library, text_files
+from lightning_zero.zoo.text import TextData, read_split, standard_library, text_files
 from tests.app.commands import REPOSITORY
 
 
@@ -20,17 +20,9 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_folder_is_split_by_file(folder: Path) -> None:
-    train, validation = (set(text.decode().split(";")) - {""} for text in read_split(folder, 10**9, percent=20))
-    assert train.isdisjoint(validation) and len(train | validation) == 200
-    assert 20 <= len(validation) <= 60
-
-
-def test_a_file_stays_in_its_split_when_another_file_is_added(folder: Path) -> None:
-    before = read_split(folder, 10**9, percent=20)[1]
-    (folder / "new.txt").write_text("new;")
-    after = read_split(folder, 10**9, percent=20)[1]
-    assert after.replace(b"new;", b"") == before
+def test_each_file_of_a_folder_is_split_at_its_end(folder: Path) -> None:
+    train, validation = read_split(folder, 10**9, percent=50)
+    assert train.startswith(b"text") and b";" not in train and validation.count(b";") == 200
 
 
 @pytest.mark.exhaustive
@@ -54,7 +46,6 @@ def test_default_text_is_the_standard_library_without_its_tests() -> None:
     names = [file.relative_to(standard_library()).as_posix() for file in text_files(standard_library(), ".py")]
     assert {"argparse.py", "json/decoder.py"} <= set(names) and names == sorted(names)
     assert not any({"test", "tests", "site-packages"} & set(name.split("/")) for name in names)
-    assert 0.05 < sum(is_validation(name, 10) for name in names) / len(names) < 0.15
 
 
 def test_single_file_is_split_at_its_end(tmp_path: Path) -> None:
@@ -77,7 +68,7 @@ def test_targets_are_the_next_bytes(tmp_path: Path) -> None:
 def test_text_shorter_than_a_window_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "text"
     file.write_bytes(b"too short")
-    with pytest.raises(ValueError, match=r"has 9 bytes of text for training; at least 65 are needed"):
+    with pytest.raises(ValueError, match=r"has 9 bytes of text for training with .*; at least 65 are needed"):
         TextData(str(file), context=64).setup()
 
 

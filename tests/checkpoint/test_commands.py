@@ -793,7 +793,7 @@ def test_a_folder_that_is_not_a_checkpoint_is_not_replaced(tmp_path, capsys):
         (["inspect", "nowhere.ckpt"], 1, "Checkpoint file not found: nowhere.ckpt"),
         (["import", "jax", "PATH", "OUT"], 2, "'jax'"),
         (["import", "deepspeed", "PATH", "OUT", "--model", "w"], 1, "--model w works with fsdp only"),
-        ([], 2, "specify a command: inspect, verify, export, convert or import"),
+        ([], 2, "the following arguments are required: COMMAND"),
     ],
 )
 def test_wrong_arguments_are_reported(tmp_path, monkeypatch, capsys, arguments, code, said):

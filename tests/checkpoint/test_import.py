@@ -132,7 +132,6 @@ def test_weights_and_moments_equal_those_that_deepspeed_itself_reads(
     assert weights._metadata == renamed(fresh.state_dict(), f"{prefix}{{}}".format)._metadata | (  # type: ignore
         {"": {"version": 1}} if prefix else {}
     )
-    opened.verify()
 
 
 def test_values_of_a_deepspeed_checkpoint_are_read_when_they_are_used(deepspeeds: Callable[[str], Path]) -> None:
@@ -289,7 +288,7 @@ MODEL = "mp_rank_00_model_states.pt"
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        (without("latest"), FileNotFoundError, "no 'latest' file: pass the folder of a tag, such as .*/global_step3"),
+        (without("latest"), FileNotFoundError, "neither a 'latest' file nor .*or the folder of a tag.*: global_step3"),
         (of_another_tag, FileNotFoundError, "latest names 'global_step9', but .* contains no such folder"),
         (
             without("global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt"),
@@ -348,25 +347,11 @@ def test_stage_3_needs_the_files_of_all_ranks(deepspeeds: Callable[[str], Path],
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere does not exist: a DeepSpeed checkpoint is a local folder"):
+    with pytest.raises(FileNotFoundError, match="nowhere is not a folder: a DeepSpeed checkpoint is a local folder"):
         open_deepspeed(tmp_path / "nowhere")
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(
-        FileNotFoundError, match="not a DeepSpeed checkpoint: it has neither a 'latest' file.* It contains: notes.txt"
-    ):
+    with pytest.raises(FileNotFoundError, match="neither a 'latest' file nor files of ranks.* It contains: notes.txt"):
         open_deepspeed(tmp_path)
-
-
-def test_a_flipped_byte_is_found_by_verify(deepspeeds: Callable[[str], Path], tmp_path: Path) -> None:
-    folder = shutil.copytree(deepspeeds("stage2-fp32") / "checkpoint", tmp_path / "checkpoint")
-    opened = open_deepspeed(folder)
-    path = folder / "global_step3" / STATE
-    content = bytearray(path.read_bytes())
-    place = content.find(opened.checkpoint["state_dict"]["embedding.weight"].shown(0, 4).numpy().tobytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-    with pytest.raises(DamagedCheckpointError, match=f"is damaged: .* in {STATE}"):
-        open_deepspeed(folder).verify()
 
 
 # -- FSDP --------------------------------------------------------------------------------------------------------------

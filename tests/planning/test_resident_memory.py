@@ -85,8 +85,6 @@ def test_the_planned_peak_is_within_five_percent_of_the_growth_of_resident_memor
     plan = fake_run(partial(Net, WIDTH, DEPTH), batch, ranks=RANKS, stage=stage, transport="shared memory")
     for growth in grown:
         assert growth == pytest.approx(plan.total_bytes, rel=0.05), plan.peak_bytes
-    (kept,) = [said for said in plan.assumptions if "freed" in said]
-    assert "156 MB" in kept, "the whole module, which is made before it is cut"
 
 
 if __name__ == "__main__":

@@ -223,12 +223,7 @@ def test_the_papers_configurations_take_the_memory_that_the_paper_describes(name
 
     From C3 on, gradients are sharded. With tensor parallelism the engine shards them at stage 1, too.
     """
-    sizes: dict[str, Any] = {
-        "ranks": 16,
-        "choices": {"tensor_parallel_size": [together]},
-        "precision": "bf16-true",
-        "unit_numel": 0,
-    }
+    sizes: dict[str, Any] = {"ranks": 16, "tensor_parallel_size": together, "precision": "bf16-true", "unit_numel": 0}
     depths = DEPTH, 2 * DEPTH
     fewer, more = (
         make_plans(partial(Divided, depth=depth), batch(4096), **CONFIGURATIONS[name], **sizes)[0] for depth in depths

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_zero.planning.timeline import Event, Recorder, Resources, replay
+from lightning_zero.planning.timeline import Event, Resources, replay
+from lightning_zero.planning.tracking import Observer
 
 SLOW = Resources(
     flops=10.0,
@@ -84,11 +85,11 @@ class Attention(nn.Module):
 @pytest.mark.parametrize("heads", [4, 2], ids=["a head of keys each", "query heads that share keys"])
 def test_counted_operations_equal_torchs_count_of_single_products(heads: int) -> None:
     x = torch.randn(2, 8, 32)
-    recorder, torchs = Recorder(), FlopCounterMode(display=False)
-    with recorder:
+    observer, torchs = Observer(), FlopCounterMode(display=False)
+    with observer:
         Attention(heads)(x).sum().backward()
     with torchs, sdpa_kernel(SDPBackend.MATH):
         Attention(heads)(x).sum().backward()
     # the fused kernel computes the product of queries and keys once more, in backward
-    counted = sum(event.flops for event in recorder.events)
+    counted = sum(event.flops for event in observer.events)
     assert counted == torchs.get_total_flops() + 2 * (2 * 4 * 32 * 32 * 4)

@@ -113,7 +113,7 @@ class Counting(Dataset[Tensor]):
 def test_evenly_spread_samples_of_a_large_dataset_are_read(count: int, nbytes: int, most: int):
     dataset = Counting(count, nbytes)
     found = fingerprint_of_datasets([dataset])
-    assert found["samples"] == count and found["samples_read"] == len(dataset.read) <= most
+    assert found["samples"] == count and len(dataset.read) <= most
     assert len(dataset.read) >= 0.9 * most
     assert dataset.read[0] == 0 and max(dataset.read) >= 0.95 * count - 1
 
@@ -147,7 +147,7 @@ def folder(tmp_path: Path) -> Path:
 
 def test_the_fingerprint_of_files_depends_on_name_and_content_not_on_time_or_folder(folder: Path, tmp_path: Path):
     before = fingerprint_of_files([folder])
-    assert before["files"] == 3 and before["bytes"] == before["bytes_read"] == 5 + 6 + 5_000
+    assert before["files"] == 3 and before["bytes"] == 5 + 6 + 5_000
     (folder / "a.txt").touch()
     folder.rename(tmp_path / "moved")
     moved = tmp_path / "moved"
@@ -163,7 +163,7 @@ def test_the_fingerprint_of_files_depends_on_name_and_content_not_on_time_or_fol
 def test_only_the_beginning_of_large_files_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(fingerprint, "MOST_BYTES", 300)
     before = fingerprint_of_files([folder])
-    assert before["bytes_read"] == 5 + 6 + 100 and before["bytes"] == 5_011
+    assert before["bytes"] == 5_011
     (folder / "deep/c.bin").write_text("x" * 4_999 + "y")
     assert fingerprint_of_files([folder])["fingerprint"] == before["fingerprint"]
     (folder / "deep/c.bin").write_text("x" * 4_999)

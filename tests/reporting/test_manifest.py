@@ -57,7 +57,7 @@ def test_a_manifest_describes_the_run(tmp_path: Path) -> None:
     assert found["seeds"]["seed_everything"] == "3"
     assert (found["ranks"], found["precision"], found["strategy"]["stage"]) == (1, "32-true", 2)
     assert found["packages"]["torch"] == metadata.version("torch") and len(found["packages"]) > 20
-    assert found["data"]["class"] == "tests.reporting.projects:Noisy" and found["data"]["samples_read"] == 32
+    assert found["data"]["class"] == "tests.reporting.projects:Noisy" and found["data"]["samples"] == 32
     end = found["end"]
     assert (end["status"], end["steps"]) == ("completed", 8) and end["seconds"] > 0
     assert end["engine"]["numel"] == found["model"]["parameters"] and end["engine"]["steps"] == 8
