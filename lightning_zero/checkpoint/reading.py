@@ -9,9 +9,8 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, NoCheckpointError, verify
@@ -19,8 +18,8 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, load_torch, records_of
-from lightning_zero.checkpoint.trees import check_structure, identity, items_of, versions_in, with_versions
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, as_file, load_torch, records_of
+from lightning_zero.checkpoint.trees import check_structure, identity, items_of
 from lightning_zero.engine import compat
 
 
@@ -110,34 +109,27 @@ def open_for_run(path: str | os.PathLike[str], weights_only: bool | None) -> Ope
 
 def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     path = f"{files.path} ({files.size()} bytes)"
+    data = files.all()
+    head = bytes(data[:4])
     records: list[Record] = []
-    with files.open() as file:
-        head = file.read(4)
-        is_old = head[:1] == b"\x80"  # torch before 1.6: a bare pickle, without sizes or checksums
-        is_archive = not is_old and (head == b"PK\x03\x04" or zipfile.is_zipfile(file))
-        if is_archive:
-            records = _records_of_file(path, file)
-        elif not any(head) or b"PK\x03\x04".startswith(head):
-            # A file that was not synced before a power failure may consist of zeros.
-            raise DamagedCheckpointError.of(path, "it is empty, cut off or begins with zeros, as after a crash")
-        elif not is_old:
-            raise NoCheckpointError(
-                f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains "
-                f"{DCP_METADATA}."
-            )
-        try:
-            if is_archive and files.is_local:
-                checkpoint = _load_mapped(files, weights_only)
-            else:
-                file.seek(0)
-                checkpoint = load_torch(file, weights_only=weights_only)
-        except UnsafeFileError as error:
-            raise UnsafeFileError(f"{files.path}: {error}.") from error
-        except Exception as error:
-            if "PytorchStreamReader" in str(error):  # the archive lacks a record to which its pickle refers
-                raise DamagedCheckpointError.of(path, str(error).splitlines()[0]) from error
-            kind = ValueError if isinstance(error, (OSError, MemoryError)) else NoCheckpointError
-            raise kind(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+    if head == b"PK\x03\x04" or (head[:1] != b"\x80" and zipfile.is_zipfile(as_file(data))):
+        records = _records_of_file(path, data)
+    elif not any(head) or b"PK\x03\x04".startswith(head):
+        # A file that was not synced before a power failure may consist of zeros.
+        raise DamagedCheckpointError.of(path, "it is empty, cut off or begins with zeros, as after a crash")
+    elif head[:1] != b"\x80":  # with which torch before 1.6 began its files: bare pickles, without checksums
+        raise NoCheckpointError(
+            f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains {DCP_METADATA}."
+        )
+    try:
+        checkpoint = load_torch(files, weights_only=weights_only)
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{files.path}: {error}.") from error
+    except BrokenArchiveError as error:
+        raise DamagedCheckpointError.of(path, str(error)) from error
+    except Exception as error:
+        kind = ValueError if isinstance(error, (OSError, MemoryError)) else NoCheckpointError
+        raise kind(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     if not isinstance(checkpoint, dict):
         raise NoCheckpointError(
             f"{files.path} is not a checkpoint: it contains a {type(checkpoint).__name__} instead of a dictionary."
@@ -159,41 +151,19 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
 
 
-def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
+def _records_of_file(path: str, data: memoryview) -> list[Record]:
     """List an archive's records, and verify all records except those that hold tensor values."""
     try:
-        records = records_of(file)
+        records = records_of(data)
         for record in records:
             if "/data/" not in record.name and record.crc32 is not None:
-                file.seek(record.start)
-                if zlib.crc32(file.read(record.length)) != record.crc32:
+                if zlib.crc32(data[record.start :][: record.length]) != record.crc32:
                     raise BrokenArchiveError(f"the checksum of record {record.name} does not match")
     except BrokenArchiveError as error:
         raise DamagedCheckpointError.of(path, f"it is truncated or was altered ({error})") from error
     if not any(record.name.endswith("/data.pkl") for record in records):
         raise NoCheckpointError(f"{path} is not a checkpoint: it is a zip archive not written by torch.save.")
     return records
-
-
-def _load_mapped(files: Files, weights_only: bool | None) -> Any:
-    try:
-        return load_torch(files.root, weights_only=weights_only, mmap=True)
-    except RuntimeError as error:
-        if "unable to mmap" not in str(error):
-            raise
-    # torch's mapping is writable, so the system reserves memory for it. This fails if the file is larger than memory.
-    with compat.FakeTensorMode():
-        checkpoint = load_torch(files.root, weights_only=weights_only)
-
-    def mapped(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if not storage.nbytes():
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        part = files.part("", compat.offset_in_file(tensor), storage.nbytes())
-        flat = torch.frombuffer(part, dtype=tensor.dtype)
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    return with_versions(compat.tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
 
 
 # -- a folder ----------------------------------------------------------------------------------------------------------

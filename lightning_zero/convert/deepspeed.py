@@ -215,7 +215,7 @@ def _stand_in(name: str) -> Any:
 def _load(file: Path) -> dict[str, Any]:
     """Load a DeepSpeed file with memory-mapped tensors, without importing DeepSpeed's classes."""
     try:
-        loaded = load_torch(file, mmap=True, stand_in=_stand_in)
+        loaded = load_torch(Files(file), stand_in=_stand_in)
     except UnsafeFileError as error:
         raise UnsafeFileError(f"{file}: {error}.") from error
     except Exception as error:
@@ -233,11 +233,10 @@ def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
 
     def extents() -> Iterator[Extent]:
         for path in files:
-            with open(path, "rb") as file:
-                try:
-                    records = records_of(file)
-                except BrokenArchiveError as error:
-                    raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
+            try:
+                records = records_of(Files(path).all())
+            except BrokenArchiveError as error:
+                raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
             for record in records:
                 if record.crc32 is not None:
                     yield Extent(path.name, record.start, record.length, record.crc32, [record.name])
