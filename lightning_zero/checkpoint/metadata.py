@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import io
-import itertools
 import pickle
-from collections import Counter, OrderedDict
-from collections.abc import Sequence
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
@@ -23,8 +23,6 @@ _MODULES = {
     "pathlib",
     "pathlib._local",  # Python 3.13
 }
-_DIMENSIONS = 8  # maximum number of dimensions along which a tensor is divided: each one doubles the check's time
-_CORNERS = 2**21  # maximum number of corners of all of a tensor's pieces that are compared
 
 
 class _Record:
@@ -95,8 +93,9 @@ def _check_paths(planner_data: Any) -> None:
 def wrong_pieces(shape: Sequence[int], chunks: Sequence[Any]) -> str | None:
     """Return what is wrong with a tensor's pieces, or None if each element of the tensor is in exactly one piece.
 
-    If the corners of a box count alternately as +1 and -1, boxes tile a larger box exactly if their corners add up to
-    those of the larger box at each point. Only dimensions in which a piece is not whole need to be compared.
+    A random number is drawn for each coordinate of a dimension. The volume of a box is the product of the differences
+    between its ends, so the volumes of boxes that tile a larger box add up to its volume. Other boxes do so only by
+    chance, with a probability of about 2**-64.
     """
     for chunk in chunks:
         fits = len(chunk.offsets) == len(chunk.sizes) == len(shape)
@@ -105,18 +104,15 @@ def wrong_pieces(shape: Sequence[int], chunks: Sequence[Any]) -> str | None:
             for first, size, whole in zip(chunk.offsets, chunk.sizes, shape)
         ):
             return f"has a piece of shape {tuple(chunk.sizes)} at {tuple(chunk.offsets)}, outside of {tuple(shape)}"
-    numel, covered = prod(shape), sum(prod(chunk.sizes) for chunk in chunks)
-    if covered < numel:
-        return f"lacks {numel - covered} of its {numel} elements"
-    divided = [dim for dim, whole in enumerate(shape) if any(chunk.sizes[dim] != whole for chunk in chunks)]
-    if covered > numel or len(divided) > _DIMENSIONS or len(chunks) << len(divided) > _CORNERS:
-        return f"has {len(chunks)} pieces with {covered} elements in place of {numel}"
-    if not numel:
-        return None
-    corners: Counter[tuple[int, ...]] = Counter()
-    boxes = [(chunk.offsets, chunk.sizes, 1) for chunk in chunks] + [((0,) * len(shape), shape, -1)]
-    for offsets, sizes, sign in boxes:
-        for ends in itertools.product((0, 1), repeat=len(divided)):
-            corner = tuple(offsets[dim] + end * sizes[dim] for dim, end in zip(divided, ends))
-            corners[corner] += -sign if sum(ends) % 2 else sign
-    return "has pieces that overlap" if any(corners.values()) else None
+    lacking = prod(shape) - sum(prod(chunk.sizes) for chunk in chunks)
+    if lacking > 0:
+        return f"lacks {lacking} of its {prod(shape)} elements"
+    draw = random.Random()  # a generator of its own: the run's random numbers must not change
+    places: list[dict[int, int]] = [defaultdict(lambda: draw.getrandbits(64)) for _ in shape]
+
+    def volume(offsets: Iterable[int], sizes: Iterable[int]) -> int:
+        return prod(place[first + size] - place[first] for place, first, size in zip(places, offsets, sizes))
+
+    covered = sum(volume(chunk.offsets, chunk.sizes) for chunk in chunks)
+    is_tiled = lacking == 0 and covered == volume((0,) * len(shape), shape)
+    return None if is_tiled else "has pieces that overlap"
