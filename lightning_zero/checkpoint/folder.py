@@ -262,31 +262,21 @@ class Folder:
         If one contiguous, aligned piece contains the range, the result is a view of this piece, not a copy.
         """
         chunks = [chunk for chunk in pieces if chunk.start < stop and start < chunk.stop]
-        if len(chunks) == 1 and chunks[0].stop - chunks[0].start == prod(chunks[0].sizes):
-            tensor = self._tensor(chunks[0], dtype)
-            if tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
-                return tensor.view(-1)[start - chunks[0].start : stop - chunks[0].start]
         out = torch.empty(stop - start, dtype=dtype, device="cpu")
+        strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
         wanted = tiling.boxes(shape, start, stop)
         for chunk in chunks:
-            for box in wanted:
-                self._copy(out, start, box, chunk, shape, dtype)
+            common = [box for box in (_intersection(box, chunk) for box in wanted) if box is not None]
+            if not common:
+                continue
+            tensor = self._tensor(chunk, dtype)
+            is_whole = len(chunks) == 1 and chunk.stop - chunk.start == prod(chunk.sizes)
+            if is_whole and tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
+                return tensor.view(-1)[start - chunk.start : stop - chunk.start]
+            for first, sizes in common:
+                source = tensor[tuple(slice(a - o, a - o + size) for a, o, size in zip(first, chunk.offsets, sizes))]
+                out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
         return out
-
-    def _copy(
-        self, out: Tensor, start: int, box: tiling.Box, chunk: _Chunk, shape: torch.Size, dtype: torch.dtype
-    ) -> None:
-        """Copy the intersection of a box and a chunk to ``out``, whose first element has the flat index ``start``."""
-        first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
-        after = [
-            min(a + size, b + other) for a, size, b, other in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
-        ]
-        sizes = [stop - begin for begin, stop in zip(first, after)]
-        if min(sizes, default=1) <= 0:
-            return
-        source = self._tensor(chunk, dtype)[tuple(slice(a - o, b - o) for a, b, o in zip(first, after, chunk.offsets))]
-        strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-        out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
 
     def extents(self) -> Iterator[Extent]:
         """Yield the extents with checksums: the pieces in the manifest, and the records of all other pieces."""
@@ -303,6 +293,14 @@ class Folder:
                 if record.crc32 is not None:
                     start = extent.start + record.start
                     yield replace(extent, start=start, length=record.length, crc32=record.crc32)
+
+
+def _intersection(box: tiling.Box, chunk: _Chunk) -> tuple[list[int], list[int]] | None:
+    """Return the offsets and sizes of the elements that a box and a chunk have in common; None if there are none."""
+    first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
+    after = [min(a + size, b + other) for a, size, b, other in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes)]
+    sizes = [stop - begin for begin, stop in zip(first, after)]
+    return (first, sizes) if min(sizes, default=1) > 0 else None
 
 
 def _flat(index: Any, shape: Any) -> int:

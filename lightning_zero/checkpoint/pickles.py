@@ -121,12 +121,13 @@ def _made(kind: str, argument: Any, taken: tuple[Any, ...], own: Collection[str]
     if kind in ("REDUCE", "NEWOBJ"):
         _check_call(*taken, own=own, is_class=kind == "NEWOBJ")
         return _Node(taken[0], taken[1:])
-    is_container = bool(taken) or kind.startswith("EMPTY")
-    return _Node(kind, taken) if is_container else argument
+    if "TUPLE" in kind:
+        return _Node("tuple", taken)
+    return _Node(kind, taken) if taken or kind.startswith("EMPTY") else argument
 
 
 def _check_call(called: Any, arguments: Any, *, own: Collection[str], is_class: bool) -> None:
-    if type(called) is not _Name or type(arguments) is not _Node:
+    if type(called) is not _Name or type(arguments) is not _Node or arguments.made_by != "tuple":
         raise UnsafeFileError.of("it calls an object that it has made")
     if called == "torch._tensor._rebuild_from_type_v2":  # calls its first argument
         function, _, inner, *_ = arguments.parts

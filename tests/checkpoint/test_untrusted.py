@@ -160,6 +160,7 @@ BOMBS: dict[str, bytes] = {
     "a large memo": b"}" + put(2**31 - 1),
     "a call of a list": doubled_lists() + b")R",
     "an array of bytes": called("__builtin__", "bytearray", number(10**10)),
+    "a call with a list": b"c__builtin__\nbytearray\n]" + number(10**10) + b"aR",
     "a codec": b"c_codecs\nencode\nX\x01\x00\x00\x00aX\x08\x00\x00\x00punycode\x86R",
     "a new tensor": called("torch", "Tensor", number(10**10)),
     "a new storage": called("torch.storage", "UntypedStorage", number(10**10)),
