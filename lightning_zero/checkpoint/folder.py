@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
 from collections.abc import Iterator, Mapping
@@ -285,7 +286,7 @@ class Folder:
                 yield extent
                 continue
             try:
-                records = records_of(self.files.part(extent.file, extent.start, extent.length))
+                records = records_of(io.BytesIO(self.files.part(extent.file, extent.start, extent.length)))
             except BrokenArchiveError:
                 yield replace(extent, crc32=NO_CHECKSUM)
                 continue

@@ -9,7 +9,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import IO, Any, Literal
 
 from torch import Tensor
 
@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, as_file, load_torch, records_of
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, load_torch, records_of
 from lightning_zero.checkpoint.trees import check_structure, identity, items_of
 from lightning_zero.engine import compat
 
@@ -109,18 +109,20 @@ def open_for_run(path: str | os.PathLike[str], weights_only: bool | None) -> Ope
 
 def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     path = f"{files.path} ({files.size()} bytes)"
-    data = files.all()
-    head = bytes(data[:4])
     records: list[Record] = []
-    if head == b"PK\x03\x04" or (head[:1] != b"\x80" and zipfile.is_zipfile(as_file(data))):
-        records = _records_of_file(path, data)
-    elif not any(head) or b"PK\x03\x04".startswith(head):
-        # A file that was not synced before a power failure may consist of zeros.
-        raise DamagedCheckpointError.of(path, "it is empty, cut off or begins with zeros, as after a crash")
-    elif head[:1] != b"\x80":  # with which torch before 1.6 began its files: bare pickles, without checksums
-        raise NoCheckpointError(
-            f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains {DCP_METADATA}."
-        )
+    with files.open() as file:
+        head = file.read(4)
+        is_older = head[:1] == b"\x80"  # torch before 1.6 wrote bare pickles, without sizes or checksums
+        if head == b"PK\x03\x04" or (not is_older and zipfile.is_zipfile(file)):
+            records = _records_of_file(path, file)
+        elif not any(head) or b"PK\x03\x04".startswith(head):
+            # A file that was not synced before a power failure may consist of zeros.
+            raise DamagedCheckpointError.of(path, "it is empty, cut off or begins with zeros, as after a crash")
+        elif not is_older:
+            raise NoCheckpointError(
+                f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains "
+                f"{DCP_METADATA}."
+            )
     try:
         checkpoint = load_torch(files, weights_only=weights_only)
     except UnsafeFileError as error:
@@ -151,13 +153,14 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
 
 
-def _records_of_file(path: str, data: memoryview) -> list[Record]:
+def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
     """List an archive's records, and verify all records except those that hold tensor values."""
     try:
-        records = records_of(data)
+        records = records_of(file)
         for record in records:
             if "/data/" not in record.name and record.crc32 is not None:
-                if zlib.crc32(data[record.start :][: record.length]) != record.crc32:
+                file.seek(record.start)
+                if zlib.crc32(file.read(record.length)) != record.crc32:
                     raise BrokenArchiveError(f"the checksum of record {record.name} does not match")
     except BrokenArchiveError as error:
         raise DamagedCheckpointError.of(path, f"it is truncated or was altered ({error})") from error
@@ -190,29 +193,21 @@ def opened_folder(folder: Folder) -> OpenedCheckpoint:
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
     """Convert DCP's optimizer states, keyed by parameter name, to Lightning's ``optimizer_states``, keyed by number."""
     rest = copy.copy(tree)
-    found: list[tuple[dict[str, Any], list[str]]] = []
-    while isinstance(state := rest.get(key := f"optimizer_{len(found)}"), dict) and "param_groups" in state:
-        found.append(numbered(rest.pop(key), f"{path}: {key}"))
-    if not found:
-        return rest, None
-    return {**rest, "optimizer_states": [state for state, _ in found]}, [names for _, names in found]
+    states: list[dict[str, Any]] = []
+    names: list[list[str]] = []
+    while isinstance(state := rest.get(key := f"optimizer_{len(states)}"), dict) and "param_groups" in state:
+        del rest[key]
+        states.append(by_number(state, f"{path}: {key}"))
+        names.append(names_by_number(state))
+    return ({**rest, "optimizer_states": states}, names) if states else (rest, None)
 
 
-def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[str]]:
-    """Return an optimizer state in numbered form (see ``by_number``), and the parameters' names, ordered by number.
+def by_number(saved: Mapping[str, Any], what: str = "The optimizer's state") -> dict[str, Any]:
+    """Convert an optimizer state dict keyed by parameter name, as in DCP, to torch's numbered form; see ``by_name``.
 
     Args:
         what: description of the state, for the error message.
     """
-    try:
-        state = by_number(saved)
-    except KeyError as error:
-        raise ValueError(f"{what} has state for {error}, which is in none of its param groups.") from error
-    return state, [name for group in saved["param_groups"] for name in group["params"]]
-
-
-def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state dict keyed by parameter name, as in DCP, to torch's numbered form; see ``by_name``."""
     groups: list[dict[str, Any]] = []
     number_of: dict[Any, int] = {}
     for group in saved["param_groups"]:
@@ -222,8 +217,15 @@ def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
     states = saved.get("state", {})
     # an entry that belongs to no parameter keeps its name; a dict is the state of a parameter
     own = {name: value for name, value in states.items() if name not in number_of and not isinstance(value, dict)}
+    if lost := [name for name in states if name not in number_of and name not in own]:
+        raise ValueError(f"{what} has state for {lost[0]!r}, which is in none of its param groups.")
     state = {number_of[name]: value for name, value in states.items() if name not in own}
     return {**saved, "state": own | dict(sorted(state.items())), "param_groups": groups}
+
+
+def names_by_number(saved: Mapping[str, Any]) -> list[Any]:
+    """Return the parameters' names in an optimizer state dict, ordered by number; see ``by_number``."""
+    return [name for group in saved["param_groups"] for name in group["params"]]
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import io
-import os
 import pathlib
 import pickle
 import struct
@@ -56,23 +55,24 @@ def load_torch(
     """
     data = source.all() if isinstance(source, Files) else memoryview(source)
     is_archive = data[:4] == b"PK\x03\x04"
-    if weights_only is False:
-        path = source.root if isinstance(source, Files) and source.is_local else None
-        is_mapped = is_archive and path is not None
-        return torch.load(path or as_file(data), map_location="cpu", mmap=is_mapped, weights_only=False)
-    try:
-        loaded = (_load_archive if is_archive else _load_older)(data, stand_in)
-    except pickle.UnpicklingError:
-        pass  # torch's message recommends options that would run the file's code, so it must not be shown
-    else:
-        check_size(bytes_of(loaded), len(data))
-        return loaded
+    with source.open() if isinstance(source, Files) else io.BytesIO(data) as stream:
+        if weights_only is False:
+            path = source.root if isinstance(source, Files) and source.is_local else None
+            is_mapped = is_archive and path is not None
+            return torch.load(path or stream, map_location="cpu", mmap=is_mapped, weights_only=False)
+        try:
+            loaded = _load_archive(stream, data, stand_in) if is_archive else _load_older(stream, stand_in)
+        except pickle.UnpicklingError:
+            pass  # torch's message recommends options that would run the file's code, so it must not be shown
+        else:
+            check_size(bytes_of(loaded), len(data))
+            return loaded
     raise ValueError("it is not a pickle of plain values")
 
 
-def _load_archive(data: memoryview, stand_in: Callable[[str], Any]) -> Any:
+def _load_archive(stream: IO[bytes], data: memoryview, stand_in: Callable[[str], Any]) -> Any:
     """Load an archive with tensors that are views of it; ``torch.load`` would copy them, or reserve memory for them."""
-    records = {record.name.partition("/")[2]: record for record in records_of(data)}
+    records = {record.name.partition("/")[2]: record for record in records_of(stream)}
 
     def part(name: str) -> memoryview:
         if name not in records:
@@ -84,13 +84,13 @@ def _load_archive(data: memoryview, stand_in: Callable[[str], Any]) -> Any:
     pickled = io.BytesIO(part("data.pkl"))
     with torch.serialization.safe_globals(_allowed_in(pickled, 1, stand_in)):
         if "byteorder" in records and bytes(part("byteorder")) != sys.byteorder.encode():
-            return torch.load(as_file(data), map_location="cpu", weights_only=True)
+            stream.seek(0)
+            return torch.load(stream, map_location="cpu", weights_only=True)
         return compat.unpickle_weights(pickled, lambda key: part(f"data/{key}"))
 
 
-def _load_older(data: memoryview, stand_in: Callable[[str], Any]) -> Any:
+def _load_older(stream: IO[bytes], stand_in: Callable[[str], Any]) -> Any:
     """Load a file of torch before 1.6: pickles of a magic number, the version, the system, the values and the keys."""
-    stream = as_file(data)
     with torch.serialization.safe_globals(_allowed_in(stream, 5, stand_in)):
         return torch.load(stream, map_location="cpu", weights_only=True)
 
@@ -160,13 +160,13 @@ class Record(NamedTuple):
     crc32: int | None
 
 
-def records_of(data: memoryview) -> list[Record]:
+def records_of(archive: IO[bytes]) -> list[Record]:
     """List the records of an archive.
 
     Raises:
         BrokenArchiveError: if the bytes are not a complete archive.
     """
-    archive, found = as_file(data), []
+    found = []
     try:
         with zipfile.ZipFile(archive) as zipped:
             end = zipped.start_dir
@@ -186,35 +186,3 @@ def records_of(data: memoryview) -> list[Record]:
         raise BrokenArchiveError("it has no intact zip directory at its end") from error
     has_checksums = any(record.crc32 for record in found)  # False if saved with set_crc32_options(False)
     return found if has_checksums else [record._replace(crc32=None) for record in found]
-
-
-class _View(io.RawIOBase):
-    """A raw file of bytes in memory."""
-
-    def __init__(self, data: memoryview) -> None:
-        self._data = data
-        self._position = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        position = (0, self._position, len(self._data))[whence] + offset
-        if position < 0:
-            raise OSError(f"there is no position {position}")
-        self._position = position
-        return position
-
-    def readinto(self, into: Any) -> int:
-        part = self._data[self._position :][: len(into)]
-        into[: len(part)] = part
-        self._position += len(part)
-        return len(part)
-
-
-def as_file(data: memoryview) -> IO[bytes]:
-    """Return a file of bytes in memory, which are not copied, unlike by ``io.BytesIO``."""
-    return io.BufferedReader(_View(data))

@@ -233,10 +233,11 @@ def _extents(files: list[Path]) -> Callable[[], Iterator[Extent]]:
 
     def extents() -> Iterator[Extent]:
         for path in files:
-            try:
-                records = records_of(Files(path).all())
-            except BrokenArchiveError as error:
-                raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
+            with open(path, "rb") as file:
+                try:
+                    records = records_of(file)
+                except BrokenArchiveError as error:
+                    raise DamagedCheckpointError(f"{path} is damaged: {error}.") from error
             for record in records:
                 if record.crc32 is not None:
                     yield Extent(path.name, record.start, record.length, record.crc32, [record.name])
