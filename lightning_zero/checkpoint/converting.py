@@ -18,7 +18,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.exporting import write_values
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, NAMES
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number, names_by_number
 from lightning_zero.checkpoint.saving import by_name, content_of, write_file, write_folder
 from lightning_zero.checkpoint.trees import own_versions, renamed, with_versions
 from lightning_zero.engine import LazyTensor, as_made_of_tensors, compat, sharded_tree
@@ -100,7 +100,7 @@ def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str
     checkpoint, names = copy.copy(opened.as_saved), {}
     for key, value in checkpoint.items():
         if _is_optimizers(value):
-            of_one = [name for group in value["param_groups"] for name in group["params"]]
+            of_one = names_by_number(value)
             if all(isinstance(name, str) for name in of_one):
                 checkpoint[key], names[key] = by_number(value), of_one
     return checkpoint, names

@@ -77,10 +77,17 @@ class Files:
         with self.open(name) as file:
             return file.read()
 
+    def all(self) -> memoryview:
+        """Return the bytes of the file at the path; see ``part``."""
+        return self.part("", 0, self.size())
+
     def part(self, name: str, offset: int, length: int) -> memoryview:
         """Return bytes of a file, memory-mapped if the file is local, otherwise copied; ``name`` is as for ``open``."""
         if not self.is_local:
             return memoryview(bytearray(self._fs.cat_file(self._where(name), start=offset, end=offset + length)))
+        if not length:  # an empty file cannot be mapped, but is checked
+            self.open(name).close()
+            return memoryview(b"")
         if name not in self._mappings:
             with open_regular(self._where(name)) as file:
                 # Writable, because torch warns about read-only memory. The mapping is never written to, so the system

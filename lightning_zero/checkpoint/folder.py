@@ -13,15 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from lightning_zero.checkpoint import form
 from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
-from lightning_zero.checkpoint.metadata import load_dcp_metadata, wrong_pieces
+from lightning_zero.checkpoint.metadata import is_one, load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size, load_torch, records_of, tensor_in
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size, load_torch, records_of
 from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import share as tiling
@@ -74,7 +73,7 @@ def _manifest_of(files: Files, sizes: dict[str, int], metadata_bytes: bytes) -> 
     return manifest
 
 
-def _metadata_in(path: str, data: bytes) -> Metadata:
+def _metadata_in(path: str, data: bytes) -> Any:
     try:
         metadata = load_dcp_metadata(data)
     except (UnsafeFileError, NoCheckpointError) as error:
@@ -83,7 +82,7 @@ def _metadata_in(path: str, data: bytes) -> Metadata:
         raise DamagedCheckpointError.of(
             path, f"{DCP_METADATA} cannot be read ({type(error).__name__}: {error})"
         ) from error
-    if any(place.transform_descriptors for place in metadata.storage_data.values()):
+    if any(getattr(place, "transform_descriptors", None) for place in metadata.storage_data.values()):
         raise ValueError(
             f"{path} was written by DCP with extensions (such as compression), which cannot be read here: load it with "
             "torch.distributed.checkpoint, and save it without extensions."
@@ -118,7 +117,8 @@ class Folder:
         manifest = _manifest_of(files, sizes, data)
         metadata = _metadata_in(files.path, data)
         # Without a manifest, the files in a folder that we wrote may come from different saves.
-        if manifest is None and getattr(metadata.storage_meta, "save_id", None) == form.SAVE_ID:
+        save_id = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
+        if manifest is None and save_id == form.SAVE_ID:
             raise self._damaged(
                 f"{MANIFEST}, which holds all checksums, is missing, although this folder was written by "
                 "lightning_zero: its files may come from different saves"
@@ -130,9 +130,9 @@ class Folder:
         self._extents: dict[tuple[str, int], Extent] = {}
         self._bytes = sum(sizes.values())
         extent_of = self._locate(metadata, manifest, sizes)
-        self._unread: tuple[Metadata, dict[Any, Extent]] | None = (metadata, extent_of)
+        self._unread: tuple[Any, dict[Any, Extent]] | None = (metadata, extent_of)
 
-    def _locate(self, metadata: Metadata, manifest: Manifest | None, sizes: dict[str, int]) -> dict[Any, Extent]:
+    def _locate(self, metadata: Any, manifest: Manifest | None, sizes: dict[str, int]) -> dict[Any, Extent]:
         """Find the extent of each value in the files, by its name and, for a tensor's piece, its offsets."""
         checksums = {
             (file, offset): (length, crc32)
@@ -142,6 +142,8 @@ class Folder:
         extent_of: dict[Any, Extent] = {}
         for index, place in metadata.storage_data.items():
             file, offset, length = place.relative_path, place.offset, place.length
+            has_offsets = getattr(index, "offset", None) is not None
+            offsets = tuple(index.offset) if has_offsets else None
             known_length, crc32 = checksums.get((file, offset), (length, None))
             if manifest is not None and (crc32 is None or known_length != length):
                 raise self._damaged(f"{MANIFEST} and {DCP_METADATA} disagree about {index.fqn}")
@@ -152,11 +154,11 @@ class Folder:
                     f"{file} is truncated: it has {sizes[file]} bytes, but {index.fqn} ends at byte {offset + length}"
                 )
             extent = self._extents.setdefault((file, offset), Extent(file, offset, length, crc32, []))
-            extent.holds.append(f"{index.fqn} at {tuple(index.offset)}" if any(index.offset or ()) else index.fqn)
-            extent_of[index.fqn, None if index.offset is None else tuple(index.offset)] = extent
+            extent.holds.append(f"{index.fqn} at {offsets}" if any(offsets or ()) else index.fqn)
+            extent_of[index.fqn, offsets] = extent
         return extent_of
 
-    def _chunks_of(self, name: str, stored: TensorStorageMetadata, extent_of: Mapping[Any, Extent]) -> list[_Chunk]:
+    def _chunks_of(self, name: str, stored: Any, extent_of: Mapping[Any, Extent]) -> list[_Chunk]:
         """Return the pieces of a tensor, each of whose elements must be in exactly one of them."""
         if (fault := wrong_pieces(stored.size, stored.chunks)) is not None:
             raise self._damaged(f"{name} {fault}")
@@ -199,11 +201,11 @@ class Folder:
             put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
         return with_versions(tree, versions)
 
-    def _values(self, metadata: Metadata, extent_of: Mapping[Any, Extent]) -> Iterator[tuple[str, Any]]:
+    def _values(self, metadata: Any, extent_of: Mapping[Any, Extent]) -> Iterator[tuple[str, Any]]:
         by_pieces: dict[Any, LazyTensor] = {}
         nbytes = nbytes_of_others = 0
         for name, stored in metadata.state_dict_metadata.items():
-            if not isinstance(stored, TensorStorageMetadata):
+            if not is_one("TensorStorageMetadata", stored):
                 if (name, None) not in extent_of:
                     raise self._damaged(f"{name} is missing")
                 extent = extent_of[name, None]
@@ -228,7 +230,7 @@ class Folder:
 
     def _load(self, what: str, data: bytes | memoryview) -> Any:
         try:
-            return load_torch(io.BytesIO(data), weights_only=self._weights_only)
+            return load_torch(data, weights_only=self._weights_only)
         except UnsafeFileError as error:
             raise UnsafeFileError(f"{self.files.path}: {what}: {error}.") from error
         except Exception as error:
@@ -248,7 +250,7 @@ class Folder:
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
         data = self._checked(chunk.extent)
         try:
-            tensor = tensor_in(data)
+            tensor = load_torch(data)
             if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
                 raise ValueError(f"{tuple(tensor.shape)} of {tensor.dtype} instead of {chunk.sizes} of {dtype}")
         except Exception as error:
@@ -261,31 +263,21 @@ class Folder:
         If one contiguous, aligned piece contains the range, the result is a view of this piece, not a copy.
         """
         chunks = [chunk for chunk in pieces if chunk.start < stop and start < chunk.stop]
-        if len(chunks) == 1 and chunks[0].stop - chunks[0].start == prod(chunks[0].sizes):
-            tensor = self._tensor(chunks[0], dtype)
-            if tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
-                return tensor.view(-1)[start - chunks[0].start : stop - chunks[0].start]
         out = torch.empty(stop - start, dtype=dtype, device="cpu")
+        strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
         wanted = tiling.boxes(shape, start, stop)
         for chunk in chunks:
-            for box in wanted:
-                self._copy(out, start, box, chunk, shape, dtype)
+            common = [box for box in (_intersection(box, chunk) for box in wanted) if box is not None]
+            if not common:
+                continue
+            tensor = self._tensor(chunk, dtype)
+            is_whole = len(chunks) == 1 and chunk.stop - chunk.start == prod(chunk.sizes)
+            if is_whole and tensor.is_contiguous() and tensor.data_ptr() % dtype.itemsize == 0:
+                return tensor.view(-1)[start - chunk.start : stop - chunk.start]
+            for first, sizes in common:
+                source = tensor[tuple(slice(a - o, a - o + size) for a, o, size in zip(first, chunk.offsets, sizes))]
+                out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
         return out
-
-    def _copy(
-        self, out: Tensor, start: int, box: tiling.Box, chunk: _Chunk, shape: torch.Size, dtype: torch.dtype
-    ) -> None:
-        """Copy the intersection of a box and a chunk to ``out``, whose first element has the flat index ``start``."""
-        first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
-        after = [
-            min(a + size, b + other) for a, size, b, other in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes)
-        ]
-        sizes = [stop - begin for begin, stop in zip(first, after)]
-        if min(sizes, default=1) <= 0:
-            return
-        source = self._tensor(chunk, dtype)[tuple(slice(a - o, b - o) for a, b, o in zip(first, after, chunk.offsets))]
-        strides = [prod(shape[dimension + 1 :]) for dimension in range(len(shape))]
-        out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
 
     def extents(self) -> Iterator[Extent]:
         """Yield the extents with checksums: the pieces in the manifest, and the records of all other pieces."""
@@ -302,6 +294,14 @@ class Folder:
                 if record.crc32 is not None:
                     start = extent.start + record.start
                     yield replace(extent, start=start, length=record.length, crc32=record.crc32)
+
+
+def _intersection(box: tiling.Box, chunk: _Chunk) -> tuple[list[int], list[int]] | None:
+    """Return the offsets and sizes of the elements that a box and a chunk have in common; None if there are none."""
+    first = [max(a, b) for a, b in zip(box.offsets, chunk.offsets)]
+    after = [min(a + size, b + other) for a, size, b, other in zip(box.offsets, box.sizes, chunk.offsets, chunk.sizes)]
+    sizes = [stop - begin for begin, stop in zip(first, after)]
+    return (first, sizes) if min(sizes, default=1) > 0 else None
 
 
 def _flat(index: Any, shape: Any) -> int:

@@ -148,7 +148,9 @@ def snapshot(value: Any, constant: Container[Tensor] = ()) -> Any:
     pickler = _Pickler(stream, constant)
     pickler.dump(value)
     stream.seek(0)
-    return _Unpickler(stream, pickler.tensors).load()
+    unpickler = pickle.Unpickler(stream)
+    unpickler.persistent_load = pickler.tensors.__getitem__  # type: ignore[method-assign]
+    return unpickler.load()
 
 
 class _Pickler(pickle.Pickler):
@@ -178,12 +180,3 @@ class _Pickler(pickle.Pickler):
         copied = copy.deepcopy(leaf, self._memo)
         copied.__dict__.update(tensor.__dict__)
         return copied
-
-
-class _Unpickler(pickle.Unpickler):
-    def __init__(self, stream: io.BytesIO, tensors: list[Tensor]) -> None:
-        super().__init__(stream)
-        self._tensors = tensors
-
-    def persistent_load(self, number: Any) -> Tensor:
-        return self._tensors[number]

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import IO, Any, Literal
 
-import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, NoCheckpointError, verify
@@ -20,7 +19,7 @@ from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, load_torch, records_of
-from lightning_zero.checkpoint.trees import check_structure, identity, items_of, versions_in, with_versions
+from lightning_zero.checkpoint.trees import check_structure, identity, items_of
 from lightning_zero.engine import compat
 
 
@@ -113,31 +112,26 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     records: list[Record] = []
     with files.open() as file:
         head = file.read(4)
-        is_old = head[:1] == b"\x80"  # torch before 1.6: a bare pickle, without sizes or checksums
-        is_archive = not is_old and (head == b"PK\x03\x04" or zipfile.is_zipfile(file))
-        if is_archive:
+        is_older = head[:1] == b"\x80"  # torch before 1.6 wrote bare pickles, without sizes or checksums
+        if head == b"PK\x03\x04" or (not is_older and zipfile.is_zipfile(file)):
             records = _records_of_file(path, file)
         elif not any(head) or b"PK\x03\x04".startswith(head):
             # A file that was not synced before a power failure may consist of zeros.
             raise DamagedCheckpointError.of(path, "it is empty, cut off or begins with zeros, as after a crash")
-        elif not is_old:
+        elif not is_older:
             raise NoCheckpointError(
                 f"{path} is not a checkpoint: it is neither a torch.save file nor a folder that contains "
                 f"{DCP_METADATA}."
             )
-        try:
-            if is_archive and files.is_local:
-                checkpoint = _load_mapped(files, weights_only)
-            else:
-                file.seek(0)
-                checkpoint = load_torch(file, weights_only=weights_only)
-        except UnsafeFileError as error:
-            raise UnsafeFileError(f"{files.path}: {error}.") from error
-        except Exception as error:
-            if "PytorchStreamReader" in str(error):  # the archive lacks a record to which its pickle refers
-                raise DamagedCheckpointError.of(path, str(error).splitlines()[0]) from error
-            kind = ValueError if isinstance(error, (OSError, MemoryError)) else NoCheckpointError
-            raise kind(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
+    try:
+        checkpoint = load_torch(files, weights_only=weights_only)
+    except UnsafeFileError as error:
+        raise UnsafeFileError(f"{files.path}: {error}.") from error
+    except BrokenArchiveError as error:
+        raise DamagedCheckpointError.of(path, str(error)) from error
+    except Exception as error:
+        kind = ValueError if isinstance(error, (OSError, MemoryError)) else NoCheckpointError
+        raise kind(f"{path} cannot be read as a checkpoint: {type(error).__name__}: {error}") from error
     if not isinstance(checkpoint, dict):
         raise NoCheckpointError(
             f"{files.path} is not a checkpoint: it contains a {type(checkpoint).__name__} instead of a dictionary."
@@ -175,27 +169,6 @@ def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
     return records
 
 
-def _load_mapped(files: Files, weights_only: bool | None) -> Any:
-    try:
-        return load_torch(files.root, weights_only=weights_only, mmap=True)
-    except RuntimeError as error:
-        if "unable to mmap" not in str(error):
-            raise
-    # torch's mapping is writable, so the system reserves memory for it. This fails if the file is larger than memory.
-    with compat.FakeTensorMode():
-        checkpoint = load_torch(files.root, weights_only=weights_only)
-
-    def mapped(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if not storage.nbytes():
-            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-        part = files.part("", compat.offset_in_file(tensor), storage.nbytes())
-        flat = torch.frombuffer(part, dtype=tensor.dtype)
-        return flat.as_strided(tensor.size(), tensor.stride(), tensor.storage_offset())
-
-    return with_versions(compat.tree_map_only(Tensor, mapped, checkpoint), versions_in(checkpoint))
-
-
 # -- a folder ----------------------------------------------------------------------------------------------------------
 
 
@@ -220,29 +193,21 @@ def opened_folder(folder: Folder) -> OpenedCheckpoint:
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:
     """Convert DCP's optimizer states, keyed by parameter name, to Lightning's ``optimizer_states``, keyed by number."""
     rest = copy.copy(tree)
-    found: list[tuple[dict[str, Any], list[str]]] = []
-    while isinstance(state := rest.get(key := f"optimizer_{len(found)}"), dict) and "param_groups" in state:
-        found.append(numbered(rest.pop(key), f"{path}: {key}"))
-    if not found:
-        return rest, None
-    return {**rest, "optimizer_states": [state for state, _ in found]}, [names for _, names in found]
+    states: list[dict[str, Any]] = []
+    names: list[list[str]] = []
+    while isinstance(state := rest.get(key := f"optimizer_{len(states)}"), dict) and "param_groups" in state:
+        del rest[key]
+        states.append(by_number(state, f"{path}: {key}"))
+        names.append(names_by_number(state))
+    return ({**rest, "optimizer_states": states}, names) if states else (rest, None)
 
 
-def numbered(saved: Mapping[str, Any], what: str) -> tuple[dict[str, Any], list[str]]:
-    """Return an optimizer state in numbered form (see ``by_number``), and the parameters' names, ordered by number.
+def by_number(saved: Mapping[str, Any], what: str = "The optimizer's state") -> dict[str, Any]:
+    """Convert an optimizer state dict keyed by parameter name, as in DCP, to torch's numbered form; see ``by_name``.
 
     Args:
         what: description of the state, for the error message.
     """
-    try:
-        state = by_number(saved)
-    except KeyError as error:
-        raise ValueError(f"{what} has state for {error}, which is in none of its param groups.") from error
-    return state, [name for group in saved["param_groups"] for name in group["params"]]
-
-
-def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert an optimizer state dict keyed by parameter name, as in DCP, to torch's numbered form; see ``by_name``."""
     groups: list[dict[str, Any]] = []
     number_of: dict[Any, int] = {}
     for group in saved["param_groups"]:
@@ -252,8 +217,15 @@ def by_number(saved: Mapping[str, Any]) -> dict[str, Any]:
     states = saved.get("state", {})
     # an entry that belongs to no parameter keeps its name; a dict is the state of a parameter
     own = {name: value for name, value in states.items() if name not in number_of and not isinstance(value, dict)}
+    if lost := [name for name in states if name not in number_of and name not in own]:
+        raise ValueError(f"{what} has state for {lost[0]!r}, which is in none of its param groups.")
     state = {number_of[name]: value for name, value in states.items() if name not in own}
     return {**saved, "state": own | dict(sorted(state.items())), "param_groups": groups}
+
+
+def names_by_number(saved: Mapping[str, Any]) -> list[Any]:
+    """Return the parameters' names in an optimizer state dict, ordered by number; see ``by_number``."""
+    return [name for group in saved["param_groups"] for name in group["params"]]
 
 
 # -- both --------------------------------------------------------------------------------------------------------------

@@ -1,10 +1,9 @@
-"""Read ``torch.save`` files as data: scanned first, and then loaded with torch's restricted unpickler."""
+"""Read ``torch.save`` files as data, with torch's restricted unpickler."""
 
 from __future__ import annotations
 
 import collections
 import io
-import os
 import pathlib
 import pickle
 import struct
@@ -15,13 +14,12 @@ from collections.abc import Callable
 from typing import IO, Any, NamedTuple
 
 import torch
-from torch import Tensor
 
-from lightning_zero.checkpoint.pickles import Scan, UnsafeFileError
+from lightning_zero.checkpoint.files import Files
+from lightning_zero.checkpoint.pickles import UnsafeFileError, scan
 from lightning_zero.checkpoint.trees import bytes_of
 from lightning_zero.engine import compat
 from lightning_zero.io.sizes import in_bytes
-from lightning_zero.io.untrusted import open_regular
 
 _PLAIN_TYPES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, bytes, dict, float, int, list, str, tuple)
@@ -29,88 +27,89 @@ _PLAIN_TYPES: dict[str, Any] = {
 _PLAIN_TYPES |= {f"typing.{name}": getattr(typing, name) for name in "Any Dict List Optional Tuple Union".split()}
 _PLAIN_TYPES |= {f"{module}.PosixPath": pathlib.PosixPath for module in ("pathlib", "pathlib._local")}  # Python 3.13
 _PLAIN_TYPES |= {"collections.defaultdict": collections.defaultdict}
-"""Types that OmegaConf's containers name. The scan permits no calls of them except those that make plain values."""
+"""Types that OmegaConf's containers name. No calls of them are permitted except those that make plain values."""
 
 _BYTES, _TIMES = 2**26, 8
 """The tensors of a file may take eight times the file's size, as with views of one storage, and 64 MiB more."""
 
 
 def load_torch(
-    file: str | os.PathLike[str] | IO[bytes],
+    source: Files | bytes | memoryview,
     *,
     weights_only: bool | None = None,
-    mmap: bool = False,
     stand_in: Callable[[str], Any] = lambda _: None,
 ) -> Any:
-    """Call ``torch.load`` with tensors on the CPU and, by default, only the classes that torch and the user allow.
+    """Load a ``torch.save`` file with tensors on the CPU and, by default, only classes that torch and the user allow.
 
-    OmegaConf's containers are loaded as well, without resolving their interpolations.
+    Tensors are views of the source: of the memory-mapped file if the source is a local file. OmegaConf's containers are
+    loaded as well, without resolving their interpolations.
 
     Args:
-        file: a path, or a stream at its start.
+        source: a file, or its bytes.
         weights_only: ``False`` unpickles objects of any class; only for trusted files.
-        mmap: see ``torch.load``; requires a path.
         stand_in: returns, for the dotted name of a class or function, an object to use in its place, or None.
 
     Raises:
         UnsafeFileError: if the file contains more than data, or takes far more memory or time than its size justifies.
         Exception: of various classes, if the file is damaged.
     """
-    if weights_only is False:
-        return torch.load(file, map_location="cpu", mmap=mmap, weights_only=False)
-    is_stream = not isinstance(file, (str, os.PathLike))
-    stream: IO[bytes] = file if is_stream else open_regular(file)  # type: ignore[assignment, arg-type]
-    try:
-        size = stream.seek(0, os.SEEK_END)
-        stream.seek(0)
-        allowed = _allowed(_names_in(stream, size, stand_in), stand_in)
-        stream.seek(0)
-    finally:
-        if not is_stream:
-            stream.close()
-    with torch.serialization.safe_globals(allowed):
+    data = source.all() if isinstance(source, Files) else memoryview(source)
+    is_archive = data[:4] == b"PK\x03\x04"
+    with source.open() if isinstance(source, Files) else io.BytesIO(data) as stream:
+        if weights_only is False:
+            path = source.root if isinstance(source, Files) and source.is_local else None
+            is_mapped = is_archive and path is not None
+            return torch.load(path or stream, map_location="cpu", mmap=is_mapped, weights_only=False)
         try:
-            loaded = torch.load(file, map_location="cpu", mmap=mmap, weights_only=True)
-        except (pickle.UnpicklingError, RuntimeError) as error:
-            if isinstance(error, RuntimeError) and "weights_only" not in str(error):
-                raise
-            is_script = "TorchScript" in str(error)
+            loaded = _load_archive(stream, data, stand_in) if is_archive else _load_older(stream, stand_in)
+        except pickle.UnpicklingError:
+            pass  # torch's message recommends options that would run the file's code, so it must not be shown
         else:
-            check_size(bytes_of(loaded), size)
+            check_size(bytes_of(loaded), len(data))
             return loaded
-    # torch's own message recommends options that would run the file's code, so it must not be this error's context.
-    raise ValueError("it is a TorchScript archive" if is_script else "it is not a pickle of plain values")
+    raise ValueError("it is not a pickle of plain values")
 
 
-def _scanned(pickled: bytes | IO[bytes], stand_in: Callable[[str], Any] = lambda _: None) -> Scan:
+def _load_archive(stream: IO[bytes], data: memoryview, stand_in: Callable[[str], Any]) -> Any:
+    """Load an archive with tensors that are views of it; ``torch.load`` would copy them, or reserve memory for them."""
+    records = {record.name.partition("/")[2]: record for record in records_of(stream)}
+
+    def part(name: str) -> memoryview:
+        if name not in records:
+            raise BrokenArchiveError(f"record {name} is missing")
+        return data[records[name].start :][: records[name].length]
+
+    if "constants.pkl" in records:
+        raise ValueError("it is a TorchScript archive")
+    pickled = io.BytesIO(part("data.pkl"))
+    with torch.serialization.safe_globals(_allowed_in(pickled, 1, stand_in)):
+        if "byteorder" in records and bytes(part("byteorder")) != sys.byteorder.encode():
+            stream.seek(0)
+            return torch.load(stream, map_location="cpu", weights_only=True)
+        return compat.unpickle_weights(pickled, lambda key: part(f"data/{key}"))
+
+
+def _load_older(stream: IO[bytes], stand_in: Callable[[str], Any]) -> Any:
+    """Load a file of torch before 1.6: pickles of a magic number, the version, the system, the values and the keys."""
+    with torch.serialization.safe_globals(_allowed_in(stream, 5, stand_in)):
+        return torch.load(stream, map_location="cpu", weights_only=True)
+
+
+def _allowed_in(stream: IO[bytes], count: int, stand_in: Callable[[str], Any]) -> list[Any]:
+    """Check the pickles that a stream begins with, and return what to allow for them; see ``_allowed``."""
     default, _ = compat.allowed_globals()
-    scan = Scan(default | _PLAIN_TYPES.keys())
+    names: set[str] = set()
     try:
-        return scan.run(pickled)
+        for _ in range(count):
+            scan(stream, default | _PLAIN_TYPES.keys(), names)
     except ValueError:
-        _allowed(scan.names, stand_in)  # raises if a name is not allowed, which explains the refusal best
+        _allowed(names, stand_in)  # raises if a name is not allowed, which explains the refusal best
         raise
-
-
-def _names_in(stream: IO[bytes], size: int, stand_in: Callable[[str], Any]) -> set[str]:
-    """Scan the pickles in a file, and return the names of classes and functions in them."""
-    head = stream.read(4)
     stream.seek(0)
-    if head == b"PK\x03\x04":
-        reader = compat.PyTorchFileReader(stream)
-        if sum(map(reader.get_record_size, reader.get_all_records())) > size:
-            raise UnsafeFileError.of("its records are compressed, which torch.save does not do")
-        return _scanned(reader.get_record("data.pkl"), stand_in).names
-    # Before torch 1.6, a file began with a magic number, the version, properties of the system, and the values.
-    scanned = _scanned(stream, stand_in)
-    names = set(scanned.names)
-    if scanned.value == torch.serialization.MAGIC_NUMBER:
-        for _ in range(4):
-            names |= _scanned(stream, stand_in).names
-    return names
+    return _allowed(names, stand_in)
 
 
-def _allowed(names: set[str], stand_in: Callable[[str], Any] = lambda _: None) -> list[Any]:
+def _allowed(names: set[str], stand_in: Callable[[str], Any]) -> list[Any]:
     """Return (object, name) for each of these names that neither torch nor the user allows yet."""
     default, users = compat.allowed_globals()
     found, unsafe = [], []
@@ -187,20 +186,3 @@ def records_of(archive: IO[bytes]) -> list[Record]:
         raise BrokenArchiveError("it has no intact zip directory at its end") from error
     has_checksums = any(record.crc32 for record in found)  # False if saved with set_crc32_options(False)
     return found if has_checksums else [record._replace(crc32=None) for record in found]
-
-
-def tensor_in(buffer: memoryview) -> Tensor:
-    """Load an archive's only tensor, usually as a view of ``buffer``: do not modify the tensor, which may be unaligned.
-
-    ``torch.load`` would copy the values.
-    """
-    records = {record.name.partition("/")[2]: record for record in records_of(io.BytesIO(buffer))}
-
-    def bytes_of(name: str) -> memoryview:
-        return buffer[records[name].start :][: records[name].length]
-
-    if "byteorder" in records and bytes(bytes_of("byteorder")) != sys.byteorder.encode():
-        return load_torch(io.BytesIO(buffer))
-    pickled = bytes(bytes_of("data.pkl"))
-    _allowed(_scanned(pickled).names)  # raises if the pickle names more than data
-    return compat.unpickle_weights(io.BytesIO(pickled), lambda key: bytes_of(f"data/{key}"))

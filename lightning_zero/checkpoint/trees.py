@@ -153,9 +153,8 @@ def identity(tensor: Tensor) -> Any:
 
 
 def bytes_of(checkpoint: Any) -> int:
-    """Return the total size of all tensors in bytes, counting tied tensors once, and fake tensors not at all."""
-    leaves = compat.tree_leaves(checkpoint)
-    tensors = (leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, compat.FakeTensor))
+    """Return the total size of all tensors in bytes, counting tied tensors once."""
+    tensors = (leaf for leaf in compat.tree_leaves(checkpoint) if isinstance(leaf, Tensor))
     return sum({identity(tensor): compat.nbytes_of(tensor) for tensor in tensors}.values())
 
 

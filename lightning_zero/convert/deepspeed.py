@@ -204,7 +204,7 @@ def _stand_in(name: str) -> Any:
 def _load(file: Path) -> dict[str, Any]:
     """Load a DeepSpeed file with memory-mapped tensors, without importing DeepSpeed's classes."""
     try:
-        loaded = load_torch(file, mmap=True, stand_in=_stand_in)
+        loaded = load_torch(Files(file), stand_in=_stand_in)
     except UnsafeFileError as error:
         raise UnsafeFileError(f"{file}: {error}.") from error
     except Exception as error:

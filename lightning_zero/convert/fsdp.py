@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 from lightning_zero.checkpoint.converting import with_lightnings_entries
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, numbered, open_checkpoint
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number, names_by_number, open_checkpoint
 from lightning_zero.io.names import listed
 
 _USUAL = ("state_dict", "model", "module", "model_state_dict")
@@ -56,9 +56,8 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
         for key, optimizer in optimizers.items():
             _take(tree, key)
             saved = _nested(optimizer, weights) if _is_flattened(optimizer) else optimizer
-            state, of_one = numbered(saved, f"{opened.path}: '{key}'")
-            tree["optimizer_states"].append(state)
-            names.append(of_one)
+            tree["optimizer_states"].append(by_number(saved, f"{opened.path}: '{key}'"))
+            names.append(names_by_number(saved))
     return replace(opened, checkpoint=with_lightnings_entries(tree), as_saved=tree, names_of_optimizers=names)
 
 

@@ -24,7 +24,6 @@ from types import CodeType, FrameType
 from typing import Any
 
 import torch
-from torch._C import PyTorchFileReader
 from torch._C._dynamo import eval_frame
 from torch._C._dynamo.eval_frame import set_eval_frame
 from torch._C._functorch import peek_interpreter_stack
@@ -36,6 +35,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
+from torch._utils import _validate_loaded_sparse_tensors
 from torch._weights_only_unpickler import Unpickler, _get_allowed_globals, _get_user_allowed_globals
 from torch.autograd import profiler
 from torch.nn.modules.module import _IncompatibleKeys as IncompatibleKeys
@@ -156,13 +156,6 @@ class SlotsOfDTensor(torch.Tensor):
     __slots__ = ("_local_tensor", "_spec")
 
 
-def offset_in_file(tensor: torch.Tensor) -> int:
-    """The offset of a tensor's storage in the file from which ``torch.load`` has read it as a fake tensor."""
-    offset = tensor.untyped_storage()._checkpoint_offset
-    assert offset is not None
-    return offset
-
-
 def allowed_globals() -> tuple[set[str], set[str]]:
     """Dotted names that ``torch.load(weights_only=True)`` accepts: torch's own, and those that the user has allowed."""
     return set(_get_allowed_globals()), set(_get_user_allowed_globals())
@@ -175,16 +168,26 @@ def unpickle_weights(pickled: Any, storage: Callable[[str], Any]) -> Any:
         storage: returns the bytes of a storage, given its key; tensors are views of these bytes.
     """
 
+    loaded: dict[str, Any] = {}
+
     def load(reference: Any) -> Any:
         _, kind, key, *_ = reference
-        values = storage(key)
-        flat = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, device="cpu")
-        dtype = getattr(kind, "dtype", torch.uint8)
-        return torch.storage.TypedStorage(wrap_storage=flat.untyped_storage(), dtype=dtype, _internal=True)
+        if key not in loaded:
+            values = storage(key)
+            flat = torch.frombuffer(values, dtype=torch.uint8) if len(values) else torch.empty(0, device="cpu")
+            dtype = getattr(kind, "dtype", torch.uint8)
+            wrapped = flat.untyped_storage()
+            loaded[key] = torch.storage.TypedStorage(wrap_storage=wrapped, dtype=dtype, _internal=True)
+        return loaded[key]
 
     unpickler = Unpickler(pickled, encoding="utf-8")
     unpickler.persistent_load = load  # type: ignore[method-assign]
-    return unpickler.load()
+    torch.serialization._serialization_tls.map_location = "cpu"  # read by functions that rebuild subclasses of tensors
+    try:
+        return unpickler.load()
+    finally:
+        torch.serialization._serialization_tls.map_location = None
+        _validate_loaded_sparse_tensors()
 
 
 def dcp_internals() -> tuple[Any, str]:

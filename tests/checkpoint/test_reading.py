@@ -35,7 +35,7 @@ from lightning_zero.checkpoint.metadata import load_dcp_metadata
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, records_of, tensor_in
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -128,7 +128,7 @@ def test_an_archive_of_one_tensor_is_read_as_saved():
     for tensor in (square, square + 1, square.T, square, square.view(2, 8), square.view(torch.int32), part, part + 1):
         buffer = io.BytesIO()
         torch.save(tensor, buffer)
-        found = tensor_in(memoryview(bytearray(buffer.getvalue())))
+        found = load_torch(bytearray(buffer.getvalue()))
         assert torch.equal(found, tensor) and found.dtype == tensor.dtype and found.stride() == tensor.stride()
     with pytest.raises(BrokenArchiveError):
         records_of(io.BytesIO(buffer.getvalue()[:-1]))

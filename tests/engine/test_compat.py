@@ -10,6 +10,7 @@ import subprocess
 import sys
 import weakref
 import zipfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -255,24 +256,24 @@ def test_a_tensor_is_unpickled_over_given_memory(tmp_path, dtype):
     path = tmp_path / "file.pt"
     torch.save(torch.zeros(3).to(dtype)[1:], path)
     memory = bytearray(torch.arange(3).to(dtype).view(torch.uint8).numpy().tobytes())
-    pickled = io.BytesIO(compat.PyTorchFileReader(str(path)).get_record("data.pkl"))
+    with zipfile.ZipFile(path) as archive:
+        pickled = io.BytesIO(archive.read("file/data.pkl"))
     tensor = compat.unpickle_weights(pickled, lambda key: memory)
     assert torch.equal(tensor, torch.arange(3).to(dtype)[1:])
     memory[:] = bytes(len(memory))
     assert not tensor.any()
 
 
-def test_a_torch_file_is_read_by_record_name_and_without_values(tmp_path):
-    path = str(tmp_path / "file.pt")
-    torch.save({"w": torch.ones(3)}, path)
-    reader = compat.PyTorchFileReader(path)
-    assert "data.pkl" in reader.get_all_records() and zipfile.is_zipfile(path)
-    assert reader.get_record_size("data/0") == 12
-    with compat.FakeTensorMode():
-        found = torch.load(path, weights_only=True)
-    assert found["w"].shape == (3,) and type(found["w"]) is not Tensor
-    stored = Path(path).read_bytes()[compat.offset_in_file(found["w"]) :][:12]
-    assert stored == torch.ones(3).numpy().tobytes()
+def test_sparse_tensors_are_validated_after_they_are_unpickled(tmp_path):
+    torch.save(torch.eye(3).to_sparse(), tmp_path / "file.pt")
+    with zipfile.ZipFile(tmp_path / "file.pt") as archive:
+        records = {name.partition("/")[2]: bytearray(archive.read(name)) for name in archive.namelist()}
+    for index in (0, 5):
+        indices = next(record for name, record in records.items() if name.startswith("data/") and len(record) == 48)
+        indices[:8] = index.to_bytes(8, "little")
+        with torch.sparse.check_sparse_tensor_invariants():
+            with pytest.raises(RuntimeError, match="size is inconsistent|indices") if index else nullcontext():
+                compat.unpickle_weights(io.BytesIO(records["data.pkl"]), lambda key: records[f"data/{key}"])
 
 
 def test_the_names_that_torch_loads_are_known():
