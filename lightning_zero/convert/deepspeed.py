@@ -27,7 +27,7 @@ from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.reading import OpenedCheckpoint, numbered
+from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number, names_by_number
 from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.trees import versions_in, with_versions
 from lightning_zero.engine import LazyTensor
@@ -373,7 +373,8 @@ def _optimizer_state(
             names += ordered
         kept = {key: value for key, value in group.items() if key != "step" and not isinstance(value, _Inert)}
         groups.append({**kept, "params": names})
-    return numbered({"state": by_name, "param_groups": groups}, os.fspath(folder))
+    saved = {"state": by_name, "param_groups": groups}
+    return by_number(saved, os.fspath(folder)), names_by_number(saved)
 
 
 def _state_value(what: str, key: str, per_rank: list[Any], place: _Place, sizes: list[int]) -> Any:
