@@ -109,6 +109,7 @@ class _Trial:
             recorded: the initialisers that lazy tensors of the module have recorded.
         """
         calls: list[Call] = []
+        kinds: list[Any] = [type(model) for model in (module, *ancestors)]
         for model in (module, *reversed(ancestors)):
             method = getattr(model, APPLIED, None)
             if not takes(method, 1):
@@ -120,7 +121,7 @@ class _Trial:
             )
             if recorded:
                 has_run |= label(APPLIED, model) in recorded
-            elif writes and not any(_applies(type(model)) for model in (module, *ancestors)):
+            elif writes and not any(map(_applies, kinds)):
                 has_run = False
             else:
                 has_run |= not calls  # even with lower version counters, as copies of modules have them

@@ -158,8 +158,7 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(value, ShardedTensor):
             local = value.local.to(value.dtype)
         else:
-            local = local_range_of(value, slot) if value.dim() > 0 else value
-            local = local.to(sharded[0].local.device)  # offloaded ranges are on the host
+            local = _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
         return _as_wide(local, sharded[0]) if in_place else local
 
     local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
@@ -180,6 +179,11 @@ def _as_wide(value: Tensor, written: ShardedTensor) -> Tensor:
     Some operators, such as ``lerp_``, require the same dtype of all arguments.
     """
     return value.to(written.local.dtype) if value.dtype == written.dtype else value
+
+
+def _beside(value: Tensor, local: Tensor) -> Tensor:
+    """Move a value to the device of the local range: operators on offloaded ranges run on the host."""
+    return value if value.device == local.device else value.to(local.device)
 
 
 def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
@@ -237,7 +241,7 @@ def _local_arguments(value: Any, local: Tensor) -> Any:
     if isinstance(value, ShardedTensor):
         return value.local.to(value.dtype)
     if isinstance(value, Tensor):
-        return value.to(local.device)  # offloaded ranges are on the host
+        return _beside(value, local)
     return [_local_arguments(item, local) for item in value] if isinstance(value, (list, tuple)) else value
 
 
@@ -365,8 +369,8 @@ def _unscale(func: Any, args: Any, kwargs: Any) -> Any:
         part = gradient.local if isinstance(gradient, ShardedTensor) else gradient
         alike.setdefault((part.device, part.dtype), []).append(part)
     for parts in alike.values():
-        found = found_inf.to(parts[0].device)  # gradients may be offloaded to the host
-        func(parts, found, inverse_scale.to(found.device))
+        found = _beside(found_inf, parts[0])  # gradients may be offloaded to the host
+        func(parts, found, _beside(inverse_scale, parts[0]))
         if found is not found_inf:
             found_inf.copy_(found)  # keeps an earlier inf, since ``found`` was copied from ``found_inf``
     sharded[0].slot.reduce(found_inf, ReduceOp.MAX)
