@@ -93,12 +93,7 @@ SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
 
 
 def options_of(kind: type[_Options], given: Mapping[str, Any], what: str) -> _Options:
-    """Return the options of the strategy ``what``.
-
-    Raises:
-        TypeError: if an option does not exist.
-        ValueError: if a value is not allowed.
-    """
+    """Return the options of the strategy ``what``."""
     check_names(given, [each.name for each in fields(kind) if each.name not in SET_BY_STRATEGIES], what)
     return kind(**given)
 
