@@ -313,17 +313,11 @@ def metrics_per_step(sums: Sums, top_units: int) -> dict[str, float]:
 
 
 class MeasuredSteps:
-    """Measures whole optimizer steps of a fit, between validations.
-
-    Attributes:
-        step: number of the last optimizer step.
-        is_within_step: whether micro-batches have been trained on since the last optimizer step.
-        total: sums over all measured steps.
-    """
+    """Measures whole optimizer steps of a fit, between validations."""
 
     def __init__(self) -> None:
-        self.step = 0
-        self.is_within_step = False
+        self.step = 0  # number of the last optimizer step
+        self.is_within_step = False  # whether micro-batches have been trained on since the last optimizer step
         self.total: Sums = Counter()
         self._taken: Sums = Counter()  # ``total`` at the last ``take``
         self._running: Any = None  # sums since ``begin``; None while nothing is measured

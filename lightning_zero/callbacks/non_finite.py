@@ -158,13 +158,9 @@ def _computed_again(trainer: Trainer, module: LightningModule, micro_batch: _Mic
 
 @dataclass
 class _Recorder:
-    """Records the first non-finite value that hooks on all modules find.
+    """Records the first non-finite value that hooks on all modules find."""
 
-    Attributes:
-        first: description of that value; None if all values so far are finite.
-    """
-
-    first: str | None = None
+    first: str | None = None  # description of that value
     _inputs_of: dict[int, str] = field(default_factory=dict)  # by tensor id: the innermost module with this input
     _kept: dict[int, Tensor] = field(default_factory=dict)  # by id, which stays unique as long as the tensor is kept
 

@@ -96,17 +96,13 @@ def name_of_job() -> str | None:
 
 
 class _Job:
-    """A job's folder on this machine, removed when all of the job's processes there have ended with exit code 0.
-
-    Attributes:
-        keeps: whether the folder must stay when this process ends, because a fit is running or has failed.
-        on_disk: the folders on disk of the job's fits, which are removed, too.
-    """
+    """A job's folder on this machine, removed when all of the job's processes there have ended with exit code 0."""
 
     def __init__(self, path: str, attempt: str, rank: int, neighbours: list[int]) -> None:
         self._path, self._attempt = path, os.path.join(path, f"attempt-{attempt}")
         self._rank, self._neighbours = rank, neighbours
-        self.keeps, self.on_disk = True, set[str]()
+        self.keeps = True  # whether the folder must stay when this process ends: a fit is running or has failed
+        self.on_disk = set[str]()  # the folders on disk of the job's fits, which are removed, too
         if rank == neighbours[0]:
             for name in os.listdir(path):
                 if name.startswith("attempt-"):
@@ -183,17 +179,7 @@ class KeptState(NamedTuple):
 
 
 class Restarts:
-    """Keeps the states of one fit, and continues the fit from them. All public methods are collective but ``note``.
-
-    Args:
-        config: how often states are kept.
-        strategy: the fit's strategy, whose processes have started.
-        trainer: the fit's trainer.
-        job: the job's name.
-
-    Raises:
-        ValueError: on every rank, if the folder in memory cannot be used.
-    """
+    """Keeps the states of one fit, and continues the fit from them. All public methods are collective but ``note``."""
 
     def __init__(self, config: ResilienceConfig, strategy: Any, trainer: Any, job: str) -> None:
         self._every, self._strategy, self._trainer = config.every_n_steps, strategy, trainer
@@ -231,11 +217,7 @@ class Restarts:
             make_own_folder(folder)
 
     def _agree_on_places(self, path: str) -> tuple[list[Any], str]:
-        """Create the folders, and identify each rank's folder, so that ranks can tell whether they share it.
-
-        Returns:
-            By rank, what identifies its folder; and a name for this attempt of the job.
-        """
+        """Create the folders, and return what identifies each rank's, and a name for this attempt of the job."""
         ranks = self._strategy.ranks
         try:
             ranks.alike(self._make_folders)
@@ -371,11 +353,7 @@ class Restarts:
         self._has_failed = True
 
     def note(self, path: Any, then: Callable[[Callable[[], None]], None]) -> None:
-        """Record a checkpoint that this fit saves, so that a restarted job finds it. Not collective.
-
-        Args:
-            then: calls a function once the checkpoint has been written.
-        """
+        """Record a checkpoint for a restarted job, by ``then``, which calls a function once it has been written."""
         if os.path.basename(path).startswith(_OF_TUNERS):
             self._trial = str(path)
         if self._trial is None and self._rank == 0:

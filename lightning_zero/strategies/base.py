@@ -40,10 +40,6 @@ class BaseStrategy(ParallelStrategy):
     ``lightning.pytorch``, ``pytorch_lightning``, ``lightning.fabric`` and ``lightning_fabric`` each define their own
     base classes, launchers and exceptions, under the same names. Such classes are therefore looked up in the module
     ``self.lightning``. Functions behave the same in all namespaces.
-
-    Attributes:
-        config: the engine's options.
-        options: all options.
     """
 
     lightning: ClassVar[ModuleType]
@@ -56,6 +52,7 @@ class BaseStrategy(ParallelStrategy):
     def __init__(self, **options: Any) -> None:
         of_base = {name: options.pop(name) for name in self._arguments_of_base if name in options}
         self.options = options_of(self._options_class, options, type(self).__name__)
+        # the engine's options alone
         self.config = EngineConfig(**{name: getattr(self.options, name) for name in names_of_options(EngineConfig)})
         self.ranks = RankGroup(self)
         self._files = CheckpointFiles(self)

@@ -18,25 +18,14 @@ _Result = TypeVar("_Result")
 
 
 class CheckpointFiles:
-    """Saves and opens the checkpoint files of one strategy. All methods are collective.
-
-    Args:
-        strategy: the strategy that holds this object.
-
-    Attributes:
-        saver: writes the files.
-    """
+    """Saves and opens the checkpoint files of the strategy that holds this object. All methods are collective."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
         self.saver = Saver(strategy.options.async_save)
 
     def mode(self, *, reads_values: bool) -> SaveMode:
-        """Return how a checkpoint is saved.
-
-        Args:
-            reads_values: whether the project's code reads the tensors' values before they are written.
-        """
+        """Return how a checkpoint is saved; ``reads_values`` if the project's code reads its tensors before that."""
         options = self._strategy.options
         if options.checkpoint == "sharded":
             return SaveMode.SHARDED
@@ -45,10 +34,9 @@ class CheckpointFiles:
         return SaveMode.ASSEMBLED if assembles else SaveMode.GATHERED
 
     def leaf(self, mode: SaveMode, *, everywhere: bool = False) -> sharded_tree.Leaf:
-        """Return what converts sharded tensors for a checkpoint: to themselves, or to full or meta tensors.
+        """Return what converts sharded tensors for a checkpoint: to themselves, or to full tensors.
 
-        Args:
-            everywhere: whether every rank needs full tensors; otherwise only rank 0 does.
+        Unless full tensors are needed ``everywhere``, ranks other than 0 get meta tensors instead.
         """
         if mode is not SaveMode.GATHERED:
             return sharded_tree.in_parts

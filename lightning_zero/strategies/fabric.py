@@ -48,7 +48,7 @@ class FabricStrategy(BaseStrategy):
         super().__init__(stage=stage, **options)
         # Modules and optimizers, in set-up order, the same on every rank. Users own them, so references are weak.
         self._set_up: list[weakref.ref[Any]] = []
-        self._backward_sync_control: Any = _BackwardSyncControl()
+        self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_no_backward_sync)
 
     # -- the processes ----------------------------------------------------------------------------------------------
 
@@ -258,12 +258,9 @@ def _names_in(optimizer: Optimizer, state: dict[str, Any]) -> list[str]:
     return names_in(optimizer, names)
 
 
-class _BackwardSyncControl:
-    """Implements ``Fabric.no_backward_sync``."""
-
-    def no_backward_sync(self, module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
-        engine = engine_of(_unwrapped(module))
-        return engine.no_sync() if engine is not None and enabled else nullcontext()
+def _no_backward_sync(module: nn.Module, enabled: bool) -> AbstractContextManager[None]:
+    engine = engine_of(_unwrapped(module))
+    return engine.no_sync() if engine is not None and enabled else nullcontext()
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:

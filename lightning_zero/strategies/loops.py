@@ -80,8 +80,7 @@ def meet_between_batches(
 ) -> None:
     """Call ``meet`` before each training batch in place of Lightning's SIGTERM exchange.
 
-    Args:
-        end_epoch: called after the last batch of an epoch on this rank, before validation.
+    ``end_epoch`` is called after the last batch of an epoch on this rank, before validation.
     """
 
     def advance(method: Any, *args: Any) -> Any:

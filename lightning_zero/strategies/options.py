@@ -69,7 +69,8 @@ class TrainerOptions(StrategyOptions):
         after_fit: what happens to the module when a run ends. ``"full"`` makes it an ordinary, unsharded module on the
             CPU of every rank. ``"sharded"`` leaves it sharded: every rank must then take part in every use of the
             module, and the next run with the same options reuses it. ``"auto"`` means ``"full"`` if nine tenths of each
-            host's available memory suffice for all its ranks, otherwise ``"sharded"``, with a warning.
+            host's available memory suffice for all its ranks, otherwise ``"sharded"``, with a warning. Processes that
+            are spawned or forked end after a run; there, all three mean ``"full"``.
         exclude_frozen_parameters: leave parameters with ``requires_grad=False`` out of checkpoints, and accept
             checkpoints without them. This suits adapters of a large model that is stored separately.
         resilience: ``"memory"`` keeps the state of a fit in shared memory every 20 steps. If processes are killed and
@@ -93,12 +94,7 @@ SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
 
 
 def options_of(kind: type[_Options], given: Mapping[str, Any], what: str) -> _Options:
-    """Return the options of the strategy ``what``.
-
-    Raises:
-        TypeError: if an option does not exist.
-        ValueError: if a value is not allowed.
-    """
+    """Return the options of the strategy ``what``."""
     check_names(given, [each.name for each in fields(kind) if each.name not in SET_BY_STRATEGIES], what)
     return kind(**given)
 

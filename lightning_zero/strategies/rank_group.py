@@ -23,23 +23,18 @@ _KINDS = (*_OF_CHECKPOINTS, FileNotFoundError, OSError, RuntimeError, TypeError,
 
 
 class RankGroup:
-    """The ranks of the runs of the strategy that holds this object, as this rank sees them.
-
-    Attributes:
-        mesh: the mesh of ranks; None without ``tensor_parallel_size``, and before the processes start.
-        ended_by: the message of the exception that ended the run; None if there was none.
-        is_cut_off: whether this rank must not communicate, since the run has failed.
-    """
+    """The ranks of the runs of the strategy that holds this object, as this rank sees them."""
 
     def __init__(self, strategy: Any) -> None:
         self._strategy = strategy
+        # None without ``tensor_parallel_size``, and before the processes start
         self.mesh: tensor_parallel.DeviceMesh | None = None
         self.begin_run()
 
     def begin_run(self) -> None:
         """Forget the failure of an earlier run."""
-        self.ended_by: str | None = None
-        self.is_cut_off = False
+        self.ended_by: str | None = None  # the message of the exception
+        self.is_cut_off = False  # whether this rank must not communicate
         self._have_all_failed = False  # at the same time, with the same updates done
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,11 +80,7 @@ class RankGroup:
 
     @property
     def mesh_shape(self) -> tuple[int, int] | None:
-        """The numbers of ranks along ``data_parallel`` and ``tensor_parallel``; None if the options need no mesh.
-
-        Raises:
-            ValueError: if the number of ranks does not fit the requested mesh.
-        """
+        """The numbers of ranks along ``data_parallel`` and ``tensor_parallel``; None if the options need no mesh."""
         strategy, options, size = self._strategy, self._strategy.options, self.size_of_mesh
         data, tensor = options.data_parallel_size, options.tensor_parallel_size
         if tensor is None:
@@ -153,8 +144,7 @@ class RankGroup:
     def end_by(self, exception: BaseException, *, is_shared: bool) -> None:
         """Record the exception that ends the run, and interrupt ranks that are waiting for this one.
 
-        Args:
-            is_shared: whether every rank raises the exception at the same time, so that the others need no notice.
+        If it ``is_shared``, every rank raises it at the same time, so that the others need no notice.
         """
         failures.explain(exception)
         if self.ended_by is not None:

@@ -65,8 +65,7 @@ class Signals:
     def _meet(self, what: str, noted: list[bool], *, has_ended: bool) -> list[bool]:
         """Exchange flags between two batches, and return for each whether any rank has set it. Collective.
 
-        Raises:
-            RuntimeError: on every rank, if some ranks have ended the epoch or the training, and others have not.
+        Every rank raises an error if some ranks have ended the epoch or the training, and others have not.
         """
         if self._ranks.is_single:
             return noted

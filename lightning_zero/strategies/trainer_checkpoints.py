@@ -37,19 +37,14 @@ log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may fil
 
 
 class TrainerCheckpoints:
-    """Saves, loads and resumes the Trainer's checkpoints for the strategy that holds this object.
-
-    Attributes:
-        data_loading: the fit's random states and position in the data; None before and after a fit.
-        loaded: this package's entry of the run's own checkpoint: {} if there is none, None before it can be loaded.
-        masters_after_fit: rank 0's master weights after a fit, by module: a checkpoint may be saved after the engine
-            has been closed.
-    """
+    """Saves, loads and resumes the Trainer's checkpoints for the strategy that holds this object."""
 
     def __init__(self, strategy: Any, files: CheckpointFiles) -> None:
         self._strategy, self._files = strategy, files
         self.data_loading: DataLoadingState | None = None
+        # Rank 0's master weights by module: a checkpoint may be saved after the engine has been closed.
         self.masters_after_fit: WeakKeyDictionary[Any, dict[str, Tensor]] = WeakKeyDictionary()
+        # This package's entry of the run's own checkpoint: {} if there is none, None before it can be loaded.
         self.loaded: dict[str, Any] | None = None
         self._saves_epoch_state = self._is_for_restart = False  # see ``for_restart``
 
@@ -160,8 +155,7 @@ class TrainerCheckpoints:
     def for_restart(self, *, is_sharded: bool = True) -> Iterator[None]:
         """Context in which checkpoints contain the state of the running epoch, from which the job continues.
 
-        Args:
-            is_sharded: whether checkpoints are sharded and complete, whatever the options say.
+        With ``is_sharded``, they are also sharded and complete, whatever the options say.
         """
         self._saves_epoch_state, self._is_for_restart = True, is_sharded
         try:
@@ -184,8 +178,7 @@ class TrainerCheckpoints:
     ) -> None:
         """Begin to save the state to a folder on each machine. Collective.
 
-        Args:
-            folders: the first rank of each machine, which calls ``before`` before files are written.
+        The ranks in ``folders``, the first of each machine, call ``before`` before files are written.
         """
         tree, contents = self.state_to_keep()
         ranks = self._files.ranks()
@@ -269,15 +262,7 @@ class TrainerCheckpoints:
             yield from self._strategy.broadcast(others_by_age(trainer, path) if self._strategy.is_global_zero else [])
 
     def load(self, path: Any, weights_only: bool | None, restarts: Restarts | None) -> dict[str, Any]:
-        """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards.
-
-        Raises:
-            FileNotFoundError: if there is nothing at the path.
-            DamagedCheckpointError: if the checkpoint is incomplete or altered.
-            NoCheckpointError: if the path contains no checkpoint.
-            UnsafeFileError: if the checkpoint contains more than data.
-            ValueError: if a newer version wrote the checkpoint.
-        """
+        """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards."""
         self._files.finish()
         is_kept = restarts is not None and restarts.loaded(path)
         if not (self._files.are_opened_here or is_kept):
