@@ -25,14 +25,7 @@ def main(arguments: list[str]) -> int:
         project = project_of(parsed, of_script)
         settings = {name: value for name, value in project.settings.items() if name not in ("ranks", "machines")}
         settings |= {"precision": parsed.precision} if parsed.precision is not None else {}
-        found = probe(
-            project,
-            ranks=parsed.ranks,
-            stages=parsed.stage,
-            steps=parsed.steps,
-            **settings,
-            **options,
-        )
+        found = probe(project, ranks=parsed.ranks, stages=parsed.stage, steps=parsed.steps, **settings, **options)
     except (ValueError, ImportError, OSError) as error:
         print(f"lightning-zero parity: {error}", file=sys.stderr)
         return 2

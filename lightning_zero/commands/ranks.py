@@ -6,6 +6,7 @@ process group behind in the process that starts the next job.
 """
 
 import os
+import signal
 import sys
 import tempfile
 import traceback
@@ -59,6 +60,7 @@ def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
             max_restarts=0,
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
+        before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         try:
             elastic_launch(settings, _run_rank)(job, config)
         except SignalException as error:  # a sweep must not continue with its next job
@@ -69,6 +71,9 @@ def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
             if failure.exitcode < 0:
                 how = f"was killed by {failure.signal_name()}"
             raise JobFailed(f"rank {rank} of {world_size} {how}") from None
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _run_rank(job: Callable[[DictConfig], None], config: DictConfig) -> None:

@@ -200,7 +200,7 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
     if best.seconds_per_step is None:
         says = "takes the least memory,"
         if memory is not None:
-            best = min((plan for plan in plans if plan.fits), key=lambda plan: plan.stage)
+            best = min((plan for plan in plans if plan.fits), key=lambda plan: (plan.stage, "offload" in plan.options))
             says = "is the lowest stage that fits, with"
         return [
             f"{best.name} {says} {in_gb(best.total_bytes)} a rank.",

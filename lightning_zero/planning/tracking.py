@@ -94,18 +94,8 @@ class Observer(compat.TorchDispatchMode):
             return NotImplemented  # the operator is dispatched again on the local tensors
         kwargs = kwargs or {}
         result = self._result_of(func, args, kwargs)
-        tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-        if func.namespace in _COLLECTIVES:
-            is_of_engine = func.namespace == "c10d" and self.group not in process_group.groups_among(args)
-            if not is_of_engine and not func.__name__.startswith("wait_tensor"):
-                reduces_all = func.__name__.startswith(("all_reduce", "allreduce"))
-                nbytes = max((tensor.nbytes for tensor in tensors), default=0)
-                self.tensor_parallel_bytes += nbytes
-                self.gathers(2 * nbytes if reduces_all else nbytes)()
-        elif not func.is_view and func.namespace != "prim" and func not in _FREE:
-            kind = "host" if self.on_host else "compute"
-            nbytes = sum(map(compat.nbytes_of, tensors))
-            self.events.append(Event(kind, float(_flops_of(func, args, kwargs, result)), float(nbytes)))
+        if not func.is_view and func.namespace != "prim" and func not in _FREE:
+            self._record(func, args, kwargs, result)
         self.count(result if isinstance(result, (tuple, list)) else (result,))
         return result
 
@@ -141,6 +131,19 @@ class Observer(compat.TorchDispatchMode):
         del self._references[identity]
 
     # -- events --------------------------------------------------------------------------------------------------------
+
+    def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Record an operator."""
+        tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
+        if func.namespace not in _COLLECTIVES:
+            flops, nbytes = _flops_of(func, args, kwargs, result), sum(map(compat.nbytes_of, tensors))
+            self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
+        elif func.namespace == "c10d" and self.group not in process_group.groups_among(args):
+            return  # the engine's own, which its simulation records
+        elif not func.__name__.startswith("wait_tensor"):
+            nbytes = max((tensor.nbytes for tensor in tensors), default=0)
+            self.tensor_parallel_bytes += nbytes
+            self.gathers(2 * nbytes if func.__name__.startswith(("all_reduce", "allreduce")) else nbytes)()
 
     def simulation(self, transport: Any, machines: int) -> Simulation:
         """A simulation of these transports and machines, whose events are recorded."""
