@@ -175,11 +175,11 @@ def test_a_pipe_that_closes_early_causes_no_traceback(arguments: str) -> None:
     os.close(writing)
     os.close(reading)
     _, errors = process.communicate(timeout=120)
-    assert (process.returncode, errors) == (141, "")
+    assert (process.returncode, errors) == (0, "")
 
 
 @pytest.mark.exhaustive
-def test_head_ends_a_checkpoint_listing_longer_than_a_buffer(tmp_path: Path) -> None:
+def test_a_command_continues_when_its_output_is_no_longer_read(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = tmp_path / "many.ckpt"
     torch.save({"state_dict": {f"layer_{index}.weight": torch.randn(2) for index in range(5000)}}, path)
@@ -187,4 +187,4 @@ def test_head_ends_a_checkpoint_listing_longer_than_a_buffer(tmp_path: Path) -> 
     for more in ([], ["--json"]):
         words = ["bash", "-c", script, "bash", *command("checkpoint", "inspect", str(path), *more)]
         done = subprocess.run(words, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
-        assert done.stdout.splitlines()[-1] == "141 0" and done.stderr == ""
+        assert done.stdout.splitlines()[-1] == "0 0" and done.stderr == ""
