@@ -229,8 +229,8 @@ class Engine:
         unsharded = [parameter.detach() for parameter in self._scripted.values()]
         for each in (*module.buffers(), *unsharded):
             if not is_dtensor(each):
-                tensor.broadcast(each)
-        self.communicator.copy_from_first(unsharded)
+                tensor.control.broadcast(each)
+        self.communicator.control.copy_from_first(unsharded)
 
     def _install(
         self,

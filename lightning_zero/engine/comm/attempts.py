@@ -26,10 +26,6 @@ def store_of_attempt(address: str, port: int, rank: int, size: int, timeout: tim
     Rank 0 takes the next number. The others may still find the number of an earlier attempt: one that they have joined
     before, or whose rank 0 has ended and will never say that all have joined.
 
-    Args:
-        address, port: the store's address and port.
-        timeout: how long to wait for the other processes.
-
     Raises:
         RuntimeError: if a process does not arrive in time.
     """

@@ -63,7 +63,6 @@ class BucketCollectives:
 
     Args:
         transport: the transport between these ranks; None if there is only one rank.
-        counters: count the communicated elements and bytes.
         across: the ranks on other machines with which this rank itself exchanges slices, numbered along these
             dimensions.
         watch: detects failed waits and deadlocks; None if no other process exists.

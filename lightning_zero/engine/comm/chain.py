@@ -17,9 +17,6 @@ class Chain:
 
     The thread is a daemon, not an executor's thread: it waits for other ranks, and must not keep the interpreter from
     exiting.
-
-    Args:
-        name: what is chained, for the thread's name.
     """
 
     def __init__(self, name: str) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport
 from lightning_zero.engine.comm.bucket_collectives import BucketCollectives, Pending
-from lightning_zero.engine.comm.control_plane import MESSAGE_BYTES, ControlPlane
+from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
 from lightning_zero.engine.comm.cross_memory.exchange import connect
 from lightning_zero.engine.comm.cross_memory.transport import CrossMemoryTransport
@@ -53,8 +53,6 @@ class Everyone(NamedTuple):
     """All ranks that hold a module: the data-parallel ranks times the tensor-parallel ranks.
 
     Attributes:
-        rank, size: this rank's number, and the number of ranks.
-        control: the control plane.
         watch: detects failed waits and deadlocks; None if no other process exists.
         name: identifies this communicator on every rank; empty if no other process exists.
     """
@@ -71,8 +69,6 @@ class Communicator:
 
     Args:
         group: the process group; None means the default group. Ignored if no process group is initialised.
-        device: the device of the flat buffers.
-        shard_within: see ``EngineConfig``.
         mesh: a device mesh with a data-parallel and a tensor-parallel dimension, in place of ``group``.
         simulation: describes the ranks of a fake process group; None for real ranks.
         cross_memory: whether CPU ranks of one machine may read each other's memory, instead of using the collectives of
@@ -82,9 +78,7 @@ class Communicator:
         rank, size: this rank's number in the group, and the group's size.
         everyone: the ranks of all tensor-parallel groups together.
         tensor: the tensor-parallel ranks that share tensors with this rank.
-        counters: counts of calls, elements and bytes.
         mesh: the mesh of ranks, two-dimensional if collectives have two levels, or ``shards_within`` is set.
-        control: the control plane.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
         may_compress: whether gradients cross between machines in an exchange of their own, which can be compressed.
@@ -115,7 +109,7 @@ class Communicator:
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.may_compress = self.size == 1, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
-        self.control = ControlPlane(None, [0], 0, None, self.counters)
+        self.control = ControlPlane(None, None, [0], 0, None, self.counters)
         self.everyone = Everyone(0, 1, self.control)
         self.watch: Watch | None = None
         if self.size * self.tensor.size > 1:
@@ -132,11 +126,7 @@ class Communicator:
             self._choose_transports(shard_within, cross_memory)
 
     def _meet(self, everywhere: ProcessGroup) -> None:
-        """Agree with all ranks on the engine's name; make its watch and control planes. Collective.
-
-        Args:
-            everywhere: the process group of all ranks of the mesh.
-        """
+        """Agree with all ranks on the engine's name; make its watch and control planes. Collective."""
         all_ranks = process_group.ranks_of(everywhere)
         has_cpu = process_group.serves_cpu(everywhere)
         control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
@@ -146,11 +136,11 @@ class Communicator:
             dist.broadcast(number, all_ranks[0], control_group)
         name = f"{all_ranks[0]}/{number.item()}"
         self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
-        control = ControlPlane(control_group, all_ranks, rank, self.watch, self.counters)
+        control = ControlPlane(control_group, everywhere, all_ranks, rank, self.watch, self.counters)
         self.everyone = Everyone(rank, len(all_ranks), control)
         if not process_group.is_fake(everywhere):
             self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
-        self._control_group, self._numbers = control_group, list(range(self.size))  # the ranks as numbered in the watch
+        self._numbers = list(range(self.size))  # the ranks as numbered in the watch
         if self.tensor.size == 1:
             self.control = control
             return
@@ -158,8 +148,8 @@ class Communicator:
         self.tensor.begin(self.watch.among(self.tensor.ranks), among)
         self._numbers, self.watch = self._ranks, self.watch.among(self._ranks) if self.size > 1 else None
         if self.size > 1:
-            self._control_group = self.group if has_cpu else self._new_group("gloo", self._alike)
-            self.control = ControlPlane(self._control_group, self._ranks, self.rank, self.watch, self.counters)
+            among = self.group if has_cpu else self._new_group("gloo", self._alike)
+            self.control = ControlPlane(among, self.group, self._ranks, self.rank, self.watch, self.counters)
 
     def _choose_transports(self, shard_within: Literal["node"] | int | None, cross_memory: bool) -> None:
         """Choose the transports between the ranks. Collective.
@@ -219,7 +209,7 @@ class Communicator:
         self._along[LOCAL,] = BucketCollectives(within(), self.counters, over, watch, "within")
         self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
         group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
-        control = ControlPlane(group, ranks, place, watch, self.counters)
+        control = ControlPlane(group, None, ranks, place, watch, self.counters)
         control.small = exchanges.small if exchanges is not None else None
         self.gathering = Gathering(here, place, control)
 
@@ -233,8 +223,8 @@ class Communicator:
         """
         size, is_nccl = self.size, simulation.transport == "nccl"
         rank, all_ranks = process_group.rank(everywhere), process_group.ranks_of(everywhere)
-        self.everyone = Everyone(rank, len(all_ranks), ControlPlane(None, all_ranks, rank, None, self.counters))
-        self.control = ControlPlane(None, self._ranks, self.rank, None, self.counters)
+        self.everyone = Everyone(rank, len(all_ranks), ControlPlane(None, None, all_ranks, rank, None, self.counters))
+        self.control = ControlPlane(None, None, self._ranks, self.rank, None, self.counters)
         if self.tensor.size > 1:
             self.tensor.begin(None, None, simulation.gathers)
         machines = min(simulation.machines, size)
@@ -317,33 +307,9 @@ class Communicator:
         if self.everyone.watch is None:
             return tensor
         on_device = tensor.to(self.device)
-        if self.watch is not None:
-            self.counters.add("control", on_device.numel(), on_device.nbytes)
-            with self.watch.waiting("an all-reduce of values over ranks"):
-                dist.all_reduce(on_device, op or dist.ReduceOp.SUM, self.group)
-        self.tensor.all_reduce(on_device, op)
+        self.control.all_reduce(on_device, op)
+        self.tensor.control.all_reduce(on_device, op)
         return tensor.copy_(on_device) if on_device is not tensor else tensor
-
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Broadcast one rank's value of a tensor, in place."""
-        if self.watch is not None:
-            self.counters.add("control", tensor.numel(), tensor.nbytes)
-            group = self._control_group if tensor.device.type == "cpu" else self.group
-            with self.watch.waiting(f"a broadcast from rank {source}"):
-                dist.broadcast(tensor, self._ranks[source], group)
-        return tensor
-
-    def copy_from_first(self, tensors: list[Tensor]) -> None:
-        """Broadcast rank 0's values of several tensors, in place, in a few messages."""
-        if self.watch is None:
-            return
-        tensors = [tensor for tensor in tensors if tensor.numel()]
-        self.control.copy_from_first([tensor for tensor in tensors if tensor.device.type == "cpu"])
-        if on_device := [tensor for tensor in tensors if tensor.device.type != "cpu"]:
-            numel, nbytes = (sum(sizes) for sizes in zip(*((t.numel(), t.nbytes) for t in on_device)))
-            self.counters.add("control", numel, nbytes)
-            with self.watch.waiting("a broadcast of buffers from rank 0"):
-                process_group.broadcast_coalesced(self.group, on_device, MESSAGE_BYTES)
 
     def activation_parts(self) -> ActivationParts:
         """Make the object that divides activations among tensor-parallel ranks, with its own group. Collective."""

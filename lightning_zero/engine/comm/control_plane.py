@@ -1,6 +1,6 @@
-"""Exchange Python values between ranks over the CPU; parameters and gradients are sent by transports instead.
+"""Exchange Python values and small tensors between ranks; parameters and gradients are sent by transports instead.
 
-Nothing here synchronises with a device: all tensors are in host memory.
+Python values travel over the CPU, so that exchanging them does not synchronise with a device.
 """
 
 from __future__ import annotations
@@ -28,25 +28,31 @@ MESSAGE_BYTES = 2**25
 
 
 class ControlPlane:
-    """Exchanges of Python values between the ranks of a group.
+    """Exchanges of Python values and small tensors between the ranks of a group.
 
     Args:
         group: a process group that communicates over the CPU; None if no other process exists. Nothing is communicated
             then, and all ranks are assumed to have this rank's values.
+        on_device: a process group of the same ranks that communicates tensors on the device.
         ranks: the group's ranks, as numbered in the default group.
-        rank: this rank's number in the group.
         watch: turns failures and deadlocks during waits into errors; None without a group.
-        counters: where calls are counted, under the kind "control".
 
     Attributes:
         small: a faster channel for ``any_rank`` and ``gather_numbers`` between ranks of one machine, or None.
     """
 
     def __init__(
-        self, group: ProcessGroup | None, ranks: list[int], rank: int, watch: Watch | None, counters: Counters
+        self,
+        group: ProcessGroup | None,
+        on_device: ProcessGroup | None,
+        ranks: list[int],
+        rank: int,
+        watch: Watch | None,
+        counters: Counters,
     ) -> None:
         self.small: SmallMessages | None = None
-        self._group, self._ranks, self._rank, self._counters = group, ranks, rank, counters
+        self._group, self._on_device = group, on_device
+        self._ranks, self._rank, self._counters = ranks, rank, counters
         self._watch_or_none = watch
 
     @property
@@ -60,9 +66,6 @@ class ControlPlane:
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
         """Return, for each flag, whether any rank has set it. Collective; every rank passes the same number of flags.
-
-        Args:
-            what: a name for this exchange, for error messages.
         """
         if self._is_alone:
             return list(flags)
@@ -89,12 +92,7 @@ class ControlPlane:
         return tensor
 
     def numbers_of(self, source: int, numbers: Sequence[int], what: str) -> list[int]:
-        """Broadcast a rank's numbers, and return them. Collective; every rank passes the same count of numbers.
-
-        Args:
-            source: the rank's number in the group.
-            what: a name for this exchange, for error messages.
-        """
+        """Broadcast a rank's numbers, and return them. Collective; every rank passes the same count of numbers."""
         if self._is_alone:
             return list(numbers)
         tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
@@ -103,15 +101,43 @@ class ControlPlane:
             dist.broadcast(tensor, self._ranks[source], self._group)
         return tensor.tolist()
 
+    def _group_of(self, tensor: Tensor) -> ProcessGroup | None:
+        """The process group that communicates tensors on this tensor's device."""
+        return self._group if tensor.device.type == "cpu" else self._on_device
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        """Broadcast one rank's value of a tensor on any device, in place. Collective."""
+        if self._is_alone:
+            return tensor
+        self._counters.add("control", tensor.numel(), tensor.nbytes)
+        values = tensor.detach().resolve_conj().resolve_neg().contiguous()
+        with self._watch.waiting(f"a broadcast from rank {source}"):
+            sent = values.view(-1).view(torch.uint8)  # Gloo lacks some dtypes
+            dist.broadcast(sent, self._ranks[source], self._group_of(tensor))
+        if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # ``values`` are a copy
+            with torch.no_grad():
+                tensor.copy_(values)
+        return tensor
+
+    def all_reduce(self, tensor: Tensor, op: Any = None) -> None:
+        """Reduce a small tensor on the device over ranks, in place. Collective."""
+        if not self._is_alone:
+            self._counters.add("control", tensor.numel(), tensor.nbytes)
+            with self._watch.waiting("an all-reduce of values over ranks"):
+                dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self._group_of(tensor))
+
     def copy_from_first(self, tensors: list[Tensor]) -> None:
-        """Broadcast rank 0's values of several CPU tensors, such as buffers, in place."""
-        if self._is_alone or not tensors:
+        """Broadcast rank 0's values of several tensors, such as buffers, in place and in a few messages. Collective."""
+        if self._is_alone:
             return
-        nbytes = sum(tensor.nbytes for tensor in tensors)
-        self._counters.add("control", sum(tensor.numel() for tensor in tensors), nbytes)
-        assert self._group is not None
-        with self._watch.waiting("a broadcast from rank 0"):
-            broadcast_coalesced(self._group, tensors, MESSAGE_BYTES)
+        tensors = [tensor for tensor in tensors if tensor.numel()]
+        for on_cpu in (True, False):
+            alike = [tensor for tensor in tensors if (tensor.device.type == "cpu") == on_cpu]
+            if alike and (group := self._group_of(alike[0])) is not None:
+                numel, nbytes = sum(tensor.numel() for tensor in alike), sum(tensor.nbytes for tensor in alike)
+                self._counters.add("control", numel, nbytes)
+                with self._watch.waiting("a broadcast of buffers from rank 0"):
+                    broadcast_coalesced(group, alike, MESSAGE_BYTES)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a small picklable value from each rank, in the order of ranks. Collective."""

@@ -17,10 +17,6 @@ class Counters:
 
     With ranks on several machines, slices that belong to ranks on this machine count as "within", all others as
     "across". In collectives with two levels, "across" counts only slices that this rank exchanges with other machines.
-
-    Attributes:
-        link: the default link of ``add``.
-        calls, elements, bytes: the counts by (kind, link).
     """
 
     def __init__(self) -> None:
@@ -33,9 +29,6 @@ class Counters:
         """Count one call.
 
         Args:
-            kind: the kind of collective.
-            numel: the number of elements in the collective.
-            nbytes: the size in bytes of these elements, as they are sent.
             link: the link over which they are sent; by default ``self.link``.
         """
         key = kind, link or self.link

@@ -41,7 +41,6 @@ class Watch:
     """Registers one engine's waits for other ranks, so that failures and deadlocks end them.
 
     Args:
-        group: the process group.
         name: the engine's name, the same on every rank and new for each engine.
         members: the ranks of the group that wait for each other; by default all.
     """
@@ -174,9 +173,6 @@ def _states_if_all_fail(state: str) -> list[bytes]:
 
 def renew(**options: Any) -> None:
     """Replace the default process group, whose run has failed, with a new group of the same processes. Collective.
-
-    Args:
-        options: see ``process_group.start``.
 
     Raises:
         RuntimeError: if a rank's process has ended.

@@ -26,8 +26,6 @@ class Levels(Transport):
     Args:
         within: the transport between the ranks of this machine, in the order of local indices.
         across: the transport between the ranks with this rank's local index, in the order of machines.
-        topology: the topology of all ranks.
-        rank: this process's rank.
     """
 
     encodes_within = False

@@ -21,11 +21,7 @@ def memory_domain() -> str:
 
 
 def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
-    """Find which ranks share a machine; a rank that cannot report its machine counts as alone on a machine.
-
-    Args:
-        exchange_objects: all-gathers a small object.
-    """
+    """Find which ranks share a machine; a rank that cannot report its machine counts as alone on a machine."""
     said = None
     with suppress(OSError):
         said = memory_domain()

@@ -64,9 +64,7 @@ class Notices:
 
     Attributes:
         gone: ranks whose processes have ended.
-        failure: why the run cannot continue; None while it can.
         begun: counts the collectives that this rank has begun, by engine and name.
-        wait: what this rank waits for, if anything.
         connection: a connection to the group's store, for threads that do not wait in the store.
     """
 

@@ -225,11 +225,7 @@ def new_connection(store: Store) -> Store:
 
 
 def barrier(device: torch.device | None = None) -> None:
-    """Wait until every rank of the default group has called this function.
-
-    Args:
-        device: this rank's device, which is passed to NCCL's barrier.
-    """
+    """Wait until every rank of the default group has called this function."""
     is_nccl = device is not None and dist.get_backend() == "nccl"
     dist.barrier(device_ids=[device.index] if device is not None and is_nccl else None)
 

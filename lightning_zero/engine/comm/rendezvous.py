@@ -31,7 +31,6 @@ class Absence:
     """Ranks that run no forward in the current turn, and only take part in gathers; set by ``Join``.
 
     Attributes:
-        ranks: the absent ranks.
         announce: called with a bucket's number before the bucket is gathered, so that absent ranks take part; None if
             no rank is absent.
         is_turn: whether a turn of the join is running. Ranks outside this rank's gather group may then be at
@@ -45,10 +44,6 @@ class Absence:
 
 class Rendezvous:
     """Makes all ranks of one engine wait for each other before a collective that user code has caused.
-
-    Args:
-        communicator: connects the engine's ranks.
-        timeout: seconds to wait for the other ranks.
 
     Attributes:
         meetings: the number of rendezvous so far.

@@ -59,7 +59,6 @@ class Placed:
     """How the user's project has divided a parameter over the tensor-parallel ranks.
 
     Attributes:
-        share: this rank's share.
         placements, stride: a DTensor's placements and stride; ``placements`` is None for an ordinary tensor.
     """
 
@@ -79,8 +78,6 @@ class TensorParallel:
         ranks: the ranks along the dimension, as numbered in the default group; exists only if there are several.
         groups: the ranks of each tensor-parallel group; exists only if ``ranks`` does.
         group: the process group of ``ranks``; exists only if ``ranks`` does.
-        control: the control plane between these ranks, for Python values.
-        counters: counters of the communication between these ranks.
         note: for simulated ranks, called with the bytes of each gather of activations, instead of a gather; returns a
             function that is called when this rank waits for the gather.
     """
@@ -89,7 +86,7 @@ class TensorParallel:
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         self.rank, self.size, self.counters = 0, 1, counters
-        self.control = ControlPlane(None, [0], 0, None, counters)
+        self.control = ControlPlane(None, None, [0], 0, None, counters)
         self._watch: Watch | None = None
         along = self._mesh = mesh[TENSOR] if mesh is not None else None
         if along is not None and along.size() > 1:
@@ -111,9 +108,8 @@ class TensorParallel:
             control_group: a process group of the same ranks, for tensors on the CPU; None if they are simulated.
             note: see the attribute.
         """
-        self.note = note
-        self._watch, self._control_group = watch, control_group
-        self.control = ControlPlane(control_group, self.ranks, self.rank, watch, self.counters)
+        self.note, self._watch = note, watch
+        self.control = ControlPlane(control_group, self.group, self.ranks, self.rank, watch, self.counters)
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -172,32 +168,10 @@ class TensorParallel:
         parts = (part.narrow(share.dimension, 0, share.length(index)) for index, part in enumerate(gathered.unbind()))
         return torch.cat(list(parts), share.dimension)
 
-    def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
-        """Reduce a small tensor over the tensor-parallel ranks, in place."""
-        if self._watch is not None:
-            self.counters.add("control", tensor.numel(), tensor.nbytes)
-            with self.waiting("a reduction over tensor-parallel ranks"):
-                dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self.group)
-        return tensor
-
-    def broadcast(self, tensor: Tensor) -> Tensor:
-        """Broadcast the first tensor-parallel rank's values, in place."""
-        if self._watch is not None:
-            self.counters.add("control", tensor.numel(), tensor.nbytes)
-            group = self._control_group if tensor.device.type == "cpu" else self.group
-            values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-            with self.waiting("a broadcast over tensor-parallel ranks"):
-                dist.broadcast(values.view(-1).view(torch.uint8), self.ranks[0], group)  # Gloo lacks some dtypes
-            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # ``values`` are a copy
-                with torch.no_grad():
-                    tensor.copy_(values)
-        return tensor
-
     def check_same(self, batch: Any, sampler: str) -> None:
         """Raise a ValueError on every rank if the tensors of a batch differ between tensor-parallel ranks. Collective.
 
         Args:
-            batch: tensors in nested lists, tuples and dictionaries.
             sampler: advice for the error message: how to write a sampler that gives these ranks the same batches.
         """
         if self._watch is None:
@@ -220,12 +194,10 @@ class ActivationParts:
     """Divides activations that are identical on all tensor-parallel ranks: each rank keeps one part.
 
     Args:
-        tensor: the tensor-parallel ranks.
         group: a separate process group of the same ranks, used only for activations.
 
     Attributes:
         rank, size: this rank's number among the tensor-parallel ranks, and their number.
-        is_first: whether this is the first rank.
     """
 
     def __init__(self, tensor: TensorParallel, group: ProcessGroup) -> None:

@@ -114,9 +114,9 @@ class UnshardedBucket:
                     read = values.stored if isinstance(values, LazyTensor) else partial(flat_range, values)
                     flat[begin:end].copy_(read(begin - segment.start, end - segment.start))
             if not everywhere:
-                communicator.broadcast(flat[run[0][0].start : run[-1][0].stop])
+                communicator.control.broadcast(flat[run[0][0].start : run[-1][0].stop])
                 for segment in (segment for segment, _ in run if not segment.share.is_divided):
-                    communicator.tensor.broadcast(flat[segment.start : segment.stop])
+                    communicator.tensor.control.broadcast(flat[segment.start : segment.stop])
         part, own = None, flat[low:high]
         if self.layout.nodes > 1:
             in_part = flat[slice(*self.layout.own_part)].to(plan.compute_dtype, copy=True)

@@ -206,7 +206,7 @@ class Materialiser:
 
 
 def _of_rank_0(communicator: Communicator, state: Tensor) -> Tensor:
-    return communicator.tensor.broadcast(communicator.broadcast(state.clone()))
+    return communicator.tensor.control.broadcast(communicator.control.broadcast(state.clone()))
 
 
 @contextmanager

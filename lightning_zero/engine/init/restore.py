@@ -137,7 +137,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
                     left[name].parameters = []
                     value = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
                     set_contents(parameter, like(parameter, value))
-                communicator.broadcast(parameter.detach(), whole[0])
+                communicator.control.broadcast(parameter.detach(), whole[0])
     finally:
         rendezvous.close()
         communicator.close()

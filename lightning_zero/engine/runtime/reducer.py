@@ -91,7 +91,6 @@ class GradientReducer:
     parameters they used.
 
     Args:
-        reduce_dtype: see ``BucketGradients``.
         in_flight: maximum number of reductions, each with its own buffer, that run at one time.
         overlap: False to wait for each reduction right after starting it.
         reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1

@@ -209,11 +209,7 @@ class Schedule:
             scope.remove()
 
     def recover(self, windows: int) -> None:
-        """Reset after Ctrl-C or ``sys.exit`` has interrupted forwards: torch then skips even ``always_call`` hooks.
-
-        Args:
-            windows: number of windows that stay open.
-        """
+        """Reset after Ctrl-C or ``sys.exit`` has interrupted forwards: torch then skips even ``always_call`` hooks."""
         for scope in self._scopes:
             scope.recover()
         for unit in self.units:

@@ -23,8 +23,6 @@ class Windows:
     """Opens and closes the windows of a module, which may be nested; the outermost window is usually one step.
 
     Args:
-        module: the root module, which is not kept alive.
-        checkpointed: the modules with activation checkpointing.
         before: called before the outermost window is opened.
         check: raises an error if user code has changed parameters so that they would not be trained.
 
@@ -94,7 +92,7 @@ class Windows:
         module = self._module()
         assert module is not None, "the module was deleted"
         with torch.no_grad(), self._shared.phases("wait for the other ranks", "buffers of rank 0"):
-            self._shared.communicator.copy_from_first(list(map(own_share, module.buffers())))
+            self._shared.communicator.control.copy_from_first(list(map(own_share, module.buffers())))
 
     def _open(self, *, is_step: bool) -> None:
         if not in_backward():

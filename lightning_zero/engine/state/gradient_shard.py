@@ -66,7 +66,6 @@ class GradientShard:
         spans: layout of ``flat``, see ``BucketLayout.spans_of``.
         start: the position of ``flat`` within this rank's shard of the bucket.
         arrival: background copy that fills ``flat``; None if ``flat`` is already filled.
-        ledger: counts the bytes of the values.
 
     Attributes:
         accumulated: sums within this machine, of which ``flat`` is a range; None if there are none.

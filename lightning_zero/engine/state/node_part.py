@@ -23,7 +23,6 @@ class NodePart:
     Args:
         values: the part's values, a 1-D tensor in the dtype of the gathered buffer.
         number: the bucket's number among all buckets, the same on every rank.
-        what: describes the exchange, for error messages.
 
     Attributes:
         own: this rank's shard, a view of ``values``.

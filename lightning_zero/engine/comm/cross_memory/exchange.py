@@ -64,10 +64,8 @@ class CrossMemoryExchanges:
     """Exchanges with the other ranks of a group, all of which are on this machine.
 
     Args:
-        rank: this process's rank.
         peers: rank, process ID and two sockets for each other rank, in ascending order of ranks. The
             second socket is for small messages.
-        timeout: the timeout of each exchange.
 
     Attributes:
         small: exchanges of small messages over sockets, without reading other processes' memory.
@@ -100,7 +98,6 @@ class CrossMemoryExchanges:
 
         Args:
             tag: the exchange's tag; all ranks must begin exchanges with equal tags in the same order.
-            slices: one 1-D tensor per rank.
 
         Returns:
             A function that waits until the exchange has ended. It raises a RuntimeError if the exchange failed, or did
@@ -293,8 +290,6 @@ def connect(
 
     Args:
         here: the ranks to connect, including this one; a rank's number in the exchanges is its position.
-        rank: this process's rank.
-        timeout: the timeout of each later exchange.
         exchange_objects: all-gathers a small object over all ranks of all groups.
 
     Returns:

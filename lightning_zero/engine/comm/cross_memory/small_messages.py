@@ -43,7 +43,6 @@ class SmallMessages:
 
     Args:
         peers: rank and socket (SOCK_SEQPACKET) of each other rank; an exchange's messages are listed in this order.
-        timeout: the timeout of each wait.
         wake: called when messages are left unsent; another thread must then call ``register`` and ``send_unsent``.
 
     Attributes:

@@ -25,9 +25,7 @@ class CrossMemoryTransport(Transport):
     Codecs must be casts, since large slices are added up in parts.
 
     Args:
-        exchanges: the exchanges with the other ranks.
         small: their exchanges of small messages; None if all slices count as large.
-        rank: this rank's number among the ranks of the exchanges.
     """
 
     def __init__(self, exchanges: CrossMemoryExchanges, small: SmallMessages | None, rank: int) -> None:
