@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from lightning_zero.checkpoint.checksums import NoCheckpointError
-from lightning_zero.checkpoint.pickles import UnsafeFileError
+from lightning_zero.checkpoint.pickles import UnsafeFileError, scan
 
 _MODULES = {
     "torch.distributed.checkpoint.metadata",
@@ -37,7 +37,7 @@ class _Record:
         self.__dict__.update(state)
 
 
-class _Unpickler(pickle._Unpickler):  # pickle.Unpickler would allocate memory up to any memo index
+class _Unpickler(pickle.Unpickler):
     def __init__(self, data: bytes) -> None:
         super().__init__(io.BytesIO(data))
         self._classes: dict[str, type[_Record]] = {}
@@ -65,6 +65,7 @@ def load_dcp_metadata(data: bytes) -> Any:
         NoCheckpointError: if the file is not metadata written by ``FileSystemWriter``.
         Exception: of various classes, if the file is damaged.
     """
+    scan(io.BytesIO(data), (), set())
     found = _Unpickler(data).load()
     if not is_one("Metadata", found) or not isinstance(found.storage_data, dict):
         raise NoCheckpointError("it is not metadata written by DCP's FileSystemWriter")

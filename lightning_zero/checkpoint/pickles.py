@@ -83,7 +83,10 @@ def _scan(pickled: IO[bytes], own: Collection[str], names: set[str]) -> None:
         if kind == "MARK":
             marks.append(len(stack))
         elif "PUT" in kind or kind == "MEMOIZE":
-            memo[len(memo) if argument is None else argument] = stack[-1]
+            index = len(memo) if argument is None else argument
+            if index > position - begin:  # Python's unpickler allocates memory up to this index
+                raise UnsafeFileError.of("its memo indices are far larger than the number of its values")
+            memo[index] = stack[-1]
         elif "GET" in kind:
             stack.append(value := memo[argument])
             repetitions += value.weight if type(value) is _Node else 0
@@ -121,6 +124,8 @@ def _made(kind: str, argument: Any, taken: tuple[Any, ...], own: Collection[str]
     if kind in ("REDUCE", "NEWOBJ"):
         _check_call(*taken, own=own, is_class=kind == "NEWOBJ")
         return _Node(taken[0], taken[1:])
+    if kind in ("DUP", "EMPTY_SET"):  # would repeat a value uncounted, or take 200 times its size in the file
+        raise ValueError(f"neither torch.save nor DCP writes {kind}")
     if "TUPLE" in kind:
         return _Node("tuple", taken)
     return _Node(kind, taken) if taken or kind.startswith("EMPTY") else argument
