@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.engine import LazyTensor, compat, deferred_param
+from lightning_zero.engine import compat, deferred_param
 from lightning_zero.io.names import listed
 from lightning_zero.io.untrusted import inside
 
@@ -92,26 +91,8 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         raise ValueError(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
-    deferred_param.give_values(targets, wait=deferred_param.may_values_wait(), origin_of=_origins_in(state, path))
+    deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
     return keys
-
-
-def _origins_in(state: dict[str, Tensor], path: str | os.PathLike[str]) -> Callable[[Tensor], Any]:
-    """Make a function that returns the origin of a file's values (see ``LazyTensor``), by which ranks compare them."""
-    names = {id(tensor): name for name, tensor in state.items()}
-
-    def origin_of(values: Tensor) -> Any:
-        if id(values) not in names or isinstance(values, LazyTensor):
-            return None  # a hook of the module has changed them, or they have an origin
-        # On another machine, a file of this name may hold other values, so ranks also compare some values.
-        return (
-            os.path.basename(path),
-            names[id(values)],
-            str(values.dtype),
-            repr(values.detach().flatten()[:4].tolist()),
-        )
-
-    return origin_of
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -153,7 +153,7 @@ class TrainerStrategy(BaseStrategy):
             sync = self._layer_sync if fitting else None
             if sync is not None:
                 self.model = sync.apply(self.model)
-            self.model = self.precision_plugin.convert_module(self.model)
+            self._convert_module()
             _made_for[self.lightning_module] = sync, self.precision_plugin.precision
             self.model_to_device()
         if fitting:
@@ -201,6 +201,13 @@ class TrainerStrategy(BaseStrategy):
         engine.close(device=self.root_device)
         self._revert_layers()
         return None
+
+    def _convert_module(self) -> None:
+        """Convert the module to the Trainer's precision."""
+        precisions = self.lightning.plugins.precision
+        if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
+            deferred_param.leave_in_files(self.model)
+        self.model = self.precision_plugin.convert_module(self.model)
 
     def _revert_layers(self) -> None:
         """Undo ``sync_batchnorm``, also of an earlier run after which the module has stayed sharded."""
@@ -294,7 +301,7 @@ class TrainerStrategy(BaseStrategy):
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         if self._restarts is not None and self.engine is None:
             # before loading: in 64-true, fp32 parameters would round the loaded values
-            self.model = self.precision_plugin.convert_module(self.model)
+            self._convert_module()
         self.checkpoints.load_module_state(checkpoint, strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

@@ -15,7 +15,6 @@ import zipfile
 import zlib
 from dataclasses import replace
 from math import prod
-from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -37,6 +36,7 @@ from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
+from lightning_zero.engine.init.deferred_param import MappedFiles
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
 from lightning_zero.io.labels import new_label
@@ -276,13 +276,6 @@ def test_only_the_pieces_that_a_range_needs_are_read(ours, copy_of):
         matrix.shown(39, 41)
 
 
-def is_mapped(tensor, name):
-    """Whether a tensor's memory is a file that is mapped into this process."""
-    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(f"/{name}")]
-    ranges = [[int(address, 16) for address in line[0].split("-")] for line in lines]
-    return any(start <= tensor.data_ptr() < stop for start, stop in ranges)
-
-
 def test_a_file_is_mapped_and_its_values_stay_in_it(tmp_path, trained):
     _, optimizer, tree, _ = trained
     ours = {"masters": {"w": torch.ones(3)}, "format": 1, "written_by": {"stage": 2}}
@@ -296,7 +289,7 @@ def test_a_file_is_mapped_and_its_values_stay_in_it(tmp_path, trained):
         "optimizer_states.0.state.3.exp_avg",
         "lightning_zero.masters.w",
     }
-    assert is_mapped(opened.tensors["state_dict.0.weight"], "x.ckpt")
+    assert MappedFiles().range_of(opened.tensors["state_dict.0.weight"]) is not None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/meminfo"), reason="Linux tells how much memory there is")

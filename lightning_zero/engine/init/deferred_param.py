@@ -1,12 +1,18 @@
-"""Deferred parameters: lazy tensors whose values are usually read from a file only when the module is sharded."""
+"""Deferred parameters: lazy tensors whose values are usually read from a file only when the module is sharded.
+
+From files that are mapped into memory, each rank can read its own part of a tensor.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from mmap import PAGESIZE
 from typing import Any
 
 import torch
@@ -20,13 +26,17 @@ from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
-def defer(tensor: Tensor, values: Tensor, origin: Any = None) -> None:
-    """Turn a tensor into a lazy tensor with the given values; values on the meta device count as missing.
+def defer(tensor: Tensor, values: Tensor) -> None:
+    """Turn a tensor into a lazy tensor with the given values; values on the meta device count as missing."""
+    set_contents(tensor, like(tensor, LazyTensor.of(values, tensor.dtype)))
 
-    Args:
-        origin: see ``LazyTensor``.
-    """
-    set_contents(tensor, like(tensor, LazyTensor.of(values, tensor.dtype, origin)))
+
+def leave_in_files(module: nn.Module) -> None:
+    """Defer parameters that are mapped from files, so that a conversion to another dtype does not read the files."""
+    mapped = MappedFiles()
+    for parameter in module.parameters():
+        if not isinstance(parameter, LazyTensor) and mapped.range_of(parameter) is not None:
+            defer(parameter, parameter)
 
 
 def is_on_meta(tensor: Tensor) -> bool:
@@ -143,13 +153,10 @@ def taking_values(module: nn.Module, of: Callable[[Tensor], bool]) -> Iterator[l
             target.holder[target.attribute] = target.tensor
 
 
-def give_values(
-    targets: list[LoadTarget], *, wait: bool, origin_of: Callable[[Tensor], Any] = lambda values: None
-) -> None:
+def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
     """Give tensors the values that ``taking_values`` recorded. Nothing is communicated, even for sharded tensors.
 
     Args:
-        origin_of: returns the origin of values; see ``LazyTensor``.
         wait: whether parameters on the meta device become lazy tensors. Otherwise they share memory with the recorded
             values, or hold a copy if the dtype differs. Lazy parameters always stay lazy.
     """
@@ -163,7 +170,56 @@ def give_values(
             elif not isinstance(tensor, nn.Parameter):
                 target.holder[target.attribute] = in_memory(values.to(tensor.dtype, copy=True))
             elif wait or isinstance(tensor, LazyTensor):
-                defer(tensor, values, origin_of(values))
+                defer(tensor, values)
             else:
                 set_contents(tensor, like(tensor, in_memory(values.detach()).to(tensor.dtype)))
             target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once
+
+
+class MappedFiles:
+    """The files that are mapped into this process's memory, by ``torch.load(mmap=True)`` or safetensors, for example.
+
+    The list is read from Linux's ``/proc``, since torch keeps none. On other systems, no mapped files are found.
+    """
+
+    def __init__(self) -> None:
+        self._mappings: list[tuple[int, int, int, str]] = []
+        with suppress(OSError), open("/proc/self/maps") as file:
+            for line in (line.split(maxsplit=5) for line in file):
+                path = line[5].strip() if len(line) > 5 else ""
+                if path.startswith("/") and not path.startswith(("/dev/", "/memfd:", "/SYSV")):
+                    start, stop = (int(address, 16) for address in line[0].split("-"))
+                    self._mappings.append((start, stop, int(line[2], 16), path))
+
+    def range_of(self, tensor: Tensor) -> tuple[Any, ...] | None:
+        """Return a key of the file range that a tensor maps, for ranks to compare; None if unmapped or written to."""
+        if tensor.device.type != "cpu" or not tensor.numel() or not tensor.is_contiguous():
+            return None
+        address = tensor.data_ptr()
+        found = bisect_right(self._mappings, (address, float("inf"))) - 1
+        if found < 0 or address >= self._mappings[found][1]:
+            return None
+        start, _, offset, path = self._mappings[found]
+        if _is_written(address, address + tensor.numel() * tensor.element_size()):
+            return None
+        try:
+            size = os.path.getsize(path)
+        except OSError:
+            size = -1  # the file was deleted; its mapping stays valid
+        name = os.path.basename(path.removesuffix(" (deleted)"))
+        # On another machine, a file of this name and size may hold other values, so ranks also compare some values.
+        first = tuple(tensor.detach().view(-1)[:4].double().tolist()) if not tensor.is_complex() else ()
+        return name, size, offset + address - start, str(tensor.dtype), first
+
+
+def _is_written(start: int, stop: int) -> bool:
+    """Whether a range of mapped memory has private pages, which a write creates; True if unknown."""
+    first, last = start // PAGESIZE, -(-stop // PAGESIZE)
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as file:
+            file.seek(8 * first)
+            entries = bytearray(file.read(8 * (last - first)))
+            flags = torch.frombuffer(entries, dtype=torch.int64) >> 61  # bits: 1 file-backed, 2 swapped out, 4 present
+            return bool(((flags & 6 != 0) & (flags & 1 == 0)).any())
+    except (OSError, ValueError):
+        return True

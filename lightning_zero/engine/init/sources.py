@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
-from lightning_zero.engine.init.deferred_param import is_on_meta
+from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
@@ -92,15 +92,22 @@ def move_own_kinds(module: nn.Module, device: torch.device) -> None:
             layer.to(device)
 
 
+def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
+    """The place in a file where values are stored, for ranks to compare; None if other ranks cannot read it."""
+    origin = values.origin if isinstance(values, LazyTensor) else values
+    return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
+
+
 def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
-    Rank 0's values are used, except that each rank itself reads parameters that all ranks are to read from the same
+    Rank 0's values are used, except that each rank itself reads parameters that all ranks have mapped from the same
     file. A tensor that is on the meta device on all ranks is new.
 
     Raises:
         ValueError: on every rank, if modules differ between ranks, or if other ranks have values that rank 0 lacks.
     """
+    mapped = MappedFiles()
     values = {}
     writes: dict[str, Sequence[Write]] = {}
     # By name: (properties that must be equal on all ranks, origin of the values, earlier initialisation)
@@ -108,9 +115,7 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        origin = (
-            _NOWHERE if found is None else (is_parameter and isinstance(found, LazyTensor) and found.origin) or _MEMORY
-        )
+        origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
         trains = is_parameter and tensor.requires_grad
         mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin, _initialised(tensor)

@@ -90,7 +90,7 @@ class _LazyValues:
     initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor) -> None:
-        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), None
+        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
         self.writes = self.held = None
 
     @property
@@ -103,7 +103,7 @@ class _LazyValues:
         if self.held is not None and not self.is_checked:
             self.is_checked, self.is_written = True, not is_unset(self.held)
             if self.is_written:
-                self.read, self.origin, self.writes = partial(_range_of, self.held), None, []
+                self.read, self.origin, self.writes = partial(_range_of, self.held), self.held, []
 
 
 def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
@@ -154,12 +154,12 @@ class LazyTensor(WrapperTensor):
         return cls._over(_LazyValues(name, dtype, read, origin, write), torch.Size(shape), dtype, device)
 
     @classmethod
-    def of(cls, values: Tensor, dtype: torch.dtype, origin: Any = None) -> Tensor:
+    def of(cls, values: Tensor, dtype: torch.dtype) -> Tensor:
         """A lazy tensor of the given dtype over ``values``; over a meta tensor, a lazy tensor without values."""
         if isinstance(values, LazyTensor):
             return values.cast(dtype)
         values = values.detach()
-        source = _LazyValues("", values.dtype, partial(_range_of, values), origin)
+        source = _LazyValues("", values.dtype, partial(_range_of, values), values)
         if values.device.type != "meta":
             return cls._over(source, values.shape, dtype, values.device)
         source.writes = []
@@ -240,7 +240,7 @@ class LazyTensor(WrapperTensor):
 
     @property
     def origin(self) -> Any:
-        """Equal on all ranks that read the same stored values; None for values in memory."""
+        """Equal on all ranks that read the same stored values. For values in memory, the tensor that holds them."""
         return self._source.origin
 
     def stored(self, start: int, stop: int) -> Tensor:
