@@ -30,12 +30,7 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states that do not fit the optimizers.
-
-    Args:
-        optimizers: the optimizers, before any of them loads its state.
-        states: the saved state dicts, in torch's ordinary form.
-    """
+    """Refuse states that do not fit the optimizers."""
     if not states:
         return  # a checkpoint assembled by hand: optimizers start without state, as under DDP
     if len(optimizers) != len(states):

@@ -72,7 +72,6 @@ class SaveJob:
         contents: the checkpoint's entries: on every rank the same sharded tensors; other values are taken from rank 0.
         tree: with ``SaveMode.SHARDED``, the entries that are stored in DCP's format; see ``content_of``.
         written_by: with ``SaveMode.SHARDED``, versions, stage and world size, for the manifest.
-        folders: see ``write_folder``.
         before: called in the background, after the values have been copied and before any are written.
     """
 

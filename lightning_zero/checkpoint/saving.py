@@ -48,7 +48,6 @@ class Entry:
     Attributes:
         names: all names of the tensor: several if parameters are tied.
         share: how tensor parallelism divides the full tensor.
-        dtype: the dtype to write.
         values: this rank's values, of any shape and dtype; a ``LazyTensor`` is read piece by piece.
         start, stop: this rank's range in the flattened tensor or, under tensor parallelism, in this rank's flat share.
         is_guarded: whether writes to the values wait for background reads; see ``background_work``.

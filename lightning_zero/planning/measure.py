@@ -60,7 +60,6 @@ def measure_rank(place: torch.device, ranks: int, machines: int = 1) -> tuple[Re
     """Measure this rank's device, and its links to the ranks of the default process group. Collective.
 
     Args:
-        ranks: the size of the group.
         machines: number of machines; the ranks are split evenly among them.
 
     Returns:

@@ -42,8 +42,6 @@ class Observer(compat.TorchDispatchMode):
 
     Attributes:
         peak, host_peak: maximum number of bytes on the device, and of ``"host"`` bytes, since the last ``reset``.
-        at_peak: the result of ``by_category`` at ``peak``.
-        events: the operators and collectives since the last ``reset``.
         group: the process group of the tensor-parallel ranks, if there are several.
         on_host: whether operators are part of an update in the host's memory, where they update no peak.
         tensor_parallel_bytes: total size of the full buffers in collectives that are dispatched as operators.

@@ -76,7 +76,6 @@ def check_room(
 
     Args:
         sources: sources of the parameters' values. Values in host memory will be freed if the device is not the CPU.
-        units: the buckets of each unit.
         has_optimizers: whether the optimizers are known; otherwise two states per parameter are assumed, as for Adam.
     """
     shards, buckets = [], list(chain.from_iterable(units))
@@ -110,8 +109,6 @@ def without_room_for_whole(
     The memory of shards is not counted as available: a shard is freed only after its full tensors are complete.
 
     Args:
-        buckets: the buckets of all units.
-        optimizers: the optimizers whose states are unsharded as well.
         keeps_masters: whether this rank also keeps full master weights of its low-precision parameters.
     """
     need: Counter[str] = Counter()

@@ -69,8 +69,6 @@ class DiskStates:
     """Tensors of equal length, called fields, stored in a file, one sub-group after another.
 
     Args:
-        name: the bucket's name, for errors.
-        numel: elements of each field.
         dtype: the dtype of the master weights, which are the first field.
         fields: dtypes of the other fields, by name. The attribute ``fields`` also contains the first field.
 

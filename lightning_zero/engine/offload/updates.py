@@ -109,11 +109,7 @@ OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
 class DiskUpdate:
     """An update of states on a disk, which streams their sub-groups through memory.
 
-    Args:
-        owner: see ``BackgroundWork``.
-
     Attributes:
-        all: the work on all buckets.
         acts: by the states of a bucket, the function that changes each of their sub-groups.
     """
 
@@ -128,7 +124,6 @@ class DiskUpdate:
         """Add the states of a bucket, before the update is started; return the work on them.
 
         Args:
-            act: called with each sub-group.
             until_written: whether the work ends only when the result is on the disk.
         """
         self._shown[states], self._written[states] = (BackgroundWork(self._owner, is_awaited=False) for _ in range(2))

@@ -199,11 +199,7 @@ def _rule(known: Known | None, declared: Any) -> Any:
 
 
 def kept_whole(optimizers: Iterable[Optimizer], config: EngineConfig, *, ranks: int) -> Callable[[str, Tensor], bool]:
-    """Make a predicate of (name, parameter): whether one rank has to own the parameter as a whole.
-
-    Args:
-        ranks: see ``check_optimizers``.
-    """
+    """Make a predicate of (name, parameter): whether one rank has to own the parameter as a whole."""
     rules: dict[int, Any] = {}
     if ranks > 1 or config.offloads_optimizer:
         for optimizer in optimizers:
@@ -237,13 +233,7 @@ def check_not_divided(
 
 
 def warn_of_unsharded(name: str, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
-    """Warn that an optimizer updates parameters that belong to no sharded module, or were added to one in mid-run.
-
-    Args:
-        name: the optimizer's class.
-        parameters: those that are not sharded.
-        modules: the sharded modules.
-    """
+    """Warn that an optimizer updates parameters that belong to no sharded module, or were added to one in mid-run."""
     names = {id(p): name for module in modules for name, p in module.named_parameters()}
     added = [f"'{names[id(p)]}'" for p in parameters if id(p) in names]
     if added:

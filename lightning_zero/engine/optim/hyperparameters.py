@@ -21,10 +21,6 @@ class Hyperparameters:
 
     Each rank contributes the bits of a digest and their complements: if a rank sets a bit, and another rank
     sets its complement, digests differ. Only then do ranks exchange the hyperparameters, for one warning.
-
-    Args:
-        optimizers: the optimizers; only weak references are kept.
-        communicator: between the ranks.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer], communicator: Communicator) -> None:

@@ -44,11 +44,6 @@ class Masters:
     Args:
         optimizer: the user's optimizer; only a weak reference is kept.
         engine: the engine. It is notified before and after each update, and when a closure is called within an update.
-
-    Attributes:
-        states: the masters and their state.
-        is_closed: whether ``close`` was called.
-        hooks_after_update: see ``after_updates``.
     """
 
     def __init__(self, optimizer: Optimizer, engine: OptimizedEngine) -> None:

@@ -21,7 +21,6 @@ class Optimizers:
 
     Args:
         module: the root module, which is not kept alive.
-        buckets: all buckets of the engine.
 
     Attributes:
         masters: those of each optimizer, in the order in which the optimizers were given.

@@ -66,7 +66,6 @@ class ActivationStore:
         to_host: whether tensors are moved to host memory, also, undivided, those that differ between tensor-parallel
             ranks; otherwise parts stay on the device.
         parts: divides tensors that are equal on all tensor-parallel ranks; None to move all tensors undivided.
-        ledger: counts the memory of kept tensors.
     """
 
     def __init__(

@@ -128,13 +128,11 @@ class LazyTensor(WrapperTensor):
 
     Args:
         name: the stored tensor's name, for errors.
-        shape, dtype: the tensor's shape and dtype.
         read: returns elements ``[start, stop)`` of the flattened tensor, as a 1-D tensor of the given dtype. The result
             is never written to, so it may share the source's memory.
         origin: a picklable object that is equal on all ranks that read the same stored values; None if only this rank
             can read them.
         write: replaces the stored values with those of a tensor of the same shape; None if the source is read-only.
-        device: the tensor's device.
     """
 
     _source: _LazyValues

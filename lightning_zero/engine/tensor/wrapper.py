@@ -148,7 +148,6 @@ class RecordedView(WrapperTensor):
     """A recorded view of a sharded or lazy tensor: reads and writes go to the viewed tensor.
 
     Args:
-        base: the viewed tensor, which may be a view itself.
         steps: the view operators to replay on the full value.
     """
 
