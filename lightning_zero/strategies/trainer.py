@@ -89,6 +89,7 @@ class TrainerStrategy(BaseStrategy):
         self.last_report: Report | None = None
         self._signals: Signals | None = None
         self._compared: set[str] = set()  # steps whose first batch has been compared between tensor-parallel ranks
+        self._was_sharded = False  # whether this run reuses the engine of an earlier run
         self._restarts: Restarts | None = None
         self._wrappers = Wrappers()
         super().__init__(stage=stage, **options)
@@ -149,6 +150,7 @@ class TrainerStrategy(BaseStrategy):
         self.accelerator.setup(trainer)
         fitting = trainer.state.fn == TrainerFn.FITTING
         self.engine = self._kept_engine(fitting=fitting)
+        self._was_sharded = self.engine is not None
         if self.engine is None:
             sync = self._layer_sync if fitting else None
             if sync is not None:
@@ -365,7 +367,7 @@ class TrainerStrategy(BaseStrategy):
         if self.options.after_fit == "sharded":
             return True
         shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
-        if shortages:
+        if shortages and not self._was_sharded:
             others = f" (hosts or ranks lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
