@@ -65,7 +65,8 @@ class ControlPlane:
         return self._group is None
 
     def any_rank(self, flags: Sequence[bool], what: str) -> list[bool]:
-        """Return, for each flag, whether any rank has set it. Collective; every rank passes the same number of flags."""
+        """Return, for each flag, whether any rank has set it. Collective; every rank passes the same number of flags.
+        """
         if self._is_alone:
             return list(flags)
         return list(map(bool, self._maximum(torch.tensor(flags, dtype=torch.uint8, device="cpu"), what).tolist()))
