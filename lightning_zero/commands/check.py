@@ -55,7 +55,14 @@ def check(config: DictConfig) -> DictConfig:
         except ValueError as error:
             raise ConfigError(str(error)) from None
     if resolved.resume is not None:
-        _check_exists(str(resolved.resume))
+        from lightning_zero.checkpoint.files import Files
+
+        try:
+            exists = Files(str(resolved.resume)).exists
+        except Exception as error:  # libraries for object stores raise errors of their own
+            raise ConfigError(f"resume={resolved.resume}: cannot be looked up: {in_one_line(error)}") from error
+        if not exists:
+            raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
     for group, verb in (("offload", "offload"), ("compression", "compress"), ("resilience", "keep its state")):
         if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
             raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
@@ -65,17 +72,6 @@ def check(config: DictConfig) -> DictConfig:
     _check_packages(resolved)
     _check_made(resolved)
     return resolved
-
-
-def _check_exists(checkpoint: str) -> None:
-    from lightning_zero.checkpoint.files import Files
-
-    try:
-        exists = Files(checkpoint).exists
-    except Exception as error:  # libraries for object stores raise errors of their own
-        raise ConfigError(f"resume={checkpoint}: cannot be looked up: {in_one_line(error)}") from error
-    if not exists:
-        raise ConfigError(f"resume={checkpoint}: no such checkpoint")
 
 
 def _choose_devices(trainer: DictConfig) -> None:

@@ -47,7 +47,8 @@ def main(arguments: list[str]) -> int:
             f"Without a measurement, plans assume {in_bytes(resources.disk_bandwidth)}/s."
         )
     about |= {"memory_bytes": host_memory(), "free_on_disk_bytes": shutil.disk_usage(tempfile.gettempdir()).free}
-    versions = {name: version for name, version in installed_packages().items() if name in _VERSIONS}
+    shown = ("python", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero")
+    versions = {name: version for name, version in installed_packages().items() if name in shown}
     found = {"versions": versions, "machine": {**machine(), **about}, "resources": asdict(resources)}
     findings += _findings(found)
     if parsed.json:
@@ -58,9 +59,6 @@ def main(arguments: list[str]) -> int:
     for finding in findings:
         print(finding)
     return 0
-
-
-_VERSIONS = ("python", "torch", "lightning", "pytorch-lightning", "torchmetrics", "hydra-core", "lightning_zero")
 
 
 def _findings(found: dict[str, Any]) -> list[str]:

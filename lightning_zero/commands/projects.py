@@ -97,7 +97,7 @@ def _of_config(overrides: list[str]) -> Any:
         config.trainer.update(accelerator="cpu", devices=1, num_nodes=1)
         config = check(config)
     except (ConfigError, HydraException) as error:
-        raise ValueError(in_one_line(error) if isinstance(error, HydraException) else str(error)) from None
+        raise ValueError(in_one_line(error)) from None
     data = partial(batches_of, instantiate(config.data))
     return Project(partial(instantiate, config.model), data, settings_of(of_trainer))
 

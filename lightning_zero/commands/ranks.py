@@ -9,8 +9,11 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import traceback
 from collections.abc import Callable
+from multiprocessing import active_children
+from types import FrameType
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from omegaconf import DictConfig
@@ -33,12 +36,12 @@ def ranks_exist() -> bool:
 def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
-    If a process fails, the others get SIGTERM. Ctrl-C and SIGTERM are forwarded to all. Processes have as long as under
-    torchrun to end after their step and to save: 30 seconds, or ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``.
+    SIGTERM is forwarded to the processes, and sent to the others if one fails. They have as long as under torchrun to
+    end after their step and to save: 30 seconds, or ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``.
 
     Raises:
         JobFailed: if a process fails.
-        SystemExit: after a signal.
+        SystemExit: after SIGTERM.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(
@@ -58,22 +61,36 @@ def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
+            signals_to_handle="SIGTERM",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        signal.signal(signal.SIGINT, _interrupt)
         try:
             elastic_launch(settings, _run_rank)(job, config)
         except SignalException as error:  # a sweep must not continue with its next job
             raise SystemExit(128 + error.sigval) from None  # as in shells
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
-            how = f"failed with exit code {failure.exitcode}"
-            if failure.exitcode < 0:
-                how = f"was killed by {failure.signal_name()}"
+            is_killed = failure.exitcode < 0
+            how = f"was killed by {failure.signal_name()}" if is_killed else f"failed with exit code {failure.exitcode}"
             raise JobFailed(f"rank {rank} of {world_size} {how}") from None
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """After Ctrl-C, kill ranks that have not ended within seconds, since they may wait for each other."""
+
+    def kill() -> None:
+        for rank in active_children():
+            rank.kill()
+
+    timer = threading.Timer(5.0, kill)
+    timer.daemon = True
+    timer.start()
+    signal.default_int_handler(number, frame)
 
 
 def _run_rank(job: Callable[[DictConfig], None], config: DictConfig) -> None:

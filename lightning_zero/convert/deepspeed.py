@@ -125,9 +125,7 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
 def _folder_of_tag(path: Path) -> Path:
     """Return the folder with the ranks' files: the path itself, or the folder of the tag stored in ``latest``."""
     if not path.is_dir():
-        raise FileNotFoundError(
-            f"{path} is not a folder: a DeepSpeed checkpoint is a local folder with a 'latest' file."
-        )
+        raise FileNotFoundError(f"{path} is not a folder: a DeepSpeed checkpoint is one with a 'latest' file.")
     names = sorted(os.listdir(path))
     if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
         return path
@@ -153,9 +151,7 @@ def _rank_files(folder: Path) -> tuple[dict[int, Path], dict[int, Path]]:
     _check_only_zero(folder, others + [name for name in names if name.startswith("layer_") or "expert_" in name])
     for found, kind in ((optimizer, "optim"), (model, "model")):
         if not found:
-            raise FileNotFoundError(
-                f"{folder} is incomplete: it has no file '..._{kind}_states.pt' of ZeRO stages 1 to 3."
-            )
+            raise FileNotFoundError(f"{folder} is incomplete: it has no file '..._{kind}_states.pt'.")
     return (
         dict(sorted((int(match[1]), Path(inside(folder, match.string))) for match in optimizer)),
         dict(sorted((int(match[1] or 0), Path(inside(folder, match.string))) for match in model)),

@@ -37,9 +37,6 @@ class Comparison:
     weights: dict[str, float]
 
 
-_LEFT_OUT = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
-
-
 @quiet()
 def probe(
     project: Project,
@@ -59,9 +56,7 @@ def probe(
 
     Args:
         project: the project; its module is built once, not on the meta device.
-        ranks: number of processes.
-        stages: ZeRO stages.
-        steps: optimizer steps.
+        ranks, stages, steps: number of processes, the ZeRO stages, number of optimizer steps.
         accumulate: micro-batches per step.
         precision, clip: the Trainer's ``precision`` and ``gradient_clip_val``.
         options: options of ``ZeroStrategy``.
@@ -73,6 +68,7 @@ def probe(
     module = project.make_module()
     package = package_of(module)
     recorder, zero = type("Recorder", (_Recorder, package.Callback), {}), zero_strategy_of(package)
+    left_out = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
     needed = steps * accumulate * ranks
     batches = list(itertools.islice(project.batches(), needed))
     if len(batches) < needed:
@@ -93,7 +89,7 @@ def probe(
                 gradient_clip_val=clip,
                 callbacks=[recorder(file.name)],
                 limit_val_batches=0,
-                **dict.fromkeys(_LEFT_OUT, False),
+                **left_out,
             )
             trainer.fit(copy.deepcopy(module), DataLoader(batches, batch_size=None))  # type: ignore[arg-type]
             return torch.load(file.name, weights_only=True)

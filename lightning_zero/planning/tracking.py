@@ -97,8 +97,6 @@ class Observer(compat.TorchDispatchMode):
         self.count(result if isinstance(result, (tuple, list)) else (result,))
         return result
 
-    # -- memory --------------------------------------------------------------------------------------------------------
-
     def count(self, values: Iterable[Any]) -> None:
         """Count the storages of the tensors among the values."""
         for value in values:
@@ -128,10 +126,7 @@ class Observer(compat.TorchDispatchMode):
         self._total -= self._sizes.pop(identity)
         del self._references[identity]
 
-    # -- events --------------------------------------------------------------------------------------------------------
-
     def _record(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
-        """Record an operator."""
         tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
         if func.namespace not in _COLLECTIVES:
             flops, nbytes = _flops_of(func, args, kwargs, result), sum(map(compat.nbytes_of, tensors))
@@ -170,8 +165,6 @@ class Observer(compat.TorchDispatchMode):
     def moves(self, nbytes: int) -> None:
         """Record a read from or a write to a disk."""
         self.events.append(Event("disk", nbytes=float(nbytes)))
-
-    # -- values --------------------------------------------------------------------------------------------------------
 
     def _result_of(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator; if it needs values of fake tensors, assume a result."""
