@@ -100,7 +100,6 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
     """Determine what to export, without reading values.
 
     Args:
-        opened: a checkpoint in any form.
         dtype: the dtype of exported floating-point weights; None keeps saved dtypes. Conversions start from the fp32
             master weights if the checkpoint has them.
         prefix: export only names with this prefix, and remove it. None means the name of the transformers model within

@@ -19,11 +19,7 @@ _PRIVATE = mmap.MAP_PRIVATE | _NO_RESERVE
 
 
 class Files:
-    """The file or folder at a path. A file's name must not lead out of the folder, not even through a link.
-
-    Args:
-        path: a local path, or an fsspec URL.
-    """
+    """The file or folder at a path. A file's name must not lead out of the folder, not even through a link."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)

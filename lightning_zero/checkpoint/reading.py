@@ -28,7 +28,6 @@ class OpenedCheckpoint:
     """An opened checkpoint.
 
     Attributes:
-        path: the path that was opened.
         form: "full" for one file, "sharded" for a DCP folder.
         written_by: versions, stage and world size, as far as the checkpoint records them.
         checkpoint: contents as Lightning's dictionary, with ``optimizer_states`` keyed by parameter number. Tensors of
@@ -203,11 +202,7 @@ def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any],
 
 
 def by_number(saved: Mapping[str, Any], what: str = "The optimizer's state") -> dict[str, Any]:
-    """Convert an optimizer state dict keyed by parameter name, as in DCP, to torch's numbered form; see ``by_name``.
-
-    Args:
-        what: description of the state, for the error message.
-    """
+    """Convert an optimizer state dict keyed by parameter name, as in DCP, to torch's numbered form; see ``by_name``."""
     groups: list[dict[str, Any]] = []
     number_of: dict[Any, int] = {}
     for group in saved["param_groups"]:

@@ -148,7 +148,6 @@ def by_name(state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Replace parameter numbers in an optimizer's state dict with names, as in DCP checkpoints.
 
     Args:
-        state: a state dict in torch's ordinary form.
         names: the parameters' names, in the order of the groups; a parameter without a name keeps its number.
     """
 

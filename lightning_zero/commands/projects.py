@@ -161,7 +161,6 @@ def strategy_options(given: list[str], refused: Mapping[str, str]) -> dict[str, 
     """Parse options of ZeroStrategy, given as ``name=value``; an option that is given several times has several values.
 
     Args:
-        given: the options.
         refused: options that the command sets in another way, with what to write instead; ``{}`` is the given value.
 
     Raises:

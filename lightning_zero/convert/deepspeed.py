@@ -340,7 +340,6 @@ def _optimizer_state(
     """Return the state in torch's format, and the parameter names by number; None if the state cannot be imported.
 
     Args:
-        states: each rank's optimizer state.
         is_dealt: whether parameters were assigned to the ranks in turn (DeepSpeed's 'round_robin_gradients').
     """
     if not all(isinstance(state, dict) for state in states):

@@ -27,7 +27,6 @@ def open_fsdp(path: str | os.PathLike[str], *, model: str | None = None) -> Open
     optimizers by ``state`` and ``param_groups``, nested or flattened.
 
     Args:
-        path: a local path, or an fsspec URL.
         model: key of the weights if there are several candidates; dotted if nested.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import ClassVar, NamedTuple
 import torch
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.counters import by_kind, by_link
+from lightning_zero.engine.comm.counters import summed
 from lightning_zero.engine.plan.placement import Placements, replicated_bytes
 from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.bucket import Bucket
@@ -137,10 +137,10 @@ def report_of(
         padded_numel=sum(bucket.layout.padded_numel for bucket in buckets),
         at_rest=dict(ledger.now),
         peak=dict(ledger.peak),
-        calls=by_kind(counters.calls),
-        elements=by_kind(counters.elements),
-        bytes=by_kind(counters.bytes),
-        bytes_by_link=by_link(counters.bytes),
+        calls=summed(counters.calls, "kind"),
+        elements=summed(counters.elements, "kind"),
+        bytes=summed(counters.bytes, "kind"),
+        bytes_by_link={"within": 0, "across": 0} | summed(counters.bytes, "link"),
         steps=steps,
         backwards=backwards,
         formula=formula_bytes(placements, buckets),

@@ -103,7 +103,6 @@ def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], what
     Arguments:
         given: the function's ``locals()``.
         what: begins the message: the class's name for an ``__init__``.
-        least: the smallest number allowed, by argument.
 
     Raises:
         ValueError: for the first argument with a wrong value.

@@ -46,9 +46,7 @@ class Plan(FakeRun):
     Attributes:
         stage: the ZeRO stage; 0 for DDP.
         options: options of ``ZeroStrategy`` that are choices.
-        ranks: the world size.
         micro_batch: samples per rank and micro-batch; None if the batch's tensors differ in their first dimension.
-        accumulate: micro-batches per step.
         seconds_per_step: an estimate; None if the machine's speed is unknown.
         waiting_seconds: the part of ``seconds_per_step`` in which the device waits for communication or the host.
         samples_per_second: the sum over all ranks; None if ``seconds_per_step`` or ``micro_batch`` is None.
@@ -100,14 +98,12 @@ def make_plans(
     """Plan every possible combination of the choices. DDP (stage 0) is planned without the strategy's options.
 
     Args:
-        make_module, batch, ranks, machines: as for ``fake_run``.
         variants: choices for options of ``ZeroStrategy``.
         micro_batches: numbers of samples to which the batch is resized; None leaves the batch unchanged.
         accumulate: micro-batches per step; one number, or several choices.
         resources: the machine's speed, without which plans have no times.
         memory: the device's memory in bytes, without which plans do not say whether they fit.
         left_out: receives a sentence for each combination that the strategy refuses.
-        settings: other arguments of ``fake_run``.
 
     Raises:
         ValueError: if the batch cannot be resized, the ranks cannot be split evenly among the machines, or no

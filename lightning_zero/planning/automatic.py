@@ -61,7 +61,6 @@ class AutomaticStrategy(TrainerStrategy):
         options: options of ``ZeroStrategy``, except those that the advisor chooses.
 
     Attributes:
-        stages: the stages that the options allow.
         choice: the advisor's latest choice; None before the first ``fit``.
 
     Raises:

@@ -38,7 +38,6 @@ class _Planned:
 
     Attributes:
         modes: dispatch modes for the run. ``model_to_device`` enters them; closing ``leave_modes`` exits them.
-        ledger: bytes of model states and working buffers.
         before: bytes communicated before the second step, in which optimizer states exist, by kind of collective.
     """
 
@@ -224,16 +223,13 @@ class FakeRun:
             buffers, and all other tensors that the project creates).
         host_bytes: bytes offloaded to the host's memory, the buffers for states on a disk, and the copies that
             ``resilience`` keeps.
-        disk_bytes: bytes offloaded to a disk.
         traffic_bytes: bytes of communicated buffers, by kind of collective.
         leaving_bytes: bytes that all ranks of a machine send to other machines; 0 on one machine.
-        parameters: number of elements in all parameters.
         replicas: number of ranks that compute different batches; with tensor parallelism fewer than all ranks.
         assumptions: values assumed where the project reads tensors, since fake tensors have no values; and parts of the
             project that did not run.
         report_peak: the engine's bytes by category, when the engine's sum is highest, as in ``Report.peak`` of a real
             run.
-        events: events of the step; see ``replay``.
     """
 
     peak_bytes: dict[str, int]
@@ -315,15 +311,9 @@ def fake_run(
     Args:
         make_module: returns the module; called with the meta device as the default device.
         batch: a batch as the project's loader returns it, on the CPU.
-        ranks: the world size.
         stage: the ZeRO stage; None for DDP.
-        accumulate: micro-batches per step.
-        precision: the Trainer's ``precision``.
-        clip: the Trainer's ``gradient_clip_val``.
         transport: ``"nccl"``, ``"gloo"`` or ``"shared memory"``; each uses different buffers to reduce gradients.
         with_values: whether to compute with real tensors, to check the results of a fake run.
-        machines: number of machines, which divides ``ranks``.
-        options: options of ``ZeroStrategy``.
 
     Raises:
         ValueError: if the module cannot be built on the meta device.

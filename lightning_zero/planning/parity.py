@@ -23,7 +23,6 @@ class Comparison:
     """A ZeRO stage compared with DDP.
 
     Attributes:
-        stage: the ZeRO stage.
         is_equal: whether all losses of all ranks, and all weights after each micro-batch, are bit-identical.
         step: the first micro-batch with a difference, counted from 0; None if nothing differs.
         loss: the ranks' losses for that micro-batch under DDP and under ZeRO; None if they are equal.
@@ -57,9 +56,6 @@ def probe(
     Args:
         project: the project; its module is built once, not on the meta device.
         ranks, stages, steps: number of processes, the ZeRO stages, number of optimizer steps.
-        accumulate: micro-batches per step.
-        precision, clip: the Trainer's ``precision`` and ``gradient_clip_val``.
-        options: options of ``ZeroStrategy``.
 
     Raises:
         ValueError: if the project has too few batches.

@@ -57,10 +57,6 @@ class _FitCalled(BaseException):
 def of_script(script: Path, arguments: list[str]) -> Project:
     """Run a script up to its first ``Trainer.fit``, and return its project. Devices that it requests need not exist.
 
-    Args:
-        script: path of a Python script.
-        arguments: the script's command-line arguments.
-
     Raises:
         ValueError: if there is no such script, or it ends without a call to ``Trainer.fit``.
     """

@@ -7,17 +7,39 @@ from typing import Any
 
 from lightning.pytorch import Trainer
 
-from lightning_zero.callbacks.monitor import ZeroMonitor
+from lightning_zero.callbacks.monitor import ZeroMonitor, ranks_with_data
 from lightning_zero.callbacks.pruning import MagnitudePruning
-from lightning_zero.engine import Report
+from lightning_zero.engine import Report, placement
 from lightning_zero.io.tables import show
 
 _OF_MONITOR = ("per_second", "peak_bytes", "formula_bytes", "ddp_bytes", "waited", "loss_curve", "validation_curve")
 
 
+def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
+    """Expected number of elements that a rank communicates per optimizer step, divided by Psi (ZeRO paper, section 7).
+
+    Psi is the number of parameters. Stage 1 reduces gradients once per step, stages 2 and 3 once per micro-batch.
+    Stages 1 and 2 gather parameters once per step, stage 3 twice per micro-batch. If stage 3 shards within groups of
+    ``within`` ranks, groups also exchange shards once per step.
+    """
+    if world_size == 1:
+        return 0
+    placements = placement.placements_of(stage)
+    reductions = accumulate if placements.gradients.is_sharded else 1
+    gathers = 2 * accumulate if placements.parameters.is_sharded else 1
+    between_groups = 2 / within if within is not None and 1 < within < world_size else 0
+    return reductions + gathers + between_groups
+
+
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
     """Return all results of a fit as plain values; the keys of ``metrics`` have the form ``validation/NAME``."""
     stage = getattr(trainer.strategy, "stage", None)
+    within = trainer.strategy.config.shard_within if stage else None  # type: ignore[attr-defined]
+    within = trainer.world_size // trainer.num_nodes if within == "node" else within
+    is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
+    expected = None
+    if stage and not is_divided:
+        expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
@@ -33,12 +55,13 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         **{name: getattr(monitor, name) for name in _OF_MONITOR},
         "units": {name or "root": numel for name, numel in monitor.units.items()},
         "communicated_psi": communicated,
+        "expected_psi": expected,
         "sparsity": next((each.sparsity for each in callbacks if isinstance(each, MagnitudePruning)), None),
         "checkpoint": checkpoint,
     }
 
 
-DETAILS = ("formula", "buffers", "DDP's memory")
+DETAILS = ("formula", "buffers", "DDP's memory", "traffic's formula")
 """Names of results that a sweep's table leaves out, so that it is not too wide for a terminal."""
 
 
@@ -59,6 +82,8 @@ def figures(results: dict[str, Any]) -> dict[str, str]:
     sizes["DDP's memory"] = results["ddp_bytes"]
     found |= {name: f"{nbytes / 1e6:.1f} MB" for name, nbytes in sizes.items() if nbytes is not None}
     found["traffic"] = "not counted" if psi is None else f"{psi:.2f} Psi"
+    if results["expected_psi"] is not None:
+        found["traffic's formula"] = f"{results['expected_psi']} Psi"
     return found
 
 

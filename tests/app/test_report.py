@@ -1,6 +1,24 @@
 """The figures in the report of a training run."""
 
-from lightning_zero.reporting.results import figures
+import pytest
+
+from lightning_zero.reporting.results import expected_psi, figures
+
+
+@pytest.mark.parametrize(
+    ("stage", "accumulate", "psi"),
+    [
+        (1, 1, 2),  # reduce-scatter, all-gather
+        (1, 4, 2),
+        (2, 1, 2),
+        (2, 4, 5),  # four times reduce-scatter, once all-gather
+        (3, 1, 3),  # all-gather for forward and for backward, reduce-scatter
+        (3, 4, 12),
+    ],
+)
+def test_expected_traffic_includes_the_collectives_of_each_micro_batch(stage: int, accumulate: int, psi: int) -> None:
+    assert expected_psi(stage, accumulate, world_size=2) == psi
+    assert expected_psi(stage, accumulate, world_size=1) == 0
 
 
 def test_model_states_are_separate_from_working_buffers_and_compared_with_ddp() -> None:
@@ -15,6 +33,7 @@ def test_model_states_are_separate_from_working_buffers_and_compared_with_ddp() 
         "formula_bytes": 20 * mega,
         "ddp_bytes": 40 * mega,
         "communicated_psi": None,
+        "expected_psi": 3,
     }
     said = figures(results)
     assert (said["states"], said["formula"]) == ("18.0 MB", "20.0 MB")

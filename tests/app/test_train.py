@@ -50,7 +50,7 @@ def test_output_ends_with_a_plain_text_table_and_the_paths(alone: tuple[Path, st
     assert re.fullmatch(r"\d+", *rows["tokens/s"])
     for name in ("states", "formula", "buffers", "memory", "DDP's memory"):
         assert re.fullmatch(r"\d+\.\d MB", *rows[name])
-    assert re.fullmatch(r"\d\.\d\d Psi", *rows["traffic"])
+    assert re.fullmatch(r"\d\.\d\d Psi", *rows["traffic"]) and rows["traffic's formula"] == ["3 Psi"]
     assert checkpoint == f"checkpoint {folder / 'checkpoints' / 'step_6.ckpt'}"
     assert curves == f"curves lightning-zero report {folder}"
 
@@ -100,7 +100,7 @@ def test_stage_3_learns_what_ddp_learns_and_only_stage_3_counts_traffic(sweep: t
     assert ddp["communicated_psi"] is None and re.search("^traffic +not counted$", sweep[1], flags=re.MULTILINE)
     # DDP holds 16 bytes a parameter: its value, its gradient and Adam's two moments, 4 bytes each
     assert sum(ddp["peak_bytes"].values()) == pytest.approx(16 * ddp["parameters"], rel=0.01)
-    assert 2 <= stage3["communicated_psi"] <= 3
+    assert 2 <= stage3["communicated_psi"] <= 3 and stage3["expected_psi"] == 3
     assert ddp["ddp_bytes"] == ddp["formula_bytes"] == stage3["ddp_bytes"] == 16 * stage3["parameters"]
     assert sum(stage3["units"].values()) == stage3["parameters"] and ddp["units"] == {}
 

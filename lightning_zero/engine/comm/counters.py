@@ -41,17 +41,9 @@ class Counters:
             counter.clear()
 
 
-def by_kind(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
-    """The counts by kind, summed over links."""
+def summed(counter: Counter[tuple[str, Link]], by: Literal["kind", "link"]) -> dict[str, int]:
+    """The counts by kind, summed over links; or by link, summed over kinds."""
     found: Counter[str] = Counter()
-    for (kind, _), count in counter.items():
-        found[kind] += count
-    return dict(found)
-
-
-def by_link(counter: Counter[tuple[str, Link]]) -> dict[str, int]:
-    """The counts of both links, summed over kinds."""
-    found: Counter[str] = Counter(within=0, across=0)
-    for (_, link), count in counter.items():
-        found[link] += count
+    for (kind, link), count in counter.items():
+        found[kind if by == "kind" else link] += count
     return dict(found)

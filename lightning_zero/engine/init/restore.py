@@ -92,7 +92,6 @@ def consolidate(module: nn.Module, timeout: float) -> None:
     holds the full parameter.
 
     Args:
-        module: a module with the same structure on every rank.
         timeout: seconds to wait for the other ranks, usually the engine's ``handshake_timeout``.
 
     Raises:

@@ -262,9 +262,6 @@ def steps_as(optimizer: Optimizer, known: type) -> bool:
     """Whether an optimizer's ``step`` does no more with parameters than the ``step`` of a known base class.
 
     The base class's own ``step`` may have been wrapped, by a profiler or a mock, for example.
-
-    Args:
-        known: the optimizer's class or a base class of it.
     """
     classes = type(optimizer).__mro__
     # ``without_hooks``, since torch wraps ``step`` in the classes that are instantiated, even if it is inherited

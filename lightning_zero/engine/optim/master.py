@@ -25,7 +25,6 @@ class Master:
         range: the slice of the shard that belongs to the segments.
         tensor: the tensor that the optimizer updates. It is 1-D unless the optimizer updates whole parameters, and
             empty if this rank owns no part of the segments.
-        device: the device on which the tensor is updated.
     """
 
     def __init__(self, run: list[BucketSlot]) -> None:
@@ -106,9 +105,6 @@ def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
     """Restore a parameter's saved master weight, except for elements whose rounded value has changed since saving.
 
     If the parameter is now in fp32, only elements that equal the saved weight rounded to low precision are restored.
-
-    Args:
-        saved: the saved master weight, in full.
     """
     bucket, is_low = slot.bucket, slot.dtype in LOW_PRECISION
     if not is_low and slot.dtype != torch.float32:

@@ -355,7 +355,6 @@ def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) ->
     If the hook writes to parameters elementwise (``p.mul_(mask)``), the gather also sends these writes to all ranks.
 
     Args:
-        optimizer: any optimizer, with or without an engine.
         hook: called with the parameters that may have been updated. The hook must not read whole parameters.
     """
     if (masters := _masters_of.get(optimizer)) is None:

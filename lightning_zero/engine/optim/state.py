@@ -49,7 +49,6 @@ class MasterStates:
     """The masters of an optimizer and their state, which is converted to state by parameter and back.
 
     Attributes:
-        reference: a weak reference to the optimizer.
         version: counts how often masters have been replaced by others, and engines added.
     """
 

@@ -326,9 +326,6 @@ class _Form:
     Args:
         parts: the ranks of which each keeps one range of the memory; None to keep all of it. The tensor must then be
             dense, and equal on all of them.
-
-    Attributes:
-        nbytes: the number of bytes that this rank keeps.
     """
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:

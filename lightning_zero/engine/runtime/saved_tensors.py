@@ -149,7 +149,6 @@ class Saved(NamedTuple):
 
     Attributes:
         tensor: the saved tensor, detached, since otherwise a node and its saved output would form a reference cycle.
-        version: the tensor's version when it was saved.
         bucket: the bucket whose buffer holds the tensor, if the buffer may be released before backward; else None.
     """
 

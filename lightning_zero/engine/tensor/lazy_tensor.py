@@ -127,7 +127,6 @@ class LazyTensor(WrapperTensor):
     ``write`` is given. A pickle contains the values.
 
     Args:
-        name: the stored tensor's name, for errors.
         read: returns elements ``[start, stop)`` of the flattened tensor, as a 1-D tensor of the given dtype. The result
             is never written to, so it may share the source's memory.
         origin: a picklable object that is equal on all ranks that read the same stored values; None if only this rank

@@ -23,7 +23,6 @@ def walk(
     """The tree with converted leaves. Changed containers are replaced by shallow copies; others are kept.
 
     Args:
-        tree: nested dicts, lists and tuples of any class.
         act: returns a leaf's replacement; called once for all aliases of a sharded parameter, which share the result.
         wanted: whether to convert a leaf; by default, all tensors are converted.
     """

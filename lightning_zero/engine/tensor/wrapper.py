@@ -123,9 +123,6 @@ class NoMemory(torch.UntypedStorage):
     """The storage of a wrapper tensor. It identifies the tensor; methods that need memory raise an error.
 
     Without these errors, some of the methods would read from a null pointer, which ends the process.
-
-    Attributes:
-        shape: the tensor's shape, for the error message.
     """
 
     shape: tuple[int, ...]
