@@ -15,22 +15,6 @@ from lightning_zero.io.tables import show
 _OF_MONITOR = ("per_second", "peak_bytes", "formula_bytes", "ddp_bytes", "waited", "loss_curve", "validation_curve")
 
 
-def expected_psi(stage: int, accumulate: int, world_size: int, within: int | None = None) -> float:
-    """Expected number of elements that a rank communicates per optimizer step, divided by Psi (ZeRO paper, section 7).
-
-    Psi is the number of parameters. Stage 1 reduces gradients once per step, stages 2 and 3 once per micro-batch.
-    Stages 1 and 2 gather parameters once per step, stage 3 twice per micro-batch. If stage 3 shards within groups of
-    ``within`` ranks, groups also exchange shards once per step.
-    """
-    if world_size == 1:
-        return 0
-    placements = placement.placements_of(stage)
-    reductions = accumulate if placements.gradients.is_sharded else 1
-    gathers = 2 * accumulate if placements.parameters.is_sharded else 1
-    between_groups = 2 / within if within is not None and 1 < within < world_size else 0
-    return reductions + gathers + between_groups
-
-
 def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float], checkpoint: str) -> dict[str, Any]:
     """Return all results of a fit as plain values; the keys of ``metrics`` have the form ``validation/NAME``."""
     stage = getattr(trainer.strategy, "stage", None)
@@ -39,7 +23,8 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
     expected = None
     if stage and not is_divided:
-        expected = expected_psi(stage, trainer.accumulate_grad_batches, trainer.world_size, within)
+        placements = placement.placements_of(stage)
+        expected = placements.communicated_psi(trainer.accumulate_grad_batches, trainer.world_size, within)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel

@@ -2,7 +2,8 @@
 
 import pytest
 
-from lightning_zero.reporting.results import expected_psi, figures
+from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.reporting.results import figures
 
 
 @pytest.mark.parametrize(
@@ -17,8 +18,8 @@ from lightning_zero.reporting.results import expected_psi, figures
     ],
 )
 def test_expected_traffic_includes_the_collectives_of_each_micro_batch(stage: int, accumulate: int, psi: int) -> None:
-    assert expected_psi(stage, accumulate, world_size=2) == psi
-    assert expected_psi(stage, accumulate, world_size=1) == 0
+    assert placements_of(stage).communicated_psi(accumulate, ranks=2) == psi
+    assert placements_of(stage).communicated_psi(accumulate, ranks=1) == 0
 
 
 def test_model_states_are_separate_from_working_buffers_and_compared_with_ddp() -> None:

@@ -53,6 +53,20 @@ class Placements:
             total += master_bytes * (gradients + 2 * optimizer)
         return total
 
+    def communicated_psi(self, accumulate: int, ranks: int, within: int | None = None) -> float:
+        """Return the elements that a rank communicates per optimizer step, divided by Psi (SC20, section 7).
+
+        Gradients are reduced once per step, or once per micro-batch if they are sharded. Parameters are gathered once
+        per step, or twice per micro-batch if they are sharded. If they are sharded within groups of ``within`` ranks,
+        groups also exchange shards once per step.
+        """
+        if ranks == 1:
+            return 0
+        reductions = accumulate if self.gradients.is_sharded else 1
+        gathers = 2 * accumulate if self.parameters.is_sharded else 1
+        between_groups = 2 / within if within is not None and 1 < within < ranks else 0
+        return reductions + gathers + between_groups
+
 
 def replicated_bytes(numel: int, parameter_bytes: int, *, trains: bool) -> int:
     """Bytes per rank if nothing is sharded, as under DDP: parameters and, if they train, gradients and Adam's two
