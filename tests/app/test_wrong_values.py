@@ -49,10 +49,6 @@ WRONG = [
     ("resume=sss://bucket/a.ckpt", "resume=sss://bucket/a.ckpt: cannot be looked up: Protocol not known: sss"),
     ("trainer.devices=-1", 'trainer.devices=-1 must be "auto" or an integer of at least 1.'),
     (
-        "trainer=cpu trainer.devices=auto",
-        "trainer.devices=auto cannot be used on a CPU: set it to the number of processes",
-    ),
-    (
         "trainer.num_nodes=2",
         "trainer.num_nodes=2 requires a launcher: start one process per rank with torchrun or srun",
     ),

@@ -345,10 +345,7 @@ def test_if_nothing_fits_the_smallest_choice_is_reported(capsys):
         ),
         (["no_script.py"], "there is no script 'no_script.py': pass a script's path, package.module:Name"),
         (["tests/planning/projects.py"], "tests/planning/projects.py ended without a call to Trainer.fit"),
-        (
-            ["model=gpt_huge"],
-            "Could not find 'model/gpt_huge' Available options in 'model': gpt_medium gpt_small",
-        ),
+        (["model=gpt_huge"], "model=gpt_huge: no such option; there are gpt_medium, gpt_small, gpt_tiny, vit_tiny"),
         ([*PROJECT, "--ranks", "0"], "ranks=0 must be at least 1"),
         ([*PROJECT[:2], "--batch", "float[4]", "four[4]"], "'four[4]' must be package.module:function, or tensors"),
     ],
