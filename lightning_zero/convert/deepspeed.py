@@ -125,7 +125,7 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
 def _folder_of_tag(path: Path) -> Path:
     """Return the folder with the ranks' files: the path itself, or the folder of the tag stored in ``latest``."""
     if not path.is_dir():
-        raise FileNotFoundError(f"{path} is not a folder: a DeepSpeed checkpoint is one with a 'latest' file.")
+        raise FileNotFoundError(f"{path} is no folder: a DeepSpeed checkpoint is a local folder with a 'latest' file.")
     names = sorted(os.listdir(path))
     if any(_OPTIMIZER_FILE.fullmatch(name) or _MODEL_FILE.fullmatch(name) for name in names):
         return path

@@ -347,7 +347,7 @@ def test_stage_3_needs_the_files_of_all_ranks(deepspeeds: Callable[[str], Path],
 
 
 def test_a_path_without_a_checkpoint_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match="nowhere is not a folder: a DeepSpeed checkpoint is a local folder"):
+    with pytest.raises(FileNotFoundError, match="nowhere is no folder: a DeepSpeed checkpoint is a local folder"):
         open_deepspeed(tmp_path / "nowhere")
     (tmp_path / "notes.txt").touch()
     with pytest.raises(FileNotFoundError, match="neither a 'latest' file nor files of ranks.* It contains: notes.txt"):
