@@ -98,5 +98,5 @@ def test_the_place_of_a_lost_machine_is_taken_and_the_last_checkpoint_on_the_dis
     found = ended(folder, max(codes))
     found.same_as(whole)
     assert found.continued and found.continued[0] % 4 == 0, found.output
-    assert "perhaps with a lost machine" in found.output
+    assert "Resuming instead from" in found.output
     assert not (folder / f".lightning_zero-{memory_of(folder).name}").exists()
