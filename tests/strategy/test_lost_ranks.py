@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -249,3 +251,33 @@ def in_fit(stage, where, victim, folder):
 )
 def test_a_rank_that_is_killed_during_fit_ends_the_others(run_on, tmp_path, stage, where, victim):
     run_on(1, in_fit, timeout=60, stage=stage, where=where, victim=victim, folder=str(tmp_path))
+
+
+EXITS = """
+import os, sys, threading
+from datetime import timedelta
+import torch.distributed as dist
+from lightning_zero.engine import failures, process_group
+
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+failures.notices()
+closes = threading.Event()
+
+def close_slowly(_):
+    closes.set()
+    try:
+        server.wait(["never"], timedelta(seconds=1))  # in C++, without the interpreter's lock
+    except Exception:
+        pass
+
+process_group.close_connections = close_slowly
+dist.destroy_process_group()
+assert closes.wait(20), "the timer does not notice that the group was destroyed"
+"""
+
+
+def test_a_program_may_end_while_the_timer_still_closes_its_connections():
+    """At the interpreter's end, a background thread that returns from C++ would abort the process."""
+    done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]

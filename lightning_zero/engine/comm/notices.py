@@ -96,22 +96,22 @@ class Notices:
 
     def _end(self) -> None:
         """At the program's end: tell the other ranks, and give them time to read the log."""
+        has_left = self._is_closed
         self.close()
-        if self._rank == 0 and not uses_agent_store():  # this process has the store
+        if self._rank == 0 and not has_left and not uses_agent_store():  # this process has the store
             self._read_until(lambda: len(self.gone) == self._size, _LAST_WORDS)
 
     def close(self, *, leaves: bool = True) -> None:
         """End the timer. If this rank leaves the run, the other ranks learn that it was not killed."""
         if not self._is_closed:
-            self._at_exit.cancel()
             if leaves:
                 self._write(_LEFT, self._rank)
             self._is_closed = True
             self._wakes.set()
             if self._ring is not None:
                 process_group.close_connections(self._ring)
-            if threading.current_thread() is not self._timer:
-                self._timer.join(timeout=2)
+        if threading.current_thread() is not self._timer:
+            self._timer.join(timeout=2)
 
     # -- the log ----------------------------------------------------------------------------------------------------
 
@@ -175,6 +175,8 @@ class Notices:
                 self._meet_neighbours()
             if self.group not in process_group.all_groups():
                 self.close()
+        # Only now: at exit, the main thread must join this thread, since an exit during its calls of C++ is an abort.
+        self._at_exit.cancel()
 
     def _meet_neighbours(self) -> None:
         """Exchange messages with the neighbours in the ring, which fails if a neighbour's process has ended."""
