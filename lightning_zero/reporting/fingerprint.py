@@ -16,14 +16,8 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
-from lightning_zero.engine import compat
-
-MOST_BYTES = 2**30
-"""Maximum number of bytes read from files."""
-MOST_SAMPLES = 2_000
-"""Maximum number of samples read from a dataset. Fewer are read if this many samples would exceed ``SAMPLE_BYTES``."""
-LEAST_SAMPLES = 16
-SAMPLE_BYTES = 2**26
+MOST_BYTES = 2**30  # maximum number of bytes read from files
+MOST_SAMPLES, LEAST_SAMPLES, SAMPLE_BYTES = 2_000, 16, 2**26  # of a dataset; fewer than 2,000 if they exceed the bytes
 _BLOCK = 2**20
 
 
@@ -51,12 +45,8 @@ def fingerprint_of_files(paths: Iterable[str | Path]) -> dict[str, Any]:
         with file.open("rb") as stream:
             while block := stream.read(min(_BLOCK, left)):
                 left -= _update(digest, (block,))
-    return {
-        "fingerprint": digest.hexdigest(),
-        "method": "BLAKE2b of file names, sizes and contents",
-        "files": len(found),
-        "bytes": sum(sizes),
-    }
+    method = "BLAKE2b of file names, sizes and contents"
+    return {"fingerprint": digest.hexdigest(), "method": method, "files": len(found), "bytes": sum(sizes)}
 
 
 def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
@@ -67,9 +57,8 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
     """
     digest, length = hashlib.blake2b(digest_size=16), 0
     for dataset in datasets:
-        if isinstance(dataset, IterableDataset) or not (
-            hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-        ):
+        has_index = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+        if isinstance(dataset, IterableDataset) or not has_index:
             why = f"{type(dataset).__name__} cannot be indexed: pass its files as RunManifest(data=[...])"
             return {"fingerprint": None, "method": why}
         _update(digest, (len(dataset).to_bytes(8, "little"),))
@@ -83,16 +72,8 @@ def fingerprint_of_datasets(datasets: Sequence[Any]) -> dict[str, Any]:
             count = min(len(dataset), max(LEAST_SAMPLES, min(MOST_SAMPLES, SAMPLE_BYTES // size)))
             for index in range(1, count):
                 _update(digest, _parts_of(dataset[index * len(dataset) // count]))
-    return {
-        "fingerprint": digest.hexdigest(),
-        "method": "BLAKE2b of evenly spread samples and the number of samples",
-        "samples": length,
-    }
-
-
-def datasets_of(loaders: Any) -> list[Any]:
-    """Return the datasets of a loader or collection of loaders; a loader without a ``dataset`` counts as a dataset."""
-    return [getattr(loader, "dataset", loader) for loader in compat.tree_leaves(loaders)]
+    method = "BLAKE2b of evenly spread samples and the number of samples"
+    return {"fingerprint": digest.hexdigest(), "method": method, "samples": length}
 
 
 def _update(digest: Any, parts: Iterable[bytes]) -> int:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from datetime import datetime, timezone
 from importlib import metadata
@@ -18,10 +19,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_zero.engine import compat
 from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.paths import write_anew
 from lightning_zero.io.plain import name_of, plain
-from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets, fingerprint_of_files
+from lightning_zero.reporting.fingerprint import fingerprint_of_datasets, fingerprint_of_files
 
 NAME = "manifest.json"
 
@@ -96,7 +98,7 @@ class RunManifest(Callback):
             },
             "data": self._fingerprint(trainer),
         }
-        self._write()
+        write_anew(self._path, json.dumps(self._manifest, indent=1))
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = getattr(trainer.strategy, "engine", None)
@@ -110,28 +112,24 @@ class RunManifest(Callback):
             return
         seconds = time.monotonic() - self._began
         self._manifest["end"] = {"status": status, "seconds": seconds, "steps": trainer.global_step, **found}
-        self._write()
+        write_anew(self._path, json.dumps(self._manifest, indent=1))
 
     def _fingerprint(self, trainer: Trainer) -> dict[str, Any]:
-        datasets = datasets_of(trainer.train_dataloader)
+        datasets = [getattr(loader, "dataset", loader) for loader in compat.tree_leaves(trainer.train_dataloader)]
         try:
             found = fingerprint_of_datasets(datasets) if self._data is None else self._of_files
         except Exception as error:  # raised by the user's dataset; training must continue without a fingerprint
             found = {"fingerprint": None, "method": f"{type(error).__name__}: {error}"}
         return {"class": ", ".join(name_of(type(dataset)) for dataset in datasets), **found}
 
-    def _write(self) -> None:
-        write_anew(self._path, json.dumps(self._manifest, indent=1))
-
 
 def commit_of(folder: Path) -> str | None:
     """Return the commit of a folder's git repository, with "-dirty" if tracked files differ; None if git fails."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
+    with suppress(OSError, subprocess.SubprocessError):
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
+        return done.stdout.strip()
+    return None
 
 
 def installed_packages() -> dict[str, str]:

@@ -80,8 +80,8 @@ def _run_folders(folder: Path, depth: int) -> list[Path]:
     if any(os.path.lexists(folder / name) for name in (MANIFEST, RESULTS, "metrics.csv", OVERRIDES)):
         return [folder]
     children = [child for child in folder.iterdir() if depth and child.is_dir() and not child.is_symlink()]
-    ordered = sorted(children, key=lambda child: (len(child.name), child.name))
-    return [found for child in ordered for found in _run_folders(child, depth - 1)]
+    children.sort(key=lambda child: (len(child.name), child.name))
+    return [found for child in children for found in _run_folders(child, depth - 1)]
 
 
 def _read(folder: Path, root: Path) -> Run:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from lightning_zero.reporting import fingerprint
-from lightning_zero.reporting.fingerprint import datasets_of, fingerprint_of_datasets, fingerprint_of_files
+from lightning_zero.reporting import RunManifest, fingerprint
+from lightning_zero.reporting.fingerprint import fingerprint_of_datasets, fingerprint_of_files
 
 
 def numbers(count: int = 50, seed: int = 0) -> Tensor:
@@ -131,10 +132,10 @@ def test_data_without_samples_by_index_gets_advice_instead_of_a_fingerprint():
 
 def test_datasets_are_found_in_one_loader_in_several_loaders_and_without_a_loader():
     one, two = TensorDataset(numbers(4)), TensorDataset(numbers(5))
-    assert datasets_of(DataLoader(one)) == [one]
-    assert datasets_of({"a": DataLoader(one), "b": [DataLoader(two)]}) == [one, two]
-    own = Listed(1, 2)
-    assert datasets_of(own) == [own]
+    loaders = {"a": DataLoader(one), "b": [DataLoader(two)]}
+    for given, samples in ((DataLoader(one), 4), (loaders, 4 + 5), (Listed(1, 2), 2)):
+        found = RunManifest()._fingerprint(SimpleNamespace(train_dataloader=given))
+        assert found["samples"] == samples
 
 
 @pytest.fixture
