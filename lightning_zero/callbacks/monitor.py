@@ -272,19 +272,19 @@ tokens) are totals of this rank. Keys (``"seconds"``, phase, unit) have the seco
 """
 
 
-def _parts(sums: Sums, *kinds: str) -> list[tuple[str, str, str, float]]:
-    """The sums that are divided by phase and unit, or by kind of collective and link."""
-    return [(*key, value) for key, value in sums.items() if isinstance(key, tuple) and key[0] in kinds]
+def _parts(sums: Sums, what: str) -> list[tuple[str, str, float]]:
+    """The sums of one quantity, each with its phase and unit, or its kind of collective and link."""
+    return [(*key[1:], value) for key, value in sums.items() if isinstance(key, tuple) and key[0] == what]
 
 
 def waited_for_ranks(sums: Sums) -> float:
     """Seconds that this rank waited for other ranks or for their data."""
-    return sum(seconds for _, phase, _, seconds in _parts(sums, "seconds") if phase in _RANK_WAITS)
+    return sum(seconds for phase, _, seconds in _parts(sums, "seconds") if phase in _RANK_WAITS)
 
 
 def waited_by_unit(sums: Sums) -> Counter[str]:
     found: Any = Counter()
-    for _, phase, unit, seconds in _parts(sums, "seconds"):
+    for phase, unit, seconds in _parts(sums, "seconds"):
         if phase.startswith("wait"):
             found[unit] += seconds
     return found
@@ -292,18 +292,18 @@ def waited_by_unit(sums: Sums) -> Counter[str]:
 
 def elements(sums: Sums) -> float:
     """Number of communicated elements of parameters and gradients."""
-    return sum(n for _, kind, _, n in _parts(sums, "elements") if kind in ("all_gather", "reduce_scatter"))
+    return sum(n for kind, _, n in _parts(sums, "elements") if kind in ("all_gather", "reduce_scatter"))
 
 
 def metrics_per_step(sums: Sums, top_units: int) -> dict[str, float]:
     """Metrics per optimizer step: seconds, megabytes and calls."""
     steps = sums["steps"]
     found = {"throughput/step_s": sums["seconds"] / steps}
-    for _, kind, link, nbytes in _parts(sums, "bytes"):
+    for kind, link, nbytes in _parts(sums, "bytes"):
         found[f"communication/{kind}/{link}_MB"] = nbytes / steps / _MEGA
-    for _, kind, link, calls in _parts(sums, "calls"):
+    for kind, link, calls in _parts(sums, "calls"):
         found[f"communication/{kind}/{link}_calls"] = calls / steps
-    for _, phase, _, seconds in _parts(sums, "seconds"):
+    for phase, _, seconds in _parts(sums, "seconds"):
         if phase.startswith("wait") or phase == "update":
             name = f"time/{phase.replace(' ', '_')}_s"
             found[name] = found.get(name, 0.0) + seconds / steps

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import product
 from typing import Any
@@ -86,7 +86,7 @@ def make_plans(
     *,
     ranks: int,
     stages: Iterable[int],
-    variants: Iterable[Options] = ({},),
+    variants: Sequence[Options] = ({},),
     micro_batches: Iterable[int | None] = (None,),
     accumulate: int | Iterable[int] = 1,
     machines: int = 1,

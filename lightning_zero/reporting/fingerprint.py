@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 MOST_BYTES = 2**30  # maximum number of bytes read from files
-MOST_SAMPLES, LEAST_SAMPLES, SAMPLE_BYTES = 2_000, 16, 2**26  # of a dataset; fewer than 2,000 if they exceed the bytes
+MOST_SAMPLES = 2_000  # maximum number of samples read from a dataset
+SAMPLE_BYTES = 2**26  # fewer samples are read, but at least ``LEAST_SAMPLES``, if they would exceed this
+LEAST_SAMPLES = 16
 _BLOCK = 2**20
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from lightning_zero.io.plain import name_of
 from lightning_zero.reporting import RunManifest, fingerprint
 from lightning_zero.reporting.fingerprint import fingerprint_of_datasets, fingerprint_of_files
 
@@ -132,10 +133,12 @@ def test_data_without_samples_by_index_gets_advice_instead_of_a_fingerprint():
 
 def test_datasets_are_found_in_one_loader_in_several_loaders_and_without_a_loader():
     one, two = TensorDataset(numbers(4)), TensorDataset(numbers(5))
-    loaders = {"a": DataLoader(one), "b": [DataLoader(two)]}
-    for given, samples in ((DataLoader(one), 4), (loaders, 4 + 5), (Listed(1, 2), 2)):
-        found = RunManifest()._fingerprint(SimpleNamespace(train_dataloader=given))
-        assert found["samples"] == samples
+    own = Listed(1, 2)
+    several = {"a": DataLoader(one), "b": [DataLoader(two)]}
+    for loaders, datasets in ((DataLoader(one), [one]), (several, [one, two]), (own, [own])):
+        found = RunManifest()._fingerprint(SimpleNamespace(train_dataloader=loaders))
+        classes = ", ".join(name_of(type(dataset)) for dataset in datasets)
+        assert found == {"class": classes, **fingerprint_of_datasets(datasets)}
 
 
 @pytest.fixture

@@ -109,7 +109,7 @@ class Communicator:
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.may_compress = self.size == 1, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
-        self.control = ControlPlane(None, None, [0], 0, None, self.counters)
+        self.control = ControlPlane.alone(self.counters)
         self.everyone = Everyone(0, 1, self.control)
         self.watch: Watch | None = None
         if self.size * self.tensor.size > 1:
@@ -223,8 +223,8 @@ class Communicator:
         """
         size, is_nccl = self.size, simulation.transport == "nccl"
         rank, all_ranks = process_group.rank(everywhere), process_group.ranks_of(everywhere)
-        self.everyone = Everyone(rank, len(all_ranks), ControlPlane(None, None, all_ranks, rank, None, self.counters))
-        self.control = ControlPlane(None, None, self._ranks, self.rank, None, self.counters)
+        self.everyone = Everyone(rank, len(all_ranks), ControlPlane.alone(self.counters, all_ranks, rank))
+        self.control = ControlPlane.alone(self.counters, self._ranks, self.rank)
         if self.tensor.size > 1:
             self.tensor.begin(None, None, simulation.gathers)
         machines = min(simulation.machines, size)

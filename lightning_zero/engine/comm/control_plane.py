@@ -55,6 +55,11 @@ class ControlPlane:
         self._ranks, self._rank, self._counters = ranks, rank, counters
         self._watch_or_none = watch
 
+    @classmethod
+    def alone(cls, counters: Counters, ranks: Sequence[int] = (0,), rank: int = 0) -> ControlPlane:
+        """A control plane without other processes; ``ranks`` are those that are assumed to have equal values."""
+        return cls(None, None, list(ranks), rank, None, counters)
+
     @property
     def _watch(self) -> Watch:
         assert self._watch_or_none is not None, "without other processes there is nothing to wait for"
@@ -92,25 +97,21 @@ class ControlPlane:
 
     def numbers_of(self, source: int, numbers: Sequence[int], what: str) -> list[int]:
         """Broadcast a rank's numbers, and return them. Collective; every rank passes the same count of numbers."""
-        if self._is_alone:
+        if self._is_alone:  # perhaps among fake tensors, whose values cannot be read
             return list(numbers)
-        tensor = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        self._counters.add("control", tensor.numel(), tensor.nbytes)
-        with self._watch.waiting(what):
-            dist.broadcast(tensor, self._ranks[source], self._group)
-        return tensor.tolist()
+        return self.broadcast(torch.tensor(numbers, dtype=torch.int64, device="cpu"), source, what).tolist()
 
     def _group_of(self, tensor: Tensor) -> ProcessGroup | None:
         """The process group that communicates tensors on this tensor's device."""
         return self._group if tensor.device.type == "cpu" else self._on_device
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+    def broadcast(self, tensor: Tensor, source: int = 0, what: str | None = None) -> Tensor:
         """Broadcast one rank's value of a tensor on any device, in place. Collective."""
         if self._is_alone:
             return tensor
         self._counters.add("control", tensor.numel(), tensor.nbytes)
         values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        with self._watch.waiting(f"a broadcast from rank {source}"):
+        with self._watch.waiting(what or f"a broadcast from rank {source}"):
             sent = values.view(-1).view(torch.uint8)  # Gloo lacks some dtypes
             dist.broadcast(sent, self._ranks[source], self._group_of(tensor))
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # ``values`` are a copy
@@ -132,7 +133,9 @@ class ControlPlane:
         tensors = [tensor for tensor in tensors if tensor.numel()]
         for on_cpu in (True, False):
             alike = [tensor for tensor in tensors if (tensor.device.type == "cpu") == on_cpu]
-            if alike and (group := self._group_of(alike[0])) is not None:
+            if alike:
+                group = self._group_of(alike[0])
+                assert group is not None, "this control plane sends no tensors on the device"
                 numel, nbytes = sum(tensor.numel() for tensor in alike), sum(tensor.nbytes for tensor in alike)
                 self._counters.add("control", numel, nbytes)
                 with self._watch.waiting("a broadcast of buffers from rank 0"):

@@ -86,7 +86,7 @@ class TensorParallel:
 
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         self.rank, self.size, self.counters = 0, 1, counters
-        self.control = ControlPlane(None, None, [0], 0, None, counters)
+        self.control = ControlPlane.alone(counters)
         self._watch: Watch | None = None
         along = self._mesh = mesh[TENSOR] if mesh is not None else None
         if along is not None and along.size() > 1:

@@ -329,12 +329,8 @@ class _Form:
     """
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:
-        self._size, self._stride, self._dtype, self._device = (
-            tensor.size(),
-            tensor.stride(),
-            tensor.dtype,
-            tensor.device,
-        )
+        self._size, self._stride = tensor.size(), tensor.stride()
+        self._dtype, self._device = tensor.dtype, tensor.device
         # elements from the first to the last in memory: where there are gaps, they are kept, too
         self._span = 1 + sum((count - 1) * step for count, step in zip(self._size, self._stride))
         self.is_dense = self._span == tensor.numel()
