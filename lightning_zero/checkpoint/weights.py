@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.engine import compat, deferred_param
+from lightning_zero.engine import compat, deferred_param, quantised_layers
 from lightning_zero.io.names import listed
 from lightning_zero.io.untrusted import inside
 
@@ -24,7 +24,9 @@ _IN_A_FOLDER = (
 )
 
 
-def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> compat.IncompatibleKeys:
+def load_weights(
+    module: nn.Module, path: str | os.PathLike[str], *, strict: bool = True, quantize: str | None = None
+) -> compat.IncompatibleKeys:
     """Load a file's weights into a module. Call this function on every rank; it does not communicate.
 
     Within ``configure_model`` under ZeRO, the values stay in the file until the module is sharded; then each rank reads
@@ -37,13 +39,17 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
             written by ``save_pretrained`` of transformers or by a strategy with ``checkpoint="sharded"``. For tied
             parameters, it is enough if the file contains one of their names.
         strict: raise an error if a name is only in the file or only in the module. If False, one common name suffices.
+        quantize: ``"nf4"``, ``"fp4"`` or ``"int8"`` replaces each ``nn.Linear`` by bitsandbytes' frozen ``Linear4bit``
+            (with double quantisation) or ``Linear8bitLt``, except heads: output embeddings of transformers' models, and
+            layers with tied weights. Each weight is quantised when its shard is read. The same holds, with None, for
+            such layers in a module on the meta device.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
 
     Raises:
         FileNotFoundError: if there are no weights at the path.
-        ModuleNotFoundError: for safetensors files, if the package safetensors is not installed.
+        ModuleNotFoundError: for safetensors files, if the package safetensors is not installed; likewise bitsandbytes.
         ValueError: if the file cannot be read or does not fit the module. In this case, nothing is loaded.
 
     Example:
@@ -56,6 +62,9 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
         6.0
     """
     state = _read(Path(path))
+    if quantize is not None:
+        quantised_layers.replace_linear_layers(module, quantize)
+    state, scales = quantised_layers.without_scales(module, state)
     found: list[compat.IncompatibleKeys] = []
     misshapen = []
     with deferred_param.taking_values(module, lambda tensor: True) as targets:
@@ -92,6 +101,7 @@ def load_weights(module: nn.Module, path: str | os.PathLike[str], *, strict: boo
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
     deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
+    quantised_layers.load_scales(module, scales)
     return keys
 
 

@@ -15,7 +15,7 @@ from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.config import CompressionConfig, EngineConfig, OffloadConfig
 from lightning_zero.engine.engine import Engine, engine_of
-from lightning_zero.engine.init import deferred_param
+from lightning_zero.engine.init import deferred_param, quantised_layers
 from lightning_zero.engine.init.restore import consolidate
 from lightning_zero.engine.optim import compatibility
 from lightning_zero.engine.optim.kinds import as_made_of_tensors

@@ -31,6 +31,7 @@ from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compre
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import initialisers_of
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
+from lightning_zero.engine.init.quantised_layers import QuantisedLayers, prepare
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
@@ -147,6 +148,7 @@ class Engine:
         if device is not None:
             device = torch.device(device)
             move_own_kinds(module, device)
+        prepare(module, device)
         plans = plan_units(module, config.units, config.unit_numel)
         device = device or first_device(plans)
         checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
@@ -280,6 +282,7 @@ class Engine:
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
             *regions,
+            QuantisedLayers(module, self.communicator, self.ledger),
             *(JoinedMethod(self.join, inner) for inner in may_join if JoinedMethod.is_method_of(inner)),
             self.schedule,
             self.reducer,

@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.fitting import check_module, check_optimizers
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, FORMAT, LEFT_OUT, NAMES, configs_of_models
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, deferred_param, engine_of, sharded_tree, tensor_parallel
+from lightning_zero.engine import Engine, deferred_param, engine_of, quantised_layers, sharded_tree, tensor_parallel
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent, last_checkpoints
 from lightning_zero.strategies.resuming import DataLoadingState
@@ -110,8 +110,10 @@ class TrainerCheckpoints:
         """Names of parameters that are not saved."""
         if not self._strategy.options.exclude_frozen_parameters or self._is_for_restart:  # which must not lose values
             return set()
-        parameters = self._strategy.lightning_module.named_parameters(remove_duplicate=False)
-        return {name for name, parameter in parameters if not parameter.requires_grad}
+        module = self._strategy.lightning_module
+        parameters = module.named_parameters(remove_duplicate=False)
+        scales = quantised_layers.scales_in(module, module.state_dict(keep_vars=True)).values()
+        return {name for name, parameter in parameters if not parameter.requires_grad}.union(*scales)
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state; see ``module_state``."""
@@ -274,10 +276,12 @@ class TrainerCheckpoints:
         module = self._strategy.lightning_module
         about = checkpoint.get(CHECKPOINT_KEY, {})
         strict = strict and not self._lacks_only_frozen(checkpoint["state_dict"], about)
-        check_module(module, checkpoint["state_dict"], strict)
+        state, scales = quantised_layers.without_scales(module, checkpoint["state_dict"])
+        check_module(module, state, strict)
         with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
-            module.load_state_dict(checkpoint["state_dict"], strict=strict)
+            module.load_state_dict(state, strict=strict)
         deferred_param.give_values(targets, wait=True)
+        quantised_layers.load_scales(module, scales)
         if self.loaded is None:  # otherwise a callback is restoring a checkpoint of this run
             self.loaded = checkpoint.get(CHECKPOINT_KEY)
         engine = engine_of(module)

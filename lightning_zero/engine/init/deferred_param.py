@@ -22,6 +22,7 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
+from lightning_zero.engine.init import quantised_layers
 from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
@@ -35,7 +36,7 @@ def leave_in_files(module: nn.Module) -> None:
     """Defer parameters that are mapped from files, so that a conversion to another dtype does not read the files."""
     mapped = MappedFiles()
     for parameter in module.parameters():
-        if not isinstance(parameter, LazyTensor) and mapped.range_of(parameter) is not None:
+        if _is_plain(type(parameter)) and mapped.range_of(parameter) is not None:
             defer(parameter, parameter)
 
 
@@ -169,6 +170,8 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
                 tensor.copy_(values)
             elif not isinstance(tensor, nn.Parameter):
                 target.holder[target.attribute] = in_memory(values.to(tensor.dtype, copy=True))
+            elif quantised_layers.awaits_values(tensor):
+                quantised_layers.quantise(tensor, values, wait=wait)
             elif wait or isinstance(tensor, LazyTensor):
                 defer(tensor, values)
             else:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
-from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
+from lightning_zero.engine.init.deferred_param import MappedFiles, is_deferred, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
@@ -88,7 +88,7 @@ def move_own_kinds(module: nn.Module, device: torch.device) -> None:
     """Move layers with parameters of the project's own classes, some of which quantise their values when moved."""
     for layer in module.modules():
         parameters = list(layer.parameters(recurse=False))
-        if any(map(project_class, parameters)) and not any(map(is_on_meta, parameters)):
+        if any(map(project_class, parameters)) and not any(map(is_deferred, parameters)):
             layer.to(device)
 
 

@@ -1,0 +1,289 @@
+"""bitsandbytes' quantised linear layers: frozen codes, which are sharded like other parameters, and their scales.
+
+Scales are attributes of weights and layers. Each rank keeps all of them, as with FSDP: 0.016 bytes a parameter with
+double quantisation, 0.0625 without, 4 bytes a row in int8. Sharding them would add a gather to each unit, in order to
+save 1.1 GB of a model of 70 billion parameters, whose codes take 35 GB divided by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.tensor.identity import attributes_of_users, project_class, set_contents
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
+
+
+def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
+    """The layers with codes instead of weights, or whose weights become codes when they receive values, by name."""
+    library: Any = sys.modules.get("bitsandbytes.nn")
+    if library is None:
+        return
+    for name, layer in module.named_modules():
+        is_4bit = isinstance(layer, library.Linear4bit)
+        if is_4bit or (isinstance(layer, library.Linear8bitLt) and not layer.state.has_fp16_weights):
+            yield name, layer
+
+
+def _is_8bit(layer: Any) -> bool:
+    return not hasattr(layer, "quant_state")
+
+
+def _sets_of_scales(layer: Any) -> list[dict[str, Any]]:
+    """The dicts of attributes in which a layer and its weight hold their scales."""
+    if _is_8bit(layer):
+        return [vars(layer.state)]
+    states = (layer.weight.quant_state, getattr(layer.weight.quant_state, "state2", None))
+    return [vars(state) for state in states if state is not None]
+
+
+# -- quantising while loading ------------------------------------------------------------------------------------------
+
+
+def replace_linear_layers(module: nn.Module, kind: str) -> None:
+    """Replace linear layers, except heads, by quantised layers on the meta device; see ``load_weights``.
+
+    Raises:
+        ModuleNotFoundError: if bitsandbytes is not installed.
+        ValueError: if ``kind`` is unknown.
+    """
+    if kind not in _KINDS:
+        raise ValueError(f"quantize={kind!r} is unknown: write one of {', '.join(map(repr, _KINDS))}.")
+    try:
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
+    except ImportError:
+        raise ModuleNotFoundError(
+            "the package bitsandbytes is missing: pip install 'lightning_zero[optimizers]'", name="bitsandbytes"
+        ) from None
+    uses = Counter(id(p) for inner in module.modules() for p in inner._parameters.values())
+    models = [inner for inner in module.modules() if hasattr(inner, "get_output_embeddings")]
+    heads = [model.get_output_embeddings() for model in models]
+    for name, layer in list(module.named_modules()):
+        if type(layer) is not nn.Linear or layer in heads or uses[id(layer.weight)] > 1:
+            continue
+        sizes = layer.in_features, layer.out_features, layer.bias is not None
+        with torch.device("meta"):
+            made: Any = Linear8bitLt(*sizes, has_fp16_weights=False) if kind == "int8" else Linear4bit(*sizes, quant_type=kind)
+        made.to(layer.weight.dtype).train(layer.training).requires_grad_(False)
+        module.set_submodule(name, made)
+    for model in models:
+        setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)  # PEFT reads this
+
+
+_KINDS = ("nf4", "fp4", "int8")
+
+
+def awaits_values(parameter: Any) -> bool:
+    """Whether a parameter on the meta device is to be quantised when it receives values."""
+    library: Any = sys.modules.get("bitsandbytes.nn")
+    if library is None or parameter.device.type != "meta":
+        return False
+    if isinstance(parameter, library.Params4bit):
+        return not parameter.bnb_quantized
+    return isinstance(parameter, library.Int8Params) and parameter.is_floating_point() and not parameter.has_fp16_weights
+
+
+def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
+    """Give codes to a parameter on the meta device; with ``wait``, values are read and quantised when codes are."""
+    codes = _Codes(parameter, values)
+    new = DeferredCodes.of_codes(codes) if wait else codes.made()
+    set_contents(parameter, nn.Parameter(new, requires_grad=False))
+
+
+class _Codes:
+    """The codes of a parameter. Each read quantises the whole tensor, and gives its scales to the parameter.
+
+    Attributes:
+        device: where to quantise; the engine's device, once there is an engine.
+    """
+
+    def __init__(self, parameter: Any, values: Tensor) -> None:
+        self.values, self._dtype, self._kind = values, parameter.dtype, project_class(parameter)
+        self._parameter = weakref.ref(parameter)
+        self.device = torch.device("cpu")
+
+    def __call__(self, start: int, stop: int) -> Tensor:
+        return self.made().view(-1)[start:stop]
+
+    def made(self) -> Tensor:
+        return self._quantised(in_memory(self.values).to(self.device, self._dtype))
+
+    def on_meta(self) -> Tensor:
+        """The codes without values; the parameter's scales have no values, either."""
+        load_tables()
+        return self._quantised(torch.empty(self.values.shape, dtype=self._dtype, device="meta"))
+
+    def _quantised(self, values: Tensor) -> Tensor:
+        parameter = self._parameter()
+        assert parameter is not None, "a parameter was deleted before it was sharded"
+        quantised = self._kind(values, **{**attributes_of_users(parameter), "requires_grad": False})
+        quantised._quantize(values.device)
+        codes: Tensor = quantised.data
+        parameter.__dict__.update(attributes_of_users(quantised))
+        if hasattr(parameter, "CB"):
+            parameter.CB = None  # another reference to the whole codes
+        return codes
+
+
+class DeferredCodes(LazyTensor):
+    """Codes of values that stay in a file until the codes are read."""
+
+    codes: _Codes
+
+    @classmethod
+    def of_codes(cls, codes: _Codes) -> Tensor:
+        shown = codes.on_meta()
+        origin = codes.values.origin if isinstance(codes.values, LazyTensor) else codes.values
+        return cls("", shown.shape, shown.dtype, codes, origin)
+
+    def alias(self) -> Tensor:
+        return DeferredCodes._over(self._source, self.shape, self.dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """Nothing: a conversion to another dtype is not meant for codes, and the engine moves them."""
+        return self
+
+    def quantise_on(self, device: torch.device) -> None:
+        codes: Any = self._source.read
+        if isinstance(codes, _Codes):  # otherwise codes were loaded from a checkpoint
+            codes.device = device
+
+
+def load_tables() -> None:
+    """Have bitsandbytes make its table of 8-bit values, which it keeps, before it sees tensors without values."""
+    library: Any = sys.modules.get("bitsandbytes.functional")
+    if library is not None:
+        with torch.device("cpu"):
+            library.quantize_blockwise(torch.zeros(1))
+
+
+# -- in an engine ------------------------------------------------------------------------------------------------------
+
+
+def prepare(module: nn.Module, device: torch.device | None) -> None:
+    """Before sharding, undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
+    for _, layer in quantised_layers(module):
+        if isinstance(layer.weight, DeferredCodes):
+            layer.weight.quantise_on(device or torch.device("cpu"))
+        elif getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
+            layer.state_dict()  # does so
+
+
+class QuantisedLayers:
+    """The quantised layers of a module whose codes are sharded. All ranks get rank 0's scales. Collective.
+
+    On CPUs with AVX512-BF16, ``Linear4bit`` would replace its codes in evaluation, by a layout through which no
+    gradients flow: it must not. ``Linear8bitLt`` computes with a second reference to its codes: it gets the gathered
+    ones in each forward.
+    """
+
+    def __init__(self, module: nn.Module, communicator: Communicator, ledger: Ledger) -> None:
+        self._undo: list[Callable[[], None]] = []
+        scales = []
+        for _, layer in quantised_layers(module):
+            if _is_8bit(layer):
+                self._use_gathered_codes(layer)
+            else:
+                self._keep_layout(layer)
+            scales += _scales_on(communicator.device, layer)
+        communicator.everyone.control.copy_from_first(scales)
+        ledger.add("parameters", sum(scale.nbytes for scale in scales))
+
+    def _use_gathered_codes(self, layer: Any) -> None:
+        if layer.weight.SCB is not None:
+            layer.state.SCB = layer.weight.SCB
+        layer.weight.CB = layer.state.CB = None
+        handle, reference = layer.register_forward_pre_hook(_compute_with_gathered), weakref.ref(layer)
+
+        def undo() -> None:
+            handle.remove()
+            if (found := reference()) is not None:
+                found.state.CB = found.weight  # which will have all codes
+
+        self._undo.append(undo)
+
+    def _keep_layout(self, layer: Any) -> None:
+        before, reference = getattr(layer, _PACKS, False), weakref.ref(layer)
+        setattr(layer, _PACKS, False)
+
+        def undo() -> None:
+            if (found := reference()) is not None:
+                setattr(found, _PACKS, before)
+
+        self._undo.append(undo)
+
+    def remove(self) -> None:
+        for undo in self._undo:
+            undo()
+
+
+_PACKS = "support_avx512bf16_for_cpu"
+
+
+def _compute_with_gathered(layer: Any, _: Any) -> None:
+    layer.state.CB = layer.weight.detach()
+
+
+def _scales_on(device: torch.device, layer: Any) -> list[Tensor]:
+    """Move a layer's scales to a device, and return them. Scales without values get memory."""
+    scales = []
+    for attributes in _sets_of_scales(layer):
+        for name, value in attributes.items():
+            if isinstance(value, Tensor) and name != "CB":
+                on_meta = value.device.type == "meta"
+                attributes[name] = torch.empty_like(value, device=device) if on_meta else value.to(device)
+                scales.append(attributes[name])
+    if _is_8bit(layer):
+        layer.weight.SCB = layer.state.SCB
+    return scales
+
+
+# -- in state dicts ----------------------------------------------------------------------------------------------------
+
+
+Scales = dict[str, dict[str, Any]]
+"""Entries of a state dict that are scales, by the names of quantised layers."""
+
+
+def scales_in(module: nn.Module, state: Mapping[str, Any]) -> Scales:
+    found = {}
+    for name, _ in quantised_layers(module):
+        prefix = f"{name}." if name else ""
+        begins = f"{prefix}weight.", f"{prefix}SCB", f"{prefix}weight_format"
+        found[name] = {key: value for key, value in state.items() if key.startswith(begins)}
+    return found
+
+
+def without_scales(module: nn.Module, state: Mapping[str, Any]) -> tuple[Any, Scales]:
+    """A state dict without the scales, which torch would refuse, and the scales for ``load_scales``."""
+    scales, rest = scales_in(module, state), copy.copy(state)
+    for key in chain.from_iterable(scales.values()):
+        del rest[key]  # type: ignore[attr-defined]
+    return rest, scales
+
+
+def load_scales(module: nn.Module, scales: Scales) -> None:
+    """Give quantised layers the scales that were saved beside their codes."""
+    for name, layer in quantised_layers(module):
+        found = {key.removeprefix(f"{name}."): in_memory(value) for key, value in scales.get(name, {}).items()}
+        if "SCB" in found:
+            layer.weight.SCB = found["SCB"].to(_device_of(layer.weight.SCB))
+            layer.state.SCB = layer.weight.SCB
+        elif found and not _is_8bit(layer):
+            library: Any = sys.modules["bitsandbytes.functional"]
+            device = _device_of(layer.weight.quant_state.absmax)
+            layer.quant_state = layer.weight.quant_state = library.QuantState.from_dict(found, device)
+
+
+def _device_of(scale: Tensor | None) -> torch.device:
+    return torch.device("cpu") if scale is None or scale.device.type == "meta" else scale.device

@@ -1,0 +1,65 @@
+"""Memory of quantised layers at stage 3: a rank has its share of the codes, and the scales."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_zero import load_weights
+from lightning_zero.engine import Engine, ShardedTensor
+from lightning_zero.engine.init.deferred_param import values_may_wait
+from tests.support import world_size
+
+WIDTH, DEPTH = 512, 4
+NUMEL = DEPTH * WIDTH * WIDTH
+TABLES = 4 * (16 + 256 + 1)  # bytes of a layer's codebooks and offset
+SCALES = {
+    "nf4": NUMEL / 64 + 4 * NUMEL / (64 * 256) + DEPTH * TABLES,  # quantised in blocks of 256
+    "single": 4 * NUMEL / 64 + DEPTH * 4 * 16,
+    "int8": 4 * DEPTH * WIDTH,
+}
+CODES = {"nf4": NUMEL / 2, "single": NUMEL / 2, "int8": NUMEL}
+
+
+def quantised(kind: str) -> nn.Module:
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    if kind == "int8":
+        return Linear8bitLt(WIDTH, WIDTH, bias=False, has_fp16_weights=False)
+    return Linear4bit(WIDTH, WIDTH, bias=False, quant_type="nf4", compress_statistics=kind != "single")
+
+
+def tensors() -> int:
+    """Bytes of the memory of all tensors in this process."""
+    gc.collect()
+    found = [each for each in gc.get_objects() if isinstance(each, Tensor) and not isinstance(each, ShardedTensor)]
+    storages = [each.untyped_storage() for each in found if each.device.type == "cpu"]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def hold(kind: str) -> None:
+    quantised(kind).to("cpu")  # makes tables that bitsandbytes keeps
+    before = tensors()
+    module = nn.Sequential(*(quantised(kind) for _ in range(DEPTH)), nn.Linear(WIDTH, 2)).to("cpu")
+    engine = Engine(module, [torch.optim.SGD(module[-1].parameters())], stage=3, unit_numel=0)
+    expected = CODES[kind] / world_size() + SCALES[kind] + 4 * 2 * (WIDTH + 1) / world_size()
+    for _ in range(2):
+        held = tensors() - before
+        assert expected <= held <= 1.02 * expected, f"{held} instead of {expected}"
+        held = engine.report().at_rest["parameters"]
+        assert expected <= held <= 1.02 * expected, f"{held} instead of {expected}"
+        module(torch.randn(3, WIDTH)).sum().backward()
+        module.zero_grad()
+    copy.deepcopy(module)
+    engine.close()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("kind", CODES)
+def test_a_rank_holds_its_share_of_the_codes_and_all_scales(run_on, kind, ranks):
+    run_on(ranks, hold, kind=kind)
