@@ -21,6 +21,13 @@ SIZES = {"hidden_size": 64, "intermediate_size": 128}
 TARGETS = ["q_proj", "v_proj", "up_proj"]
 
 
+def as_on_other_cpus(network: nn.Module) -> nn.Module:
+    """On CPUs with AVX512-BF16, `Linear4bit` packs its codes in evaluation, which fails, or lets no gradients flow."""
+    for layer in network.modules():
+        layer.support_avx512bf16_for_cpu = False
+    return network
+
+
 def from_pretrained(kind: str) -> nn.Module:
     """The model as its users quantise it: whole, by each rank."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
@@ -30,9 +37,7 @@ def from_pretrained(kind: str) -> nn.Module:
     network = AutoModelForCausalLM.from_pretrained(
         shared_folder(), quantization_config=BitsAndBytesConfig(**chosen), dtype=torch.float32
     )
-    for layer in network.modules():
-        layer.support_avx512bf16_for_cpu = False  # DDP would train wrongly after evaluation
-    return network
+    return as_on_other_cpus(network)
 
 
 def loaded(kind: str) -> nn.Module:
@@ -64,9 +69,9 @@ class QLoRA(Learner):
 
 def write_base() -> None:
     torch.manual_seed(5)
-    network = MODELS["Llama"].make(**SIZES)
+    network, folder = MODELS["Llama"].make(**SIZES), shared_folder()
     if rank() == 0:
-        network.save_pretrained(shared_folder())
+        network.save_pretrained(folder)
     torch.distributed.barrier()
 
 
@@ -97,7 +102,7 @@ def save(kind: str) -> None:
     results = {}
     for strategy, make in (("ddp", from_pretrained), ("zero3", loaded)):
         run = fit(strategy, partial(QLoRA, partial(make, kind)))
-        model = run.module.model.eval()
+        model = as_on_other_cpus(run.module.model.eval())
         folder = Path(f"{strategy}-{rank()}")
         model.save_pretrained(folder)
         again = PeftModel.from_pretrained(from_pretrained(kind), folder).eval()

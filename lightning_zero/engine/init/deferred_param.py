@@ -74,6 +74,8 @@ def parameters_await_values(*, only_on_meta: bool = False) -> Iterator[None]:
     def await_values(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is None or isinstance(tensor, LazyTensor) or not _is_plain(type(tensor)):
             return
+        if quantised_layers.is_of_bitsandbytes(module):
+            return  # its constructor makes a parameter of another class from the tensor
         if tensor.is_meta or (isinstance(tensor, nn.Parameter) and not only_on_meta):
             defer(tensor, torch.empty_like(tensor, device="meta"))
 

@@ -35,6 +35,10 @@ def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
+def is_of_bitsandbytes(module: nn.Module) -> bool:
+    return any(cls.__module__.startswith("bitsandbytes.") for cls in type(module).__mro__)
+
+
 def _is_8bit(layer: Any) -> bool:
     return not hasattr(layer, "quant_state")
 
