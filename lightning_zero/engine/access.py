@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.optim.masters import masters_that_hold
 from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.tensor.identity import project_class, with_attributes
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import whole
 
@@ -43,7 +44,8 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         for name, parameter in inner._parameters.items():
             if isinstance(parameter, ShardedTensor):
                 if id(parameter) not in ordinary:
-                    value = nn.Parameter(parameter.whole().detach().clone(), parameter.requires_grad)
+                    value = with_attributes(parameter, parameter.whole().detach().clone())
+                    value.__class__ = project_class(parameter) or nn.Parameter
                     if value.requires_grad:
                         value.register_post_accumulate_grad_hook(_taker_of_gradients(parameter))
                     ordinary[id(parameter)] = value

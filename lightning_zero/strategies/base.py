@@ -24,9 +24,9 @@ from lightning_zero.strategies.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
-# Precision plugins that store weights as fp8 copies with scales, as quantised blocks or as another strategy's shards.
-# Such weights cannot be split into flat shards of plain numbers.
-_REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
+# Precision plugins that store weights as fp8 copies with scales, or as another strategy's shards. Such weights cannot be
+# split into flat shards of plain numbers.
+_REFUSED = ("TransformerEngine", "DeepSpeed", "FSDP", "XLA")
 
 if TYPE_CHECKING:
     ParallelStrategy: Any  # concrete strategies also derive from their own namespace's class
@@ -271,6 +271,12 @@ def _compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
     cast them. In other precisions, the plugin's conversion sets the dtype. Master weights are fp32 or fp64.
     """
     plugins = lightning.plugins.precision
+    if isinstance(plugin, plugins.BitsandbytesPrecision):
+        raise ValueError(
+            f"{type(plugin).__name__} cannot be used with ZeroStrategy: leave it out, and quantise the model in "
+            "configure_model with lightning_zero.load_weights(model, path, quantize='nf4'), or by quantization_config "
+            "of transformers."
+        )
     if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):
         raise ValueError(
             f"{type(plugin).__name__} cannot be used with ZeroStrategy: set precision to '32-true', '64-true', "

@@ -39,16 +39,13 @@ def is_of_bitsandbytes(module: nn.Module) -> bool:
     return any(cls.__module__.startswith("bitsandbytes.") for cls in type(module).__mro__)
 
 
-def _is_8bit(layer: Any) -> bool:
-    return not hasattr(layer, "quant_state")
-
-
-def _sets_of_scales(layer: Any) -> list[dict[str, Any]]:
-    """The dicts of attributes in which a layer and its weight hold their scales."""
-    if _is_8bit(layer):
-        return [vars(layer.state)]
-    states = (layer.weight.quant_state, getattr(layer.weight.quant_state, "state2", None))
-    return [vars(state) for state in states if state is not None]
+def _scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
+    """The scales of a weight, after the objects and names of the attributes that hold them."""
+    if not hasattr(weight, "quant_state"):
+        return [(weight, "SCB", weight.SCB)]
+    states = [state for state in (weight.quant_state, weight.quant_state.state2) if state is not None]
+    attributes = [(state, name, value) for state in states for name, value in vars(state).items()]
+    return [each for each in attributes if isinstance(each[2], Tensor)]
 
 
 # -- quantising while loading ------------------------------------------------------------------------------------------
@@ -117,15 +114,21 @@ class _Codes:
         self.device = torch.device("cpu")
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        return self.made().view(-1)[start:stop]
+        codes = self.made()
+        self._forget_codes()
+        return codes.view(-1)[start:stop]
 
     def made(self) -> Tensor:
         return self._quantised(in_memory(self.values).to(self.device, self._dtype))
 
     def on_meta(self) -> Tensor:
-        """The codes without values; the parameter's scales have no values, either."""
+        """The codes without values. The parameter gets scales of zero."""
         load_tables()
-        return self._quantised(torch.empty(self.values.shape, dtype=self._dtype, device="meta"))
+        codes = self._quantised(torch.empty(self.values.shape, dtype=self._dtype, device="meta"))
+        for holder, name, scale in _scales_of(self._parameter()):
+            setattr(holder, name, torch.zeros_like(scale, device="cpu"))
+        self._forget_codes()
+        return codes
 
     def _quantised(self, values: Tensor) -> Tensor:
         parameter = self._parameter()
@@ -134,15 +137,17 @@ class _Codes:
         quantised._quantize(values.device)
         codes: Tensor = quantised.data
         parameter.__dict__.update(attributes_of_users(quantised))
-        if hasattr(parameter, "CB"):
-            parameter.CB = None  # another reference to the whole codes
         return codes
+
+    def _forget_codes(self) -> None:
+        """Drop the parameter's second reference to its codes, which it has in 8 bits."""
+        parameter: Any = self._parameter()
+        if hasattr(parameter, "CB"):
+            parameter.CB = None
 
 
 class DeferredCodes(LazyTensor):
     """Codes of values that stay in a file until the codes are read."""
-
-    codes: _Codes
 
     @classmethod
     def of_codes(cls, codes: _Codes) -> Tensor:
@@ -195,17 +200,21 @@ class QuantisedLayers:
         self._undo: list[Callable[[], None]] = []
         scales = []
         for _, layer in quantised_layers(module):
-            if _is_8bit(layer):
+            if hasattr(layer, "state"):
                 self._use_gathered_codes(layer)
             else:
                 self._keep_layout(layer)
-            scales += _scales_on(communicator.device, layer)
+            for holder, name, scale in _scales_of(layer.weight):
+                scales.append(scale.to(communicator.device))
+                setattr(holder, name, scales[-1])
+            if hasattr(layer, "state"):
+                layer.state.SCB = layer.weight.SCB
         communicator.everyone.control.copy_from_first(scales)
         ledger.add("parameters", sum(scale.nbytes for scale in scales))
 
     def _use_gathered_codes(self, layer: Any) -> None:
-        if layer.weight.SCB is not None:
-            layer.state.SCB = layer.weight.SCB
+        if layer.weight.SCB is None:  # the layer has run, and its state took the scales
+            layer.weight.SCB = layer.state.SCB
         layer.weight.CB = layer.state.CB = None
         handle, reference = layer.register_forward_pre_hook(_compute_with_gathered), weakref.ref(layer)
 
@@ -238,20 +247,6 @@ def _compute_with_gathered(layer: Any, _: Any) -> None:
     layer.state.CB = layer.weight.detach()
 
 
-def _scales_on(device: torch.device, layer: Any) -> list[Tensor]:
-    """Move a layer's scales to a device, and return them. Scales without values get memory."""
-    scales = []
-    for attributes in _sets_of_scales(layer):
-        for name, value in attributes.items():
-            if isinstance(value, Tensor) and name != "CB":
-                on_meta = value.device.type == "meta"
-                attributes[name] = torch.empty_like(value, device=device) if on_meta else value.to(device)
-                scales.append(attributes[name])
-    if _is_8bit(layer):
-        layer.weight.SCB = layer.state.SCB
-    return scales
-
-
 # -- in state dicts ----------------------------------------------------------------------------------------------------
 
 
@@ -281,13 +276,8 @@ def load_scales(module: nn.Module, scales: Scales) -> None:
     for name, layer in quantised_layers(module):
         found = {key.removeprefix(f"{name}."): in_memory(value) for key, value in scales.get(name, {}).items()}
         if "SCB" in found:
-            layer.weight.SCB = found["SCB"].to(_device_of(layer.weight.SCB))
-            layer.state.SCB = layer.weight.SCB
-        elif found and not _is_8bit(layer):
+            layer.weight.SCB.copy_(found["SCB"])
+        elif found:
             library: Any = sys.modules["bitsandbytes.functional"]
-            device = _device_of(layer.weight.quant_state.absmax)
+            device = layer.weight.quant_state.absmax.device
             layer.quant_state = layer.weight.quant_state = library.QuantState.from_dict(found, device)
-
-
-def _device_of(scale: Tensor | None) -> torch.device:
-    return torch.device("cpu") if scale is None or scale.device.type == "meta" else scale.device

@@ -37,6 +37,8 @@ class WrapperTensor(torch.Tensor):
     act: ClassVar[Callable[[Any, Any, Any], Any]]
 
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
+    # A project's own class of parameters, which has its own, would make a parameter over memory from the result.
+    to, cpu, cuda, xpu = torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu
 
     def whole(self) -> Tensor:
         """The full value. Collective unless ``whole_at_hand`` returns it."""
