@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
-from lightning_zero.engine import Ledger, compat, process_group, set_contents, tensor_parallel
+from lightning_zero.engine import Ledger, compat, process_group, quantised_layers, set_contents, tensor_parallel
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event
 from lightning_zero.planning.tracking import Observer
@@ -57,9 +57,10 @@ class _Planned:
 
     def model_to_device(self) -> None:
         """Replace meta tensors with fake ones: only now, since a module with fake tensors cannot change its dtype."""
+        assert self.model is not None
+        quantised_layers.quantise_without_values(self.model)
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
-        assert self.model is not None
         leave_meta(self.model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -403,3 +404,8 @@ def leave_meta(module: nn.Module) -> None:
     for tensor in (*module.parameters(), *module.buffers()):
         values = torch.empty_like(tensor, device="cpu", requires_grad=False)
         set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)
+    for _, layer in quantised_layers.quantised_layers(module):
+        for holder, name, scale in quantised_layers.scales_of(layer.weight):
+            setattr(holder, name, torch.empty_like(scale))
+        if hasattr(layer, "state"):  # of 8 bits
+            layer.state.CB, layer.state.SCB = layer.weight.detach(), layer.weight.SCB

@@ -58,12 +58,12 @@ def on_meta() -> nn.Module:
         return make()
 
 
-def load(module: nn.Module) -> nn.Module:
+def load(module: nn.Module, **options: str) -> nn.Module:
     from lightning_zero import load_weights
     from lightning_zero.engine.init.deferred_param import values_may_wait
 
     with values_may_wait():
-        load_weights(module, "weights.pt")
+        load_weights(module, "weights.pt", **options)
     return module
 
 
@@ -78,7 +78,9 @@ CASES = {
     "loaded": lambda: load(on_meta()),
     "loaded to be converted": lambda: load(on_meta().double()).float(),
     "mapped": lambda: assign(on_meta()),
+    "quantised": lambda: load(on_meta(), quantize="nf4"),
 }
+CODES = WHOLE // 8  # bytes of all codes; the scales take a 32nd of this, and tables a kilobyte a unit
 
 
 def anonymous() -> int:
@@ -223,6 +225,8 @@ def measure_on_disk(rank: int) -> dict[str, int]:
 def worker(rank: int, port: int) -> None:
     import torch.distributed as dist
 
+    from bitsandbytes.nn import Linear4bit
+
     from lightning_zero.engine import Engine
 
     torch.set_num_threads(1)
@@ -230,6 +234,7 @@ def worker(rank: int, port: int) -> None:
     store = dist.TCPStore("127.0.0.1", port, RANKS, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)
     Engine(nn.Linear(2, 2)).close()  # initializes everything that is set up once
+    Linear4bit(64, 64).to("cpu")
     saving = {form: measure_saving(form, rank) for form in ("full", "sharded")}
     others = {"saving": saving, "on disk": measure_on_disk(rank)}
     print(json.dumps({case: measure(case) for case in CASES} | others))
@@ -272,7 +277,15 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[st
     return [json.loads(output.splitlines()[-1]) for output in outputs]
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "whole"])
+def test_weights_that_are_quantised_while_they_are_loaded_are_never_held_whole(measured):
+    for found in (of_rank["quantised"] for of_rank in measured):
+        own, of_unit = CODES // RANKS + CODES // 32, CODES // UNITS
+        assert own <= found["at rest"] < own + 2**20, f"{found}: more than the share of the codes, {own}"
+        assert found["peak"] < own + 2 * of_unit + 2**20 < CODES, f"{found}: all codes take {CODES}"
+        assert found["file"] >= WHOLE, "for the scales, each rank reads the whole file"
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("whole", "quantised")])
 def test_in_addition_to_its_shards_a_rank_never_holds_two_units_and_reads_only_its_share(measured, case):
     for found in (of_rank[case] for of_rank in measured):
         assert SHARDS - OTHER <= found["peak"] < SHARDS + 2 * UNIT + OTHER, f"{found}, where the whole is {WHOLE}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -188,6 +189,28 @@ class T5(TiedHead):
         super().__init__()
         config = {"d_model": 64, "d_kv": 32, "d_ff": 128, "num_layers": 2, "num_heads": 2}
         self.model = T5ForConditionalGeneration(T5Config(vocab_size=500, decoder_start_token_id=0, **config))
+
+
+class Quantised(Net):
+    """A net whose linear layers are quantised, with an adapter in each block."""
+
+    def __init__(self, width: int = 64, depth: int = 4, kind: str = "nf4") -> None:
+        from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+        super().__init__(width, depth)
+        self.adapters = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+        make = partial(Linear4bit, quant_type=kind) if kind != "int8" else partial(Linear8bitLt, has_fp16_weights=False)
+        for block in self.blocks:
+            block.attend, block.up, block.down = make(width, 3 * width), make(width, 4 * width), make(4 * width, width)
+        self.blocks.requires_grad_(False)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        for block, adapter in zip(self.blocks, self.adapters):
+            batch = block(batch) + adapter(batch)
+        return (batch * self.scale).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.adapters.parameters())
 
 
 class Sharing(Net):

@@ -19,6 +19,7 @@ from tests.planning.projects import (
     Adversaries,
     Llama,
     Net,
+    Quantised,
     Reading,
     Sharing,
     ViT,
@@ -269,6 +270,20 @@ def compare_with_real_ranks(
 def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ranks):
     cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu", "nvme")]
     compare_with_real_ranks(run_on, ranks, partial(Net, width=256), list(torch.randn(4, 16, 256)), cases)
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_quantised_model_is_planned(run_on, stage):
+    compare_with_real_ranks(run_on, 2, partial(Quantised, width=256), list(torch.randn(4, 16, 256)), [(stage, None)])
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("stage", [3, None])
+def test_fake_codes_take_as_many_bytes_as_real_ones(stage, kind):
+    runs = [fake_run(partial(Quantised, kind=kind), batch(), ranks=2, stage=stage, with_values=real) for real in (0, 1)]
+    assert runs[0].peak_bytes == runs[1].peak_bytes
 
 
 SHARING = {"gpt2": (GPT2, tokens), "t5": (T5, tokens), "sharing": (Sharing, batch)}

@@ -172,7 +172,7 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
                 tensor.copy_(values)
             elif not isinstance(tensor, nn.Parameter):
                 target.holder[target.attribute] = in_memory(values.to(tensor.dtype, copy=True))
-            elif quantised_layers.awaits_values(tensor):
+            elif quantised_layers.awaits_quantisation(tensor):
                 quantised_layers.quantise(tensor, values, wait=wait)
             elif wait or isinstance(tensor, LazyTensor):
                 defer(tensor, values)

@@ -39,7 +39,7 @@ def is_of_bitsandbytes(module: nn.Module) -> bool:
     return any(cls.__module__.startswith("bitsandbytes.") for cls in type(module).__mro__)
 
 
-def _scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
+def scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
     """The scales of a weight, after the objects and names of the attributes that hold them."""
     if not hasattr(weight, "quant_state"):
         return [(weight, "SCB", weight.SCB)]
@@ -84,7 +84,7 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
 _KINDS = ("nf4", "fp4", "int8")
 
 
-def awaits_values(parameter: Any) -> bool:
+def awaits_quantisation(parameter: Any) -> bool:
     """Whether a parameter on the meta device is to be quantised when it receives values."""
     library: Any = sys.modules.get("bitsandbytes.nn")
     if library is None or parameter.device.type != "meta":
@@ -99,6 +99,14 @@ def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
     codes = _Codes(parameter, values)
     new = DeferredCodes.of_codes(codes) if wait else codes.made()
     set_contents(parameter, nn.Parameter(new, requires_grad=False))
+
+
+def quantise_without_values(module: nn.Module) -> None:
+    """Give codes on the meta device, and scales of zero, to parameters that are to be quantised, as for a plan."""
+    for parameter in module.parameters():
+        if awaits_quantisation(parameter):
+            codes = _Codes(parameter, parameter).on_meta()
+            set_contents(parameter, nn.Parameter(codes, requires_grad=False))
 
 
 class _Codes:
@@ -125,7 +133,7 @@ class _Codes:
         """The codes without values. The parameter gets scales of zero."""
         load_tables()
         codes = self._quantised(torch.empty(self.values.shape, dtype=self._dtype, device="meta"))
-        for holder, name, scale in _scales_of(self._parameter()):
+        for holder, name, scale in scales_of(self._parameter()):
             setattr(holder, name, torch.zeros_like(scale, device="cpu"))
         self._forget_codes()
         return codes
@@ -204,7 +212,7 @@ class QuantisedLayers:
                 self._use_gathered_codes(layer)
             else:
                 self._keep_layout(layer)
-            for holder, name, scale in _scales_of(layer.weight):
+            for holder, name, scale in scales_of(layer.weight):
                 scales.append(scale.to(communicator.device))
                 setattr(holder, name, scales[-1])
             if hasattr(layer, "state"):

@@ -12,6 +12,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.init.deferred_param import MappedFiles, is_deferred, is_on_meta
+from lightning_zero.engine.init.quantised_layers import awaits_quantisation
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
@@ -48,11 +49,19 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
-        if (kind := _kind_without_flat_values(parameter)) is not None:
+        if awaits_quantisation(parameter):
             raise ValueError(
-                f"{name} is {kind}, which cannot be divided into shards: train ordinary parameters (quantise them "
-                "after the run, for example), or use strategy='ddp'."
+                f"{name} has no values that could be quantised: load them in configure_model, with "
+                "lightning_zero.load_weights(model, path), or make the layer outside of torch.device('meta')."
             )
+        if (kind := _kind_without_flat_values(parameter)) is not None:
+            advice = "train ordinary parameters (quantise them after the run, for example), or use strategy='ddp'"
+            if type(parameter).__module__.startswith("torchao."):  # DDP cannot broadcast most of these classes
+                advice = (
+                    "use bitsandbytes' layers, which lightning_zero.load_weights(model, path, quantize='nf4') makes in "
+                    "configure_model, or quantise the module after the run"
+                )
+            raise ValueError(f"{name} is {kind}, which cannot be divided into shards: {advice}.")
 
 
 def _kind_without_flat_values(parameter: Tensor) -> str | None:
@@ -88,7 +97,8 @@ def move_own_kinds(module: nn.Module, device: torch.device) -> None:
     """Move layers with parameters of the project's own classes, some of which quantise their values when moved."""
     for layer in module.modules():
         parameters = list(layer.parameters(recurse=False))
-        if any(map(project_class, parameters)) and not any(map(is_deferred, parameters)):
+        stay = any(is_deferred(parameter) or isinstance(parameter, FakeTensor) for parameter in parameters)
+        if any(map(project_class, parameters)) and not stay:
             layer.to(device)
 
 
