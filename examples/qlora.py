@@ -1,12 +1,11 @@
 """Fine-tunes a language model whose weights are quantised to 4 bits while they are loaded, with LoRA: QLoRA.
 
-    python examples/qlora.py                                     # a tiny Qwen, two processes on the CPU, stage 3
-    torchrun --nproc-per-node 8 examples/qlora.py --model FOLDER # --help: options
+python examples/qlora.py                                     # a tiny Qwen, two processes on the CPU, stage 3
+torchrun --nproc-per-node 8 examples/qlora.py --model FOLDER # --help: options
 """
 
 import argparse
 import sys
-from pathlib import Path
 from pydoc_data.topics import topics
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -40,18 +39,10 @@ class QLoRA(LightningModule):
         self.save_hyperparameters()
         self.network: Any = None
 
-    def prepare_data(self) -> None:
-        """Write a tiny model with random weights, if there is none. Lightning calls this on one rank of each machine."""
-        folder = Path(self.hparams["model"])
-        if not folder.exists():
-            sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
-            config = Qwen2Config(vocab_size=256, num_hidden_layers=4, max_position_embeddings=128, **sizes)
-            AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
-
     def configure_model(self) -> None:
         if self.network is not None:  # Lightning calls this before each fit, validation and test
             return
-        folder = self.trainer.strategy.broadcast(self.hparams["model"])
+        folder = self.trainer.strategy.broadcast(self.hparams["model"])  # rank 0's
         with torch.device("meta"):
             network = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
         lightning_zero.load_weights(network, folder, quantize=self.hparams["quantize"])
@@ -65,6 +56,13 @@ class QLoRA(LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW((p for p in self.parameters() if p.requires_grad), lr=2e-3)
+
+
+def write_tiny_model(folder: str) -> None:
+    """Write a Qwen with random weights."""
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config = Qwen2Config(vocab_size=256, num_hidden_layers=4, max_position_embeddings=128, **sizes)
+    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def main() -> None:
@@ -89,11 +87,13 @@ def main() -> None:
         enable_checkpointing=False,
     )
     with TemporaryDirectory() as folder:
-        module = QLoRA(given.model or f"{folder}/qwen", given.quantize)
+        if given.model is None and trainer.is_global_zero:
+            write_tiny_model(folder)
+        module = QLoRA(given.model or folder, given.quantize)
         trainer.fit(module, DataLoader(windows, batch_size=4, shuffle=True))
-    if trainer.is_global_zero:
-        print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['train/loss']:.3f}")
-        module.network.save_pretrained(given.output)
+        if trainer.is_global_zero:
+            print(f"loss after {trainer.global_step} steps: {trainer.callback_metrics['train/loss']:.3f}")
+            module.network.save_pretrained(given.output)
 
 
 if __name__ == "__main__":

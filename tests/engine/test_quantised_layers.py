@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import load_weights
 from lightning_zero.engine import Engine, ShardedTensor
-from lightning_zero.engine.init.deferred_param import values_may_wait
 from tests.support import world_size
 
 WIDTH, DEPTH = 512, 4

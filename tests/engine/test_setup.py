@@ -68,8 +68,14 @@ REFUSED = {
         with_distributed_weight,
         r"1\.weight is a DTensor, but parameters must be ordinary tensors: remove fully_shard\(\.\.\.\)",
     ),
-    "quantised": (quantised, r"1\.weight is of the tensor subclass torchao\..*Int8Tensor, which cannot be divided.*quantize='nf4'"),
-    "quantised later": (quantised_later, r"^1\.weight has no values that could be quantised: load them in configure_model"),
+    "quantised": (
+        quantised,
+        r"1\.weight is of the tensor subclass torchao\..*Int8Tensor, which cannot be divided.*quantize='nf4'",
+    ),
+    "quantised later": (
+        quantised_later,
+        r"^1\.weight has no values that could be quantised: load them in configure_model",
+    ),
     "made of two": (made_of_two, r"1\.weight is of the tensor subclass .*TwoTensor, which cannot be divided"),
     "sparse": (sparse, r"1\.weight is a tensor of layout torch\.sparse_coo, which cannot be divided"),
 }

@@ -32,7 +32,11 @@ def from_pretrained(kind: str) -> nn.Module:
     """The model as its users quantise it: whole, by each rank."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    in_4_bits = {"bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    in_4_bits = {
+        "bnb_4bit_quant_type": kind,
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": torch.float32,
+    }
     chosen = {"load_in_8bit": True, "llm_int8_threshold": 0.0} if kind == "int8" else {"load_in_4bit": True} | in_4_bits
     network = AutoModelForCausalLM.from_pretrained(
         shared_folder(), quantization_config=BitsAndBytesConfig(**chosen), dtype=torch.float32

@@ -224,7 +224,6 @@ def measure_on_disk(rank: int) -> dict[str, int]:
 
 def worker(rank: int, port: int) -> None:
     import torch.distributed as dist
-
     from bitsandbytes.nn import Linear4bit
 
     from lightning_zero.engine import Engine

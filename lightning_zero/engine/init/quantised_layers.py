@@ -74,7 +74,9 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
             continue
         sizes = layer.in_features, layer.out_features, layer.bias is not None
         with torch.device("meta"):
-            made: Any = Linear8bitLt(*sizes, has_fp16_weights=False) if kind == "int8" else Linear4bit(*sizes, quant_type=kind)
+            made: Any = (
+                Linear8bitLt(*sizes, has_fp16_weights=False) if kind == "int8" else Linear4bit(*sizes, quant_type=kind)
+            )
         made.to(layer.weight.dtype).train(layer.training).requires_grad_(False)
         module.set_submodule(name, made)
     for model in models:
@@ -91,7 +93,9 @@ def awaits_quantisation(parameter: Any) -> bool:
         return False
     if isinstance(parameter, library.Params4bit):
         return not parameter.bnb_quantized
-    return isinstance(parameter, library.Int8Params) and parameter.is_floating_point() and not parameter.has_fp16_weights
+    return (
+        isinstance(parameter, library.Int8Params) and parameter.is_floating_point() and not parameter.has_fp16_weights
+    )
 
 
 def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
