@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from lightning_zero.engine import compatibility, deferred_param
+from lightning_zero.engine import compatibility, deferred_param, quantised_layers
 from lightning_zero.io.names import listed
 
 
@@ -27,6 +27,16 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
                 raise
         except Exception:  # raised by a custom module, which raises it again if the actual load fails
             pass
+
+
+def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """Load a state dict, also with the scales of quantised layers. If it does not fit, nothing is changed."""
+    state, scales = quantised_layers.without_scales(module, state)
+    check_module(module, state, strict)
+    with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
+        module.load_state_dict(state, strict=strict)
+    deferred_param.give_values(targets, wait=True)
+    quantised_layers.load_scales(module, scales)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:

@@ -24,8 +24,8 @@ from lightning_zero.strategies.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
-# Precision plugins that store weights as fp8 copies with scales, or as another strategy's shards. Such weights cannot be
-# split into flat shards of plain numbers.
+# Precision plugins that store weights as fp8 copies with scales, or as another strategy's shards. Such weights cannot
+# be split into flat shards of plain numbers.
 _REFUSED = ("TransformerEngine", "DeepSpeed", "FSDP", "XLA")
 
 if TYPE_CHECKING:

@@ -17,21 +17,12 @@ from lightning.fabric.strategies import STRATEGY_REGISTRY, ParallelStrategy
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.checkpoint.fitting import check_module
+from lightning_zero.checkpoint.fitting import load_module
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saver import SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import (
-    Engine,
-    compat,
-    compatibility,
-    consolidate,
-    deferred_param,
-    engine_of,
-    quantised_layers,
-    sharded_tree,
-)
+from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
 from lightning_zero.strategies.base import BaseStrategy
 from lightning_zero.strategies.options import StrategyOptions, takes_options
 
@@ -160,11 +151,7 @@ class FabricStrategy(BaseStrategy):
         return None
 
     def load_module_state_dict(self, module: nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
-        module = _unwrapped(module)
-        state, scales = quantised_layers.without_scales(module, state_dict)
-        check_module(module, state, strict)
-        module.load_state_dict(state, strict=strict)
-        quantised_layers.load_scales(module, scales)
+        load_module(_unwrapped(module), state_dict, strict)
 
     def save_checkpoint(
         self,

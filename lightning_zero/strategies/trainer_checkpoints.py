@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from lightning_zero.callbacks.restarts import KeptState, Restarts
 from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.fitting import check_module, check_optimizers
+from lightning_zero.checkpoint.fitting import check_optimizers, load_module
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, FORMAT, LEFT_OUT, NAMES, configs_of_models
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, deferred_param, engine_of, quantised_layers, sharded_tree, tensor_parallel
+from lightning_zero.engine import Engine, engine_of, quantised_layers, sharded_tree, tensor_parallel
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
 from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent, last_checkpoints
 from lightning_zero.strategies.resuming import DataLoadingState
@@ -276,12 +276,7 @@ class TrainerCheckpoints:
         module = self._strategy.lightning_module
         about = checkpoint.get(CHECKPOINT_KEY, {})
         strict = strict and not self._lacks_only_frozen(checkpoint["state_dict"], about)
-        state, scales = quantised_layers.without_scales(module, checkpoint["state_dict"])
-        check_module(module, state, strict)
-        with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
-            module.load_state_dict(state, strict=strict)
-        deferred_param.give_values(targets, wait=True)
-        quantised_layers.load_scales(module, scales)
+        load_module(module, checkpoint["state_dict"], strict)
         if self.loaded is None:  # otherwise a callback is restoring a checkpoint of this run
             self.loaded = checkpoint.get(CHECKPOINT_KEY)
         engine = engine_of(module)

@@ -11,7 +11,7 @@ import copy
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Any
 
@@ -41,7 +41,7 @@ def is_of_bitsandbytes(module: nn.Module) -> bool:
 
 def scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
     """The scales of a weight, after the objects and names of the attributes that hold them."""
-    if not hasattr(weight, "quant_state"):
+    if hasattr(weight, "SCB"):
         return [(weight, "SCB", weight.SCB)]
     states = [state for state in (weight.quant_state, weight.quant_state.state2) if state is not None]
     attributes = [(state, name, value) for state in states for name, value in vars(state).items()]
@@ -209,47 +209,33 @@ class QuantisedLayers:
     """
 
     def __init__(self, module: nn.Module, communicator: Communicator, ledger: Ledger) -> None:
-        self._undo: list[Callable[[], None]] = []
+        self._changed: list[tuple[weakref.ref[Any], Any]] = []  # layers, and what ``remove`` needs to restore them
         scales = []
         for _, layer in quantised_layers(module):
-            if hasattr(layer, "state"):
-                self._use_gathered_codes(layer)
+            if is_8bit := hasattr(layer, "state"):
+                before: Any = layer.register_forward_pre_hook(_compute_with_gathered)
+                layer.weight.SCB = layer.state.SCB if layer.weight.SCB is None else layer.weight.SCB
+                layer.weight.CB = layer.state.CB = None
             else:
-                self._keep_layout(layer)
+                before = getattr(layer, _PACKS, False)
+                setattr(layer, _PACKS, False)
+            self._changed.append((weakref.ref(layer), before))
             for holder, name, scale in scales_of(layer.weight):
                 scales.append(scale.to(communicator.device))
                 setattr(holder, name, scales[-1])
-            if hasattr(layer, "state"):
+            if is_8bit:
                 layer.state.SCB = layer.weight.SCB
         communicator.everyone.control.copy_from_first(scales)
         ledger.add("parameters", sum(scale.nbytes for scale in scales))
 
-    def _use_gathered_codes(self, layer: Any) -> None:
-        if layer.weight.SCB is None:  # the layer has run, and its state took the scales
-            layer.weight.SCB = layer.state.SCB
-        layer.weight.CB = layer.state.CB = None
-        handle, reference = layer.register_forward_pre_hook(_compute_with_gathered), weakref.ref(layer)
-
-        def undo() -> None:
-            handle.remove()
-            if (found := reference()) is not None:
-                found.state.CB = found.weight  # which will have all codes
-
-        self._undo.append(undo)
-
-    def _keep_layout(self, layer: Any) -> None:
-        before, reference = getattr(layer, _PACKS, False), weakref.ref(layer)
-        setattr(layer, _PACKS, False)
-
-        def undo() -> None:
-            if (found := reference()) is not None:
-                setattr(found, _PACKS, before)
-
-        self._undo.append(undo)
-
     def remove(self) -> None:
-        for undo in self._undo:
-            undo()
+        for reference, before in self._changed:
+            layer = reference()
+            if layer is not None and hasattr(layer, "state"):
+                before.remove()
+                layer.state.CB = layer.weight  # which will have all codes
+            elif layer is not None:
+                setattr(layer, _PACKS, before)
 
 
 _PACKS = "support_avx512bf16_for_cpu"
