@@ -351,7 +351,7 @@ def _write(content: Content, destination: Destination, rank: int) -> Written:
     # Small tensors are stored together: opening a checkpoint reads some of them, and read-ahead fetches the others.
     entries = sorted(content.entries, key=lambda entry: entry.nbytes)
     # The manifest has a checksum of each piece, so torch need not compute another one.
-    with destination.writing(name) as stream, serialization.patch({"save.compute_crc32": False}):
+    with destination.writing(name) as stream, serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
         for entry in entries:
             placed = []
             for box in entry.boxes:
