@@ -129,6 +129,7 @@ def run_transformers(folder: str) -> None:
     namespace = run_page("tutorials/fine-tune.md", folder, namespace)
     tuned = namespace["module"].network.state_dict()
     assert all(torch.equal(value, tuned[name]) for name, value in namespace["alone"].state_dict().items())
+    run_page("how-to/qlora.md", folder, namespace)
 
 
 def run_offload(folder: str) -> None:
