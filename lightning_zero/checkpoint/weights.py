@@ -65,6 +65,31 @@ def load_weights(
     if quantize is not None:
         quantised_layers.replace_linear_layers(module, quantize)
     state, scales = quantised_layers.without_scales(module, state)
+    targets, keys, misshapen = _taken(module, state)
+    wrong = []
+    fits = not state or len(keys.unexpected_keys) < len(state)
+    if (strict or not fits) and keys.missing_keys:
+        wrong.append(f"the file lacks {listed(keys.missing_keys)}")
+    if (strict or not fits) and keys.unexpected_keys:
+        wrong.append(f"the module lacks {listed(keys.unexpected_keys)}")
+    if misshapen:
+        wrong.append(listed(misshapen).rstrip("."))
+    if wrong:
+        advice = "" if misshapen else " To load the tensors that fit, pass strict=False."
+        if not fits:
+            advice = " The file and the module share no names: load the file into the submodule that was saved."
+        raise ValueError(
+            f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
+        )
+    deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
+    quantised_layers.load_scales(module, scales)
+    return keys
+
+
+def _taken(
+    module: nn.Module, state: dict[str, Tensor]
+) -> tuple[list[deferred_param.LoadTarget], compat.IncompatibleKeys, list[str]]:
+    """Note which values tensors would receive, which names do not fit, and the mismatches that torch describes."""
     found: list[compat.IncompatibleKeys] = []
     misshapen = []
     with deferred_param.taking_values(module, lambda tensor: True) as targets:
@@ -84,25 +109,7 @@ def load_weights(
             misshapen = [line.strip() for line in str(error).splitlines()[1:]]  # the mismatches that torch lists
         finally:
             hook.remove()
-    (keys,) = found
-    wrong = []
-    fits = not state or len(keys.unexpected_keys) < len(state)
-    if (strict or not fits) and keys.missing_keys:
-        wrong.append(f"the file lacks {listed(keys.missing_keys)}")
-    if (strict or not fits) and keys.unexpected_keys:
-        wrong.append(f"the module lacks {listed(keys.unexpected_keys)}")
-    if misshapen:
-        wrong.append(listed(misshapen).rstrip("."))
-    if wrong:
-        advice = "" if misshapen else " To load the tensors that fit, pass strict=False."
-        if not fits:
-            advice = " The file and the module share no names: load the file into the submodule that was saved."
-        raise ValueError(
-            f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
-        )
-    deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
-    quantised_layers.load_scales(module, scales)
-    return keys
+    return targets, found[0], misshapen
 
 
 def _read(path: Path) -> dict[str, Tensor]:

@@ -112,8 +112,8 @@ class TrainerCheckpoints:
             return set()
         module = self._strategy.lightning_module
         parameters = module.named_parameters(remove_duplicate=False)
-        scales = quantised_layers.scales_in(module, module.state_dict(keep_vars=True)).values()
-        return {name for name, parameter in parameters if not parameter.requires_grad}.union(*scales)
+        frozen = {name for name, parameter in parameters if not parameter.requires_grad}
+        return frozen.union(quantised_layers.scales_in(module, module.state_dict(keep_vars=True)))
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state; see ``module_state``."""

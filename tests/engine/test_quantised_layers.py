@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import load_weights
 from lightning_zero.engine import Engine, ShardedTensor
+from lightning_zero.engine.init.deferred_param import values_may_wait
 from tests.support import world_size
 
 WIDTH, DEPTH = 512, 4
@@ -42,7 +45,7 @@ def tensors() -> int:
 def hold(kind: str) -> None:
     quantised(kind).to("cpu")  # makes tables that bitsandbytes keeps
     before = tensors()
-    module = nn.Sequential(*(quantised(kind) for _ in range(DEPTH)), nn.Linear(WIDTH, 2)).to("cpu")
+    module = nn.Sequential(*(quantised(kind) for _ in range(DEPTH)), nn.Linear(WIDTH, 2))
     engine = Engine(module, [torch.optim.SGD(module[-1].parameters())], stage=3, unit_numel=0)
     expected = CODES[kind] / world_size() + SCALES[kind] + 4 * 2 * (WIDTH + 1) / world_size()
     for _ in range(2):
@@ -56,7 +59,48 @@ def hold(kind: str) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("kind", CODES)
 def test_a_rank_holds_its_share_of_the_codes_and_all_scales(run_on, kind, ranks):
     run_on(ranks, hold, kind=kind)
+
+
+class Net(nn.Module):
+    """Its head is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(32, 64), nn.Linear(64, 64), nn.Linear(64, 32, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.inner(self.embed(x)))
+
+
+def choose() -> None:
+    torch.manual_seed(0)
+    expected, tokens = Net(), torch.arange(32)
+    torch.save(expected.state_dict(), "net.pt")
+    logits = expected(tokens)
+    for dtype, wait in ((torch.float32, True), (torch.float32, False), (torch.bfloat16, True)):
+        with torch.device("meta"):
+            module = Net().to(dtype)
+        with values_may_wait() if wait else nullcontext():
+            load_weights(module, "net.pt", quantize="nf4")
+        assert [type(layer).__name__ for layer in module.children()] == ["Embedding", "Linear4bit", "Linear"]
+        assert module.head.weight is module.embed.weight and not module.inner.weight.requires_grad
+        if wait:
+            engine = Engine(module, [torch.optim.SGD([module.embed.weight])], stage=3)
+            assert engine.report().calls["control"] <= 3, "a file is read by all: no codes are broadcast"
+        found = module(tokens)
+        assert module.inner.weight.quant_state.dtype == dtype
+        assert (found.float() - logits).norm() < 0.2 * logits.norm()
+    with pytest.raises(ValueError, match=r"^quantize='nf5' is unknown: write one of 'nf4', 'fp4', 'int8'"):
+        load_weights(Net(), "net.pt", quantize="nf5")
+    with pytest.raises(ValueError, match=r"Embedding contains no nn\.Linear to replace"):
+        load_weights(nn.Embedding(32, 64), "net.pt", quantize="nf4")
+
+
+def test_linear_layers_but_no_heads_are_quantised(run_on):
+    run_on(2, choose)

@@ -6,12 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from tests.support.training import CLOSE, same_values
-from tests.trainer.cases import Net, behaviours, same_as_under_ddp, shared_folder, trained, weights
+from tests.trainer.cases import Net, behaviours, same_as_under_ddp, trained
 
 
 class Gained(nn.Parameter):
@@ -138,55 +136,6 @@ def test_in_its_own_forward_a_layer_has_the_projects_parameters(run_on, case):
 @behaviours("The module", read_gradients_in_forward)
 def test_in_its_own_forward_a_layer_reads_the_gradient_of_its_weight(run_on, case):
     run_on(2, same_as_under_ddp, case=case, bound=CLOSE)
-
-
-class LoRA(nn.Module):
-    """A quantised layer beside a trained product of two thin matrices."""
-
-    def __init__(self, inputs: int, outputs: int) -> None:
-        super().__init__()
-        from bitsandbytes.nn import Linear4bit
-
-        self.base = Linear4bit(inputs, outputs, compute_dtype=torch.float32, quant_type="nf4").requires_grad_(False)
-        self.down, self.up = nn.Linear(inputs, 4, bias=False), nn.Linear(4, outputs, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.base(x) + self.up(self.down(x))
-
-
-class Quantised(Net):
-    """Saves the state of the quantisation beside the weights, as `Linear4bit` does, and ignores it when it loads."""
-
-    def __init__(self, is_quantised: bool) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block[0] = LoRA(6, 6)
-        if is_quantised:
-            self.to("cpu")  # quantises; otherwise the strategy's own move does
-
-    @property
-    def strict_loading(self) -> bool:
-        return False
-
-    def configure_optimizers(self) -> Any:
-        return AdamW([p for p in self.parameters() if p.requires_grad], lr=self.lr)
-
-
-def adapt_quantised_layers(strategy: str) -> Any:
-    """bitsandbytes' `Linear4bit` layers with LoRA: fit, save, resume"""
-    options = {"limit_val_batches": 0}  # on some CPUs, bitsandbytes changes the weights' shapes in evaluation
-    saving = ModelCheckpoint(shared_folder(), save_last=True)
-    first = trained(strategy, Quantised(is_quantised=False), callbacks=[saving], enable_checkpointing=True, **options)
-    saved = torch.load(shared_folder() / "last.ckpt", weights_only=False)["state_dict"]
-    module = Quantised(is_quantised=True)
-    resumed = trained(strategy, module, ckpt_path=shared_folder() / "last.ckpt", max_epochs=3, **options)
-    return first, saved, resumed, weights(module)
-
-
-@pytest.mark.exhaustive
-@behaviours("The module", adapt_quantised_layers)
-def test_quantised_layers_train_as_under_ddp(run_on, case):
-    run_on(2, same_as_under_ddp, case=case)
 
 
 class Encodes(Net):

@@ -89,9 +89,9 @@ def adapt(strategy: str, kind: str) -> Any:
     return first, predicted, with_bytes(saved), resumed
 
 
-@pytest.mark.exhaustive(but=2)
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
-    "The module", "bitsandbytes' `Linear4bit` and `Linear8bitLt` with LoRA: fit, evaluate, save, resume"
+    "The module", "Quantised layers of bitsandbytes (NF4, FP4, int8) with LoRA: fit, evaluate, save, resume"
 )
 @pytest.mark.parametrize("kind", KINDS)
 def test_quantised_layers_train_as_under_ddp(run_on, kind):
@@ -124,24 +124,21 @@ def train(strategy: str, make: Callable[[str], Quantised], kind: str, **options:
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
-    "with offload": {"make": Quantised, "offload": "cpu"},
-    "with activation checkpointing": {"make": Quantised, "activation_checkpointing": "units"},
-    "with `torch.compile` of the blocks": {"make": Compiled},
-    "moved, copied and read by `full_parameters` in training": {"make": Handled},
+    "offload": {"make": Quantised, "offload": "cpu"},
+    "activation checkpointing": {"make": Quantised, "activation_checkpointing": "units"},
+    "compiled blocks": {"make": Compiled},
+    "handled": {"make": Handled},
 }
 
 
 @pytest.mark.exhaustive(but=1)
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(options, id=name, marks=pytest.mark.behaviour("The module", f"Quantised layers {name}"))
-        for name, options in OPTIONS.items()
-    ],
+@pytest.mark.behaviour(
+    "The module", "Quantised layers: offload, activation checkpointing, `torch.compile` of blocks, `full_parameters`"
 )
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("options", OPTIONS)
 def test_quantised_layers_train_as_under_ddp_with_options(run_on, options, kind):
-    run_on(2, same_as_under_ddp, case=partial(train, kind=kind, **options))
+    run_on(2, same_as_under_ddp, case=partial(train, kind=kind, **OPTIONS[options]))
 
 
 # -- quantised while they are loaded ----------------------------------------------------------------------------------
@@ -219,7 +216,7 @@ def load_and_resume(kind: str, checkpoint: str, excluded: bool) -> None:
 
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour(
-    "The module", "`load_weights(quantize=...)`, also with `exclude_frozen_parameters`: fit, save, resume"
+    "The module", "`load_weights(quantize=...)`: fit, save, resume, also with `exclude_frozen_parameters`"
 )
 @pytest.mark.parametrize("excluded", [False, True])
 @pytest.mark.parametrize("checkpoint", ["full", "sharded"])
@@ -271,6 +268,7 @@ def all_gathered(tensor: Tensor) -> list[Any]:
     return found
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_all_ranks_start_with_rank_0s_scales(run_on, kind):
     run_on(2, start_apart, kind=kind, evaluate_first=kind == "int8")

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from itertools import chain
+from functools import partial
 from typing import Any
 
 import torch
@@ -56,7 +56,7 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
 
     Raises:
         ModuleNotFoundError: if bitsandbytes is not installed.
-        ValueError: if ``kind`` is unknown.
+        ValueError: if ``kind`` is unknown, or there is no such layer.
     """
     if kind not in _KINDS:
         raise ValueError(f"quantize={kind!r} is unknown: write one of {', '.join(map(repr, _KINDS))}.")
@@ -66,19 +66,25 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
         raise ModuleNotFoundError(
             "the package bitsandbytes is missing: pip install 'lightning_zero[optimizers]'", name="bitsandbytes"
         ) from None
+    make: Any = partial(Linear4bit, quant_type=kind)
+    if kind == "int8":
+        make = partial(Linear8bitLt, has_fp16_weights=False)
     uses = Counter(id(p) for inner in module.modules() for p in inner._parameters.values())
-    models = [inner for inner in module.modules() if hasattr(inner, "get_output_embeddings")]
+    models: list[Any] = [inner for inner in module.modules() if hasattr(inner, "get_output_embeddings")]
     heads = [model.get_output_embeddings() for model in models]
-    for name, layer in list(module.named_modules()):
-        if type(layer) is not nn.Linear or layer in heads or uses[id(layer.weight)] > 1:
-            continue
-        sizes = layer.in_features, layer.out_features, layer.bias is not None
+    chosen = [
+        (name, layer)
+        for name, layer in module.named_modules()
+        if type(layer) is nn.Linear and layer not in heads and uses[id(layer.weight)] == 1
+    ]
+    if not chosen:
+        raise ValueError(
+            f"quantize={kind!r}: {type(module).__name__} contains no nn.Linear to replace. Leave quantize out."
+        )
+    for name, layer in chosen:
         with torch.device("meta"):
-            made: Any = (
-                Linear8bitLt(*sizes, has_fp16_weights=False) if kind == "int8" else Linear4bit(*sizes, quant_type=kind)
-            )
-        made.to(layer.weight.dtype).train(layer.training).requires_grad_(False)
-        module.set_submodule(name, made)
+            quantised = make(layer.in_features, layer.out_features, layer.bias is not None)
+        module.set_submodule(name, quantised.to(layer.weight.dtype).train(layer.training).requires_grad_(False))
     for model in models:
         setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)  # PEFT reads this
 
@@ -93,9 +99,8 @@ def awaits_quantisation(parameter: Any) -> bool:
         return False
     if isinstance(parameter, library.Params4bit):
         return not parameter.bnb_quantized
-    return (
-        isinstance(parameter, library.Int8Params) and parameter.is_floating_point() and not parameter.has_fp16_weights
-    )
+    is_8bit = isinstance(parameter, library.Int8Params) and not parameter.has_fp16_weights
+    return is_8bit and parameter.is_floating_point()
 
 
 def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
@@ -103,6 +108,8 @@ def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
     codes = _Codes(parameter, values)
     new = DeferredCodes.of_codes(codes) if wait else codes.made()
     set_contents(parameter, nn.Parameter(new, requires_grad=False))
+    if hasattr(parameter, "CB") and not wait:
+        parameter.CB = parameter.data
 
 
 def quantise_without_values(module: nn.Module) -> None:
@@ -126,20 +133,18 @@ class _Codes:
         self.device = torch.device("cpu")
 
     def __call__(self, start: int, stop: int) -> Tensor:
-        codes = self.made()
-        self._forget_codes()
-        return codes.view(-1)[start:stop]
+        return self.made().view(-1)[start:stop]
 
     def made(self) -> Tensor:
         return self._quantised(in_memory(self.values).to(self.device, self._dtype))
 
     def on_meta(self) -> Tensor:
         """The codes without values. The parameter gets scales of zero."""
-        load_tables()
+        with torch.device("cpu"):  # bitsandbytes keeps the table that its first call makes: it needs values
+            sys.modules["bitsandbytes.functional"].quantize_blockwise(torch.zeros(1))
         codes = self._quantised(torch.empty(self.values.shape, dtype=self._dtype, device="meta"))
         for holder, name, scale in scales_of(self._parameter()):
             setattr(holder, name, torch.zeros_like(scale, device="cpu"))
-        self._forget_codes()
         return codes
 
     def _quantised(self, values: Tensor) -> Tensor:
@@ -148,14 +153,10 @@ class _Codes:
         quantised = self._kind(values, **{**attributes_of_users(parameter), "requires_grad": False})
         quantised._quantize(values.device)
         codes: Tensor = quantised.data
+        if hasattr(quantised, "CB"):
+            quantised.CB = None  # a second reference to the codes
         parameter.__dict__.update(attributes_of_users(quantised))
         return codes
-
-    def _forget_codes(self) -> None:
-        """Drop the parameter's second reference to its codes, which it has in 8 bits."""
-        parameter: Any = self._parameter()
-        if hasattr(parameter, "CB"):
-            parameter.CB = None
 
 
 class DeferredCodes(LazyTensor):
@@ -180,24 +181,19 @@ class DeferredCodes(LazyTensor):
             codes.device = device
 
 
-def load_tables() -> None:
-    """Have bitsandbytes make its table of 8-bit values, which it keeps, before it sees tensors without values."""
-    library: Any = sys.modules.get("bitsandbytes.functional")
-    if library is not None:
-        with torch.device("cpu"):
-            library.quantize_blockwise(torch.zeros(1))
-
-
 # -- in an engine ------------------------------------------------------------------------------------------------------
 
 
 def prepare(module: nn.Module, device: torch.device | None) -> None:
-    """Before sharding, undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
+    """Quantise, undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
     for _, layer in quantised_layers(module):
-        if isinstance(layer.weight, DeferredCodes):
-            layer.weight.quantise_on(device or torch.device("cpu"))
-        elif getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
-            layer.state_dict()  # does so
+        weight = layer.weight
+        if isinstance(weight, DeferredCodes):
+            weight.quantise_on(device or torch.device("cpu"))
+        elif weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
+            layer.to(weight.device)
+        elif getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
+            layer.state_dict()  # undoes it
 
 
 class QuantisedLayers:
@@ -248,33 +244,32 @@ def _compute_with_gathered(layer: Any, _: Any) -> None:
 # -- in state dicts ----------------------------------------------------------------------------------------------------
 
 
-Scales = dict[str, dict[str, Any]]
-"""Entries of a state dict that are scales, by the names of quantised layers."""
-
-
-def scales_in(module: nn.Module, state: Mapping[str, Any]) -> Scales:
-    found = {}
+def scales_in(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of a state dict that are scales of quantised layers, which torch would refuse to load."""
+    begins: list[str] = []
     for name, _ in quantised_layers(module):
-        prefix = f"{name}." if name else ""
-        begins = f"{prefix}weight.", f"{prefix}SCB", f"{prefix}weight_format"
-        found[name] = {key: value for key, value in state.items() if key.startswith(begins)}
-    return found
+        begins += [_prefix(name) + key for key in ("weight.", "SCB", "weight_format")]
+    return {key: value for key, value in state.items() if key.startswith(tuple(begins))}
 
 
-def without_scales(module: nn.Module, state: Mapping[str, Any]) -> tuple[Any, Scales]:
-    """A state dict without the scales, which torch would refuse, and the scales for ``load_scales``."""
+def without_scales(module: nn.Module, state: Any) -> tuple[Any, dict[str, Any]]:
+    """A copy of a state dict without the scales, and the scales."""
     scales, rest = scales_in(module, state), copy.copy(state)
-    for key in chain.from_iterable(scales.values()):
-        del rest[key]  # type: ignore[attr-defined]
+    for key in scales:
+        del rest[key]
     return rest, scales
 
 
-def load_scales(module: nn.Module, scales: Scales) -> None:
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def load_scales(module: nn.Module, scales: Mapping[str, Any]) -> None:
     """Give quantised layers the scales that were saved beside their codes."""
     for name, layer in quantised_layers(module):
-        found = {key.removeprefix(f"{name}."): in_memory(value) for key, value in scales.get(name, {}).items()}
-        if "SCB" in found:
-            layer.weight.SCB.copy_(found["SCB"])
+        found = {key: in_memory(value) for key, value in scales.items() if key.startswith(_prefix(name))}
+        if hasattr(layer, "state") and found:
+            layer.weight.SCB.copy_(found[f"{_prefix(name)}SCB"])
         elif found:
             library: Any = sys.modules["bitsandbytes.functional"]
             device = layer.weight.quant_state.absmax.device

@@ -62,9 +62,10 @@ class View(nn.Parameter):
     @data.setter
     def data(self, value: Tensor) -> None:
         check_same_shape(self.slot.name, self, value)
-        if value.data_ptr() != self.data_ptr():
-            with torch.no_grad():
-                self.copy_(value)
+        if type(value) is Tensor and value.is_set_to(self):
+            return  # nothing is written
+        with torch.no_grad():
+            self.copy_(value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
         if id(self) not in memo:
