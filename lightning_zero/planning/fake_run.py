@@ -58,7 +58,9 @@ class _Planned:
     def model_to_device(self) -> None:
         """Replace meta tensors with fake ones: only now, since a module with fake tensors cannot change its dtype."""
         assert self.model is not None
-        quantised_layers.quantise_without_values(self.model)
+        for parameter in self.model.parameters():
+            if quantised_layers.awaits_quantisation(parameter):
+                quantised_layers.quantise(parameter, parameter.detach(), wait=True)
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         leave_meta(self.model)

@@ -24,9 +24,9 @@ from lightning_zero.strategies.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
-# Precision plugins that store weights as fp8 copies with scales, or as another strategy's shards. Such weights cannot
-# be split into flat shards of plain numbers.
-_REFUSED = ("TransformerEngine", "DeepSpeed", "FSDP", "XLA")
+# Precision plugins that store weights as fp8 copies with scales, as quantised blocks or as another strategy's shards.
+# Such weights cannot be split into flat shards of plain numbers.
+_REFUSED = ("TransformerEngine", "Bitsandbytes", "DeepSpeed", "FSDP", "XLA")
 
 if TYPE_CHECKING:
     ParallelStrategy: Any  # concrete strategies also derive from their own namespace's class
@@ -271,17 +271,15 @@ def _compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
     cast them. In other precisions, the plugin's conversion sets the dtype. Master weights are fp32 or fp64.
     """
     plugins = lightning.plugins.precision
-    if isinstance(plugin, plugins.BitsandbytesPrecision):
-        raise ValueError(
-            f"{type(plugin).__name__} cannot be used with ZeroStrategy: leave it out, and quantise the model in "
-            "configure_model with lightning_zero.load_weights(model, path, quantize='nf4'), or by quantization_config "
-            "of transformers."
-        )
     if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):
-        raise ValueError(
-            f"{type(plugin).__name__} cannot be used with ZeroStrategy: set precision to '32-true', '64-true', "
-            "'16-true', 'bf16-true', '16-mixed' or 'bf16-mixed', or pass your own Precision plugin."
-        )
+        advice = "set precision to '32-true', '64-true', '16-true', 'bf16-true', '16-mixed' or 'bf16-mixed', or pass "
+        advice += "your own Precision plugin"
+        if isinstance(plugin, plugins.BitsandbytesPrecision):
+            advice = (
+                "leave it out, and quantise in configure_model, by lightning_zero.load_weights(model, path, "
+                "quantize='nf4') or quantization_config of transformers"
+            )
+        raise ValueError(f"{type(plugin).__name__} cannot be used with ZeroStrategy: {advice}.")
     if isinstance(plugin, plugins.MixedPrecision):
         return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
     return None

@@ -112,14 +112,6 @@ def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
         parameter.CB = parameter.data
 
 
-def quantise_without_values(module: nn.Module) -> None:
-    """Give codes on the meta device, and scales of zero, to parameters that are to be quantised, as for a plan."""
-    for parameter in module.parameters():
-        if awaits_quantisation(parameter):
-            codes = _Codes(parameter, parameter).on_meta()
-            set_contents(parameter, nn.Parameter(codes, requires_grad=False))
-
-
 class _Codes:
     """The codes of a parameter. Each read quantises the whole tensor, and gives its scales to the parameter.
 
