@@ -10,19 +10,25 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, configs_of_models
+from lightning_zero.checkpoint.objects import Gather, Ranks, alone
+from lightning_zero.checkpoint.saving import on_every_rank
 from lightning_zero.checkpoint.trees import identity, is_dense
-from lightning_zero.engine import LazyTensor, flat_range
+from lightning_zero.engine import LazyTensor, flat_range, streaming
+from lightning_zero.io.labels import new_label
 from lightning_zero.io.names import listed
 
 DTYPES = {
@@ -70,7 +76,7 @@ class Weight:
             master = flat_range(self.master.detach(), start, start + part.numel())
             # A value that differs from its rounded master weight was changed after the last step, so the value is used.
             part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
-        values = part.to(self.dtype)
+        values = part.to("cpu", self.dtype)
         if self.dtype is torch.float16:
             self.overflows |= bool((values.isinf() & part.isfinite()).any())
         return values
@@ -96,16 +102,19 @@ class Export:
         return sum(weight.bytes for weight in self.weights)
 
 
-def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: str | None = None) -> Export:
+def export(
+    checkpoint: Mapping[str, Any], path: str, dtype: torch.dtype | None = None, prefix: str | None = None
+) -> Export:
     """Determine what to export, without reading values.
 
     Args:
+        path: the checkpoint's path, for errors.
         dtype: the dtype of exported floating-point weights; None keeps saved dtypes. Conversions start from the fp32
             master weights if the checkpoint has them.
         prefix: export only names with this prefix, and remove it. None means the name of the transformers model within
             the module if there is exactly one, otherwise no prefix.
     """
-    ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
+    ours = checkpoint.get(CHECKPOINT_KEY) or {}
     models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
     if prefix is None:
         prefix = next(iter(models)) if len(models) == 1 else ""
@@ -113,7 +122,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
     config = json.loads(models[prefix]) if prefix in models else None
     start = f"{prefix}." if prefix else ""
 
-    state, masters_by_name = _weights(opened.checkpoint, ours.get("masters") or {})
+    state, masters_by_name = _weights(checkpoint, ours.get("masters") or {})
     masters = {identity(state[name]): master for name, master in masters_by_name.items() if name in state}
     found = Export([], config=config)
     names: dict[Any, str] = {}
@@ -126,7 +135,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
             kind = "nested" if values.is_nested else str(values.layout).removeprefix("torch.")
             dense = "to_padded_tensor(0)" if values.is_nested else "to_dense()"
             raise ValueError(
-                f"{opened.path}: safetensors has no form for {whole_name}, which is a {kind} tensor. Save it as an "
+                f"{path}: safetensors has no form for {whole_name}, which is a {kind} tensor. Save it as an "
                 f"ordinary tensor: .{dense}."
             )
         if (memory := identity(values)) in names:
@@ -141,13 +150,13 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         found.weights.append(weight)
     if not found.weights:
         raise ValueError(
-            f"{opened.path} has no weights whose names begin with {start!r}; its names are {listed(list(state))}"
+            f"{path} has no weights whose names begin with {start!r}; its names are {listed(list(state))}"
             if state
-            else f"{opened.path} has no weights in its state_dict."
+            else f"{path} has no weights in its state_dict."
         )
     for weight in found.weights:
         if weight.dtype not in DTYPES:
-            raise ValueError(f"{opened.path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
+            raise ValueError(f"{path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
     dtypes = {weight.dtype for weight in found.weights if weight.dtype.is_floating_point}
     if config is not None and len(dtypes) == 1:  # the dtype in which `from_pretrained` loads weights
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtypes.pop()).removeprefix("torch.")
@@ -198,42 +207,148 @@ class ExportPaths:
         return sorted(name for file in files if ours.fullmatch(name := os.path.basename(file.rstrip("/"))))
 
 
+Values = Generator[tuple[int, Weight, Tensor], None, None]
+"""The values that a rank writes, in the order of writing: the number of the file, the weight, and its values."""
+
+
+def _as_opened(shards: list[list[Weight]]) -> Values:
+    return ((number, weight, weight.values) for number, weights in enumerate(shards) for weight in weights)
+
+
 def write_safetensors(
-    content: Export, paths: ExportPaths, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
+    content: Export,
+    paths: ExportPaths,
+    *,
+    most_bytes: int,
+    advance: Callable[[int], Any] = lambda _: None,
+    values_of: Callable[[list[list[Weight]]], Values] = _as_opened,
+    ranks: tuple[int, int, Gather] = (0, 1, alone),
 ) -> list[str]:
-    """Write an export, replacing any earlier export at its paths; return the paths of the written files."""
+    """Write an export, replacing any earlier export at its paths; return the paths of the written files.
+
+    Args:
+        values_of: returns the values that this rank writes, of the shards that it is given.
+        ranks: this rank, the number of ranks that write together, and their all-gather of objects.
+
+    Raises:
+        CheckpointNotSavedError: on every rank, if one of several ranks cannot write; the export is then discarded.
+    """
+    rank, size, gather = ranks
     shards = list(_shards(content.weights, most_bytes))
     names = paths.names(len(shards))
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
     if len(shards) > 1:
         places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
         texts[paths.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
-    written = {name: Destination(paths.beside(name)) for name in (*names, *texts)}
-    before = paths.existing()
-    try:
-        written[names[0]].clear_leftovers()
-        for name, weights in zip(names, shards):
-            with written[name].writing() as stream:
-                stream.write(_header(weights, content.tied))
-                for weight in weights:
-                    write_values(stream, weight.values, advance, weight.converted)
+    label = gather(new_label())[0]
+    written = {name: Destination(paths.beside(name), label) for name in (*names, *texts)}
+
+    def write() -> None:
+        with closing(values_of(shards)) as values:
+            for number, of_file in groupby(values, itemgetter(0)):
+                with written[names[number]].writing() as stream:
+                    stream.write(_header(shards[number], content.tied))
+                    for _, weight, tensor in of_file:
+                        write_values(stream, tensor, advance, weight.converted)
+
+    def complete() -> None:
+        if rank != 0:
+            return
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
+        written[names[0]].clear_leftovers()
+        before = paths.existing()
         # If the process dies from here on, readers find the old weights, the new weights or none, never a mixture.
         if len(shards) > 1:
             for name in (paths.name, paths.index):
                 Destination(paths.beside(name)).remove()
         for destination in written.values():
             destination.put_in_place()
+        for name in before:
+            if name not in written:
+                Destination(paths.beside(name)).remove()
+
+    try:
+        for act in (write, complete):
+            if size == 1:
+                act()
+            else:
+                on_every_rank(act, Ranks(rank, gather), paths.out)
     except BaseException:
         for destination in written.values():
             destination.discard()
         raise
-    for name in before:
-        if name not in written:
-            Destination(paths.beside(name)).remove()
     return [destination.path for destination in written.values()]
+
+
+def export_weights(
+    module: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    max_bytes: int = 2**30,
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = False,
+) -> list[str]:
+    """Write a module's weights to ``model.safetensors``, or to several files that the ranks share. Collective.
+
+    If the module is or contains one transformers model, only that model is written, under its own names and with its
+    ``config.json``, so that ``from_pretrained`` loads the folder. The bytes do not depend on the number of ranks.
+
+    Args:
+        module: see ``iter_full_parameters``, as for ``dtype`` and ``merge_adapters``. Tied weights are written once.
+        folder: a local path or an fsspec URL that every rank can write to. An earlier export in it is replaced.
+        max_shard_bytes: the size of a file, unless one tensor is larger. With fewer files than ranks, some ranks do not
+            write.
+        max_bytes: how many bytes of whole tensors a rank holds at most.
+
+    Returns:
+        The paths of the written files.
+
+    Raises:
+        ValueError: if a tensor has no form in safetensors, or adapters cannot be merged; nothing has been written.
+        OSError: on every rank, if a rank cannot write; an earlier export in the folder is then unchanged.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> lightning_zero.export_weights(model, "exported", dtype=torch.bfloat16)
+        ['exported/model.safetensors']
+        >>> engine.close()
+    """
+    parts = streaming.parts_of(module, merge_adapters)
+    rank, size, gather = streaming.ranks_of(parts)
+    outputs = {id(value): (part, name, value) for part in parts for name, value in part.outputs}
+    state = {name: value for _, name, value in outputs.values()}
+    configs = {"transformers": configs_of_models(module)}
+    content = export({"state_dict": state, CHECKPOINT_KEY: configs}, os.fspath(folder), dtype)
+
+    def values_of(shards: list[list[Weight]]) -> Values:
+        steps, before = [], Counter[int]()
+        for number, weights in enumerate(shards):
+            for weight in weights:
+                steps.append((before[number % size], number, weight))
+                before[number % size] += weight.bytes
+        steps.sort(key=itemgetter(0))  # so that the ranks write at the same time
+        wanted = []
+        for _, number, weight in steps:
+            part, name, _ = outputs[id(weight.values)]
+            wanted.append((part, [name] if number % size == rank else []))
+        values = streaming.results(wanted, max_bytes, dtype)
+        try:
+            for _, number, weight in steps:
+                if number % size == rank:
+                    yield number, weight, next(values)[1]
+        finally:
+            for _ in values:  # to the end, also after an error: the other ranks need this rank's shards
+                pass
+
+    paths = ExportPaths(os.path.join(folder, "model.safetensors"))
+    return write_safetensors(
+        content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=(rank, size, gather)
+    )
 
 
 def write_values(

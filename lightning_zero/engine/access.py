@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine import streaming
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.optim.masters import masters_that_hold
 from lightning_zero.engine.state.slot import slot_of
@@ -59,6 +60,54 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         with torch.no_grad():
             for parameter, value in {id(p): (p, value) for _, _, p, value in swapped}.values():
                 parameter.copy_(value)
+
+
+def iter_full_parameters(
+    module: nn.Module,
+    max_bytes: int = 2**30,
+    *,
+    rank: int | None = None,
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = False,
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the names and whole tensors of ``module.state_dict()``, a few gathered at a time. Collective.
+
+    The next tensors are gathered while the loop's body works with the last ones. Every rank must iterate to the end: a
+    rank that leaves the loop early causes an error on the ranks that go on. Do not change parameters in the loop.
+
+    Args:
+        module: a sharded, partly sharded or unsharded module, or a part of one. Parameters and persistent buffers are
+            yielded under the names that the state dict has, tied ones under each of their names.
+        max_bytes: how many bytes the stream holds at most: the tensors being yielded and those being gathered. A larger
+            tensor is gathered alone. Each tensor is new memory that belongs to the caller.
+        rank: the only rank that receives tensors; None for every rank. On other ranks, which take part in the gathers,
+            the loop's body does not run. So the body must not communicate.
+        dtype: converts floating-point tensors of 16 bits or more; fp32 has the fp32 master weights' precision. None
+            keeps the dtypes of the state dict.
+        merge_adapters: whether to yield the weights that ``merge_and_unload`` of peft would return, under the base
+            model's names. The module does not change. Merging needs some memory besides ``max_bytes``.
+
+    Raises:
+        ValueError: if an argument has no possible value, or if ``merge_adapters``, and peft cannot merge the adapters.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> [(name, tuple(tensor.shape)) for name, tensor in lightning_zero.iter_full_parameters(model)]
+        [('weight', (2, 3)), ('bias', (2,))]
+        >>> engine.close()
+    """
+    parts = streaming.parts_of(module, merge_adapters)
+    own, size, _ = streaming.ranks_of(parts)
+    if max_bytes < 1 or rank not in (None, *range(size)):
+        raise ValueError(
+            f"max_bytes={max_bytes!r}, rank={rank!r}: max_bytes must be positive, and rank must be None or from 0 to "
+            f"{size - 1}."
+        )
+    receives = rank in (None, own)
+    names = [[name for name, _ in part.outputs] if receives else [] for part in parts]
+    return streaming.results(list(zip(parts, names)), max_bytes, dtype)
 
 
 def _taker_of_gradients(parameter: ShardedTensor) -> Callable[[Tensor], None]:

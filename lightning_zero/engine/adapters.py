@@ -1,0 +1,73 @@
+"""Adapters of the package peft, merged into one layer's weights at a time, without changing the layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+Named = tuple[str, Tensor]
+
+_ADVICE = "leave out merge_adapters=True, or call peft's merge_and_unload after the run"
+
+
+def without_wrappers(module: nn.Module) -> Callable[[str], str]:
+    """A function that removes the names of peft's models from a tensor's name."""
+    wrappers = []
+    for name, inner in module.named_modules():
+        if hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
+            wrappers.append(f"{name}." if name else "")
+            if not hasattr(inner, "merge_and_unload"):
+                raise ValueError(f"{type(inner).__name__} has adapters that are in no weights: {_ADVICE}.")
+
+    def original(name: str) -> str:
+        for wrapper in wrappers:
+            name = name.replace(f"{wrapper}base_model.model.", wrapper, 1)
+        return name
+
+    return original
+
+
+def layers_with_adapters(module: nn.Module) -> dict[str, nn.Module]:
+    """The outermost layers with adapters, by the prefix of their tensors' names."""
+    layers: dict[str, nn.Module] = {}
+    owners: dict[int, str] = {}  # the layer's prefix, by parameter
+    for name, inner in module.named_modules():
+        prefix = f"{name}." if name else ""
+        has_base = hasattr(inner, "get_base_layer")
+        if any(map(prefix.startswith, layers)) or not (
+            has_base or hasattr(inner, "unload_and_optionally_merge_module")
+        ):
+            continue
+        layers[prefix] = inner
+        owners |= {id(parameter): prefix for parameter in inner.parameters() if has_base}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not name.startswith(prefix := owners.get(id(parameter), "")):
+            raise ValueError(f"The adapters of {prefix[:-1]} change a weight that is tied to {name}: {_ADVICE}.")
+    return layers
+
+
+def merge(layer: nn.Module, prefix: str, original: Callable[[str], str], values: Sequence[Named]) -> Iterator[Named]:
+    """Merge adapters in a copy of a layer that has the given values."""
+    whole, device = {name.removeprefix(prefix): value for name, value in values}, values[0][1].device
+    memo: dict[int, Any] = {id(buffer): buffer.to(device) for buffer in layer.buffers()}
+    for name, tensor in layer.state_dict(keep_vars=True).items():
+        if name in whole:
+            memo[id(tensor)] = nn.Parameter(whole[name], False) if isinstance(tensor, nn.Parameter) else whole[name]
+    try:
+        copied: Any = copy.deepcopy(layer, memo)
+        with torch.no_grad():
+            if hasattr(copied, "unload_and_optionally_merge_module"):
+                base = copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                copied.merge()
+                base = copied.get_base_layer()
+    except Exception as error:
+        raise ValueError(f"The adapters of {prefix[:-1]} cannot be merged ({error}): {_ADVICE}.") from error
+    for name, value in base.state_dict().items():
+        if not value.is_floating_point():
+            raise ValueError(f"The adapters of {prefix[:-1]} cannot be merged into quantised weights: {_ADVICE}.")
+        yield original(prefix + name), value
