@@ -11,8 +11,7 @@ import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
 from operator import itemgetter
@@ -207,31 +206,21 @@ class ExportPaths:
         return sorted(name for file in files if ours.fullmatch(name := os.path.basename(file.rstrip("/"))))
 
 
-Values = Generator[tuple[int, Weight, Tensor], None, None]
-"""The values that a rank writes, in the order of writing: the number of the file, the weight, and its values."""
-
-
-def _as_opened(shards: list[list[Weight]]) -> Values:
-    return ((number, weight, weight.values) for number, weights in enumerate(shards) for weight in weights)
-
-
 def write_safetensors(
     content: Export,
     paths: ExportPaths,
     *,
     most_bytes: int,
     advance: Callable[[int], Any] = lambda _: None,
-    values_of: Callable[[list[list[Weight]]], Values] = _as_opened,
+    values_of: Callable[[list[list[Weight]]], Iterator[tuple[int, Weight, Tensor]]] | None = None,
     ranks: tuple[int, int, Gather] = (0, 1, alone),
 ) -> list[str]:
     """Write an export, replacing any earlier export at its paths; return the paths of the written files.
 
     Args:
-        values_of: returns the values that this rank writes, of the shards that it is given.
+        values_of: given the weights of each file, returns the values that this rank writes, in the order of writing,
+            each with its file's number; by default, all values.
         ranks: this rank, the number of ranks that write together, and their all-gather of objects.
-
-    Raises:
-        CheckpointNotSavedError: on every rank, if one of several ranks cannot write; the export is then discarded.
     """
     rank, size, gather = ranks
     shards = list(_shards(content.weights, most_bytes))
@@ -242,14 +231,19 @@ def write_safetensors(
         texts[paths.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
     label = gather(new_label())[0]
     written = {name: Destination(paths.beside(name), label) for name in (*names, *texts)}
+    all_values = ((number, weight, weight.values) for number, weights in enumerate(shards) for weight in weights)
+    values = all_values if values_of is None else values_of(shards)
 
     def write() -> None:
-        with closing(values_of(shards)) as values:
+        try:
             for number, of_file in groupby(values, itemgetter(0)):
                 with written[names[number]].writing() as stream:
                     stream.write(_header(shards[number], content.tied))
                     for _, weight, tensor in of_file:
                         write_values(stream, tensor, advance, weight.converted)
+        finally:
+            for _ in values:  # after an error, other ranks still need this rank's shards
+                pass
 
     def complete() -> None:
         if rank != 0:
@@ -271,10 +265,7 @@ def write_safetensors(
 
     try:
         for act in (write, complete):
-            if size == 1:
-                act()
-            else:
-                on_every_rank(act, Ranks(rank, gather), paths.out)
+            act() if size == 1 else on_every_rank(act, Ranks(rank, gather), paths.out)
     except BaseException:
         for destination in written.values():
             destination.discard()
@@ -291,24 +282,23 @@ def export_weights(
     dtype: torch.dtype | None = None,
     merge_adapters: bool = False,
 ) -> list[str]:
-    """Write a module's weights to ``model.safetensors``, or to several files that the ranks share. Collective.
+    """Write a module's weights to ``model.safetensors``, or to several files, which the ranks share. Collective.
 
     If the module is or contains one transformers model, only that model is written, under its own names and with its
-    ``config.json``, so that ``from_pretrained`` loads the folder. The bytes do not depend on the number of ranks.
+    ``config.json``: ``from_pretrained`` loads the folder. The files do not depend on the number of ranks.
 
     Args:
-        module: see ``iter_full_parameters``, as for ``dtype`` and ``merge_adapters``. Tied weights are written once.
-        folder: a local path or an fsspec URL that every rank can write to. An earlier export in it is replaced.
-        max_shard_bytes: the size of a file, unless one tensor is larger. With fewer files than ranks, some ranks do not
-            write.
-        max_bytes: how many bytes of whole tensors a rank holds at most.
+        module, max_bytes, merge_adapters: see ``iter_full_parameters``. Tied parameters are written once.
+        folder: a path or fsspec URL that all ranks can write to. Its earlier export, if there is one, is replaced.
+        max_shard_bytes: the size of a file, unless one tensor is larger. Ranks write at once if there are several.
+        dtype: converts floating-point weights of 16 bits or more; by default, weights keep their dtypes.
 
     Returns:
         The paths of the written files.
 
     Raises:
         ValueError: if a tensor has no form in safetensors, or adapters cannot be merged; nothing has been written.
-        OSError: on every rank, if a rank cannot write; an earlier export in the folder is then unchanged.
+        OSError: on every rank, if a rank cannot write; an earlier export is then unchanged.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -319,36 +309,29 @@ def export_weights(
         >>> engine.close()
     """
     parts = streaming.parts_of(module, merge_adapters)
-    rank, size, gather = streaming.ranks_of(parts)
-    outputs = {id(value): (part, name, value) for part in parts for name, value in part.outputs}
-    state = {name: value for _, name, value in outputs.values()}
-    configs = {"transformers": configs_of_models(module)}
-    content = export({"state_dict": state, CHECKPOINT_KEY: configs}, os.fspath(folder), dtype)
+    rank, size, _ = ranks = streaming.ranks_of(parts)
+    part_of = {id(value): part for part in parts for _, value in part.results}
+    checkpoint = {
+        "state_dict": {name: value for part in parts for name, value in part.results},
+        CHECKPOINT_KEY: {"transformers": configs_of_models(module)},
+    }
 
-    def values_of(shards: list[list[Weight]]) -> Values:
+    def values_of(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
         steps, before = [], Counter[int]()
         for number, weights in enumerate(shards):
             for weight in weights:
-                steps.append((before[number % size], number, weight))
+                steps.append((before[number % size], number, weight, part_of[id(weight.values)]))
                 before[number % size] += weight.bytes
-        steps.sort(key=itemgetter(0))  # so that the ranks write at the same time
-        wanted = []
-        for _, number, weight in steps:
-            part, name, _ = outputs[id(weight.values)]
-            wanted.append((part, [name] if number % size == rank else []))
-        values = streaming.results(wanted, max_bytes, dtype)
-        try:
-            for _, number, weight in steps:
-                if number % size == rank:
-                    yield number, weight, next(values)[1]
-        finally:
-            for _ in values:  # to the end, also after an error: the other ranks need this rank's shards
-                pass
+        steps.sort(key=itemgetter(0))  # so that ranks write at the same time
+        whole = streaming.stream([part for *_, part in steps], max_bytes)
+        for _, number, weight, part in steps:
+            for (_, wanted), (_, value) in zip(part.results, whole):
+                if wanted is weight.values and number % size == rank:
+                    yield number, weight, value
 
+    content = export(checkpoint, os.fspath(folder), dtype)
     paths = ExportPaths(os.path.join(folder, "model.safetensors"))
-    return write_safetensors(
-        content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=(rank, size, gather)
-    )
+    return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
 
 
 def write_values(

@@ -63,51 +63,34 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 
 
 def iter_full_parameters(
-    module: nn.Module,
-    max_bytes: int = 2**30,
-    *,
-    rank: int | None = None,
-    dtype: torch.dtype | None = None,
-    merge_adapters: bool = False,
+    module: nn.Module, max_bytes: int = 2**30, merge_adapters: bool = False
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the names and whole tensors of ``module.state_dict()``, a few gathered at a time. Collective.
 
-    The next tensors are gathered while the loop's body works with the last ones. Every rank must iterate to the end: a
-    rank that leaves the loop early causes an error on the ranks that go on. Do not change parameters in the loop.
+    The next tensors are gathered while the loop's body works with the last ones. Every rank must iterate, also if only
+    one rank uses the tensors; a rank that leaves the loop early causes an error on ranks that go on. Do not change
+    parameters in the loop.
 
     Args:
-        module: a sharded, partly sharded or unsharded module, or a part of one. Parameters and persistent buffers are
-            yielded under the names that the state dict has, tied ones under each of their names.
-        max_bytes: how many bytes the stream holds at most: the tensors being yielded and those being gathered. A larger
-            tensor is gathered alone. Each tensor is new memory that belongs to the caller.
-        rank: the only rank that receives tensors; None for every rank. On other ranks, which take part in the gathers,
-            the loop's body does not run. So the body must not communicate.
-        dtype: converts floating-point tensors of 16 bits or more; fp32 has the fp32 master weights' precision. None
-            keeps the dtypes of the state dict.
+        module: a sharded, partly sharded or unsharded module. Parameters and persistent buffers keep their names and
+            dtypes; tied parameters are yielded under each name. Each tensor is new memory that belongs to the caller.
+        max_bytes: limits the memory of the tensors that are being gathered, or are ready, and of the last one yielded.
+            A larger tensor is gathered alone.
         merge_adapters: whether to yield the weights that ``merge_and_unload`` of peft would return, under the base
-            model's names. The module does not change. Merging needs some memory besides ``max_bytes``.
+            model's names, for which one layer at a time needs additional memory. The module does not change.
 
     Raises:
-        ValueError: if an argument has no possible value, or if ``merge_adapters``, and peft cannot merge the adapters.
+        ValueError: if ``merge_adapters``, and adapters cannot be merged into weights.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
         >>> optimizer = torch.optim.AdamW(model.parameters())
         >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
-        >>> [(name, tuple(tensor.shape)) for name, tensor in lightning_zero.iter_full_parameters(model)]
-        [('weight', (2, 3)), ('bias', (2,))]
+        >>> [(name, tensor.shape) for name, tensor in lightning_zero.iter_full_parameters(model)]
+        [('weight', torch.Size([2, 3])), ('bias', torch.Size([2]))]
         >>> engine.close()
     """
-    parts = streaming.parts_of(module, merge_adapters)
-    own, size, _ = streaming.ranks_of(parts)
-    if max_bytes < 1 or rank not in (None, *range(size)):
-        raise ValueError(
-            f"max_bytes={max_bytes!r}, rank={rank!r}: max_bytes must be positive, and rank must be None or from 0 to "
-            f"{size - 1}."
-        )
-    receives = rank in (None, own)
-    names = [[name for name, _ in part.outputs] if receives else [] for part in parts]
-    return streaming.results(list(zip(parts, names)), max_bytes, dtype)
+    return streaming.stream(streaming.parts_of(module, merge_adapters), max_bytes)
 
 
 def _taker_of_gradients(parameter: ShardedTensor) -> Callable[[Tensor], None]:

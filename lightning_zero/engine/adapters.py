@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-
-Named = tuple[str, Tensor]
 
 _ADVICE = "leave out merge_adapters=True, or call peft's merge_and_unload after the run"
 
@@ -50,13 +48,17 @@ def layers_with_adapters(module: nn.Module) -> dict[str, nn.Module]:
     return layers
 
 
-def merge(layer: nn.Module, prefix: str, original: Callable[[str], str], values: Sequence[Named]) -> Iterator[Named]:
-    """Merge adapters in a copy of a layer that has the given values."""
-    whole, device = {name.removeprefix(prefix): value for name, value in values}, values[0][1].device
-    memo: dict[int, Any] = {id(buffer): buffer.to(device) for buffer in layer.buffers()}
-    for name, tensor in layer.state_dict(keep_vars=True).items():
-        if name in whole:
-            memo[id(tensor)] = nn.Parameter(whole[name], False) if isinstance(tensor, nn.Parameter) else whole[name]
+def merged(layer: nn.Module, prefix: str, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The state dict of a layer's base after the adapters have been merged, in a copy of the layer.
+
+    Args:
+        prefix: of the names, and of the result's.
+        values: the whole tensors of the layer's state dict, which may be overwritten.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer.to(values[0].device) for buffer in layer.buffers()}
+    state = layer.state_dict(prefix=prefix, keep_vars=True)
+    for name, value in zip(names, values):
+        memo[id(state[name])] = nn.Parameter(value, False) if isinstance(state[name], nn.Parameter) else value
     try:
         copied: Any = copy.deepcopy(layer, memo)
         with torch.no_grad():
@@ -65,9 +67,9 @@ def merge(layer: nn.Module, prefix: str, original: Callable[[str], str], values:
             else:
                 copied.merge()
                 base = copied.get_base_layer()
+        found = base.state_dict(prefix=prefix)
+        if not all(value.is_floating_point() for value in found.values()):
+            raise TypeError("its weights are quantised")
     except Exception as error:
         raise ValueError(f"The adapters of {prefix[:-1]} cannot be merged ({error}): {_ADVICE}.") from error
-    for name, value in base.state_dict().items():
-        if not value.is_floating_point():
-            raise ValueError(f"The adapters of {prefix[:-1]} cannot be merged into quantised weights: {_ADVICE}.")
-        yield original(prefix + name), value
+    return found
