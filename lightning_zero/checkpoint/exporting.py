@@ -10,7 +10,6 @@ import json
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, configs_of_models
-from lightning_zero.checkpoint.objects import Gather, Ranks, alone
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
 from lightning_zero.checkpoint.saving import on_every_rank
 from lightning_zero.checkpoint.trees import identity, is_dense
 from lightning_zero.engine import LazyTensor, flat_range, streaming
@@ -206,33 +205,33 @@ class ExportPaths:
         return sorted(name for file in files if ours.fullmatch(name := os.path.basename(file.rstrip("/"))))
 
 
+def _all_values(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
+    return ((number, weight, weight.values) for number, weights in enumerate(shards) for weight in weights)
+
+
 def write_safetensors(
     content: Export,
     paths: ExportPaths,
     *,
     most_bytes: int,
     advance: Callable[[int], Any] = lambda _: None,
-    values_of: Callable[[list[list[Weight]]], Iterator[tuple[int, Weight, Tensor]]] | None = None,
-    ranks: tuple[int, int, Gather] = (0, 1, alone),
+    values_of: Callable[[list[list[Weight]]], Iterator[tuple[int, Weight, Tensor]]] = _all_values,
+    ranks: Ranks = ONE_RANK,
 ) -> list[str]:
     """Write an export, replacing any earlier export at its paths; return the paths of the written files.
 
     Args:
-        values_of: given the weights of each file, returns the values that this rank writes, in the order of writing,
-            each with its file's number; by default, all values.
-        ranks: this rank, the number of ranks that write together, and their all-gather of objects.
+        values_of: given each file's weights, returns those that this rank writes, with the file's number and values.
     """
-    rank, size, gather = ranks
     shards = list(_shards(content.weights, most_bytes))
     names = paths.names(len(shards))
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
     if len(shards) > 1:
         places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
         texts[paths.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
-    label = gather(new_label())[0]
-    written = {name: Destination(paths.beside(name), label) for name in (*names, *texts)}
-    all_values = ((number, weight, weight.values) for number, weights in enumerate(shards) for weight in weights)
-    values = all_values if values_of is None else values_of(shards)
+    labels = ranks.gather(new_label())
+    written = {name: Destination(paths.beside(name), labels[0]) for name in (*names, *texts)}
+    values = values_of(shards)
 
     def write() -> None:
         try:
@@ -242,35 +241,37 @@ def write_safetensors(
                     for _, weight, tensor in of_file:
                         write_values(stream, tensor, advance, weight.converted)
         finally:
-            for _ in values:  # after an error, other ranks still need this rank's shards
+            for _ in values:  # after an error, too: the other ranks need this rank's shards
                 pass
 
     def complete() -> None:
-        if rank != 0:
-            return
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
-        written[names[0]].clear_leftovers()
-        before = paths.existing()
-        # If the process dies from here on, readers find the old weights, the new weights or none, never a mixture.
-        if len(shards) > 1:
-            for name in (paths.name, paths.index):
-                Destination(paths.beside(name)).remove()
-        for destination in written.values():
-            destination.put_in_place()
-        for name in before:
-            if name not in written:
-                Destination(paths.beside(name)).remove()
+        _put_in_place(written, paths, has_index=len(shards) > 1)
 
     try:
-        for act in (write, complete):
-            act() if size == 1 else on_every_rank(act, Ranks(rank, gather), paths.out)
+        for act in (write, complete if ranks.rank == 0 else list):
+            act() if len(labels) == 1 else on_every_rank(act, ranks, paths.out)
     except BaseException:
         for destination in written.values():
             destination.discard()
         raise
     return [destination.path for destination in written.values()]
+
+
+def _put_in_place(written: dict[str, Destination], paths: ExportPaths, has_index: bool) -> None:
+    """Replace an earlier export. If the process dies, readers find old weights, new weights or none, no mixture."""
+    next(iter(written.values())).clear_leftovers()
+    before = paths.existing()
+    if has_index:
+        for name in (paths.name, paths.index):
+            Destination(paths.beside(name)).remove()
+    for destination in written.values():
+        destination.put_in_place()
+    for name in before:
+        if name not in written:
+            Destination(paths.beside(name)).remove()
 
 
 def export_weights(
@@ -289,7 +290,7 @@ def export_weights(
 
     Args:
         module, max_bytes, merge_adapters: see ``iter_full_parameters``. Tied parameters are written once.
-        folder: a path or fsspec URL that all ranks can write to. Its earlier export, if there is one, is replaced.
+        folder: a path or fsspec URL that all ranks can write to; an earlier export is replaced.
         max_shard_bytes: the size of a file, unless one tensor is larger. Ranks write at once if there are several.
         dtype: converts floating-point weights of 16 bits or more; by default, weights keep their dtypes.
 
@@ -309,28 +310,24 @@ def export_weights(
         >>> engine.close()
     """
     parts = streaming.parts_of(module, merge_adapters)
-    rank, size, _ = ranks = streaming.ranks_of(parts)
+    rank, size, gather = streaming.ranks_of(parts)
     part_of = {id(value): part for part in parts for _, value in part.results}
-    checkpoint = {
-        "state_dict": {name: value for part in parts for name, value in part.results},
-        CHECKPOINT_KEY: {"transformers": configs_of_models(module)},
-    }
+    state = {name: value for part in parts for name, value in part.results}
+    models = {CHECKPOINT_KEY: {"transformers": configs_of_models(module)}}
+    content = export({"state_dict": state, **models}, os.fspath(folder), dtype)
 
     def values_of(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
-        steps, before = [], Counter[int]()
-        for number, weights in enumerate(shards):
-            for weight in weights:
-                steps.append((before[number % size], number, weight, part_of[id(weight.values)]))
-                before[number % size] += weight.bytes
-        steps.sort(key=itemgetter(0))  # so that ranks write at the same time
-        whole = streaming.stream([part for *_, part in steps], max_bytes)
-        for _, number, weight, part in steps:
-            for (_, wanted), (_, value) in zip(part.results, whole):
-                if wanted is weight.values and number % size == rank:
-                    yield number, weight, value
+        # The first tensors of the first files, then their second tensors, ...: so ranks write at the same time.
+        places = [(file // size, place, file) for file, weights in enumerate(shards) for place in range(len(weights))]
+        order = [(file, shards[file][place]) for _, place, file in sorted(places)]
+        whole = streaming.stream([part_of[id(weight.values)] for _, weight in order], max_bytes)
+        for file, weight in order:
+            for (_, wanted), (_, value) in zip(part_of[id(weight.values)].results, whole):
+                if wanted is weight.values and file % size == rank:
+                    yield file, weight, value
 
-    content = export(checkpoint, os.fspath(folder), dtype)
     paths = ExportPaths(os.path.join(folder, "model.safetensors"))
+    ranks = Ranks(rank, gather)
     return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
 
 

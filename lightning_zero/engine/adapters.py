@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,40 +12,31 @@ from torch import Tensor, nn
 _ADVICE = "leave out merge_adapters=True, or call peft's merge_and_unload after the run"
 
 
-def without_wrappers(module: nn.Module) -> Callable[[str], str]:
-    """A function that removes the names of peft's models from a tensor's name."""
-    wrappers = []
-    for name, inner in module.named_modules():
-        if hasattr(inner, "get_base_model") and hasattr(inner, "peft_config"):
-            wrappers.append(f"{name}." if name else "")
-            if not hasattr(inner, "merge_and_unload"):
-                raise ValueError(f"{type(inner).__name__} has adapters that are in no weights: {_ADVICE}.")
+def adapters_in(module: nn.Module) -> tuple[list[str], dict[str, nn.Module]]:
+    """The prefixes of names within peft's models, and the outermost layers with adapters by their prefixes.
 
-    def original(name: str) -> str:
-        for wrapper in wrappers:
-            name = name.replace(f"{wrapper}base_model.model.", wrapper, 1)
-        return name
-
-    return original
-
-
-def layers_with_adapters(module: nn.Module) -> dict[str, nn.Module]:
-    """The outermost layers with adapters, by the prefix of their tensors' names."""
+    Raises:
+        ValueError: if there are adapters that no layer's weights can include.
+    """
+    wrappers: list[str] = []
     layers: dict[str, nn.Module] = {}
-    owners: dict[int, str] = {}  # the layer's prefix, by parameter
+    owners: dict[int, str] = {}  # the prefix of the layer that changes a parameter
     for name, inner in module.named_modules():
         prefix = f"{name}." if name else ""
-        has_base = hasattr(inner, "get_base_layer")
-        if any(map(prefix.startswith, layers)) or not (
-            has_base or hasattr(inner, "unload_and_optionally_merge_module")
-        ):
+        if any(map(prefix.startswith, layers)):
             continue
-        layers[prefix] = inner
-        owners |= {id(parameter): prefix for parameter in inner.parameters() if has_base}
+        if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            wrappers.append(f"{prefix}base_model.model.")
+            if not hasattr(inner, "merge_and_unload"):
+                raise ValueError(f"{type(inner).__name__} has adapters that are not part of layers: {_ADVICE}.")
+        if hasattr(inner, "get_base_layer"):
+            owners |= dict.fromkeys(map(id, inner.parameters()), prefix)
+        if hasattr(inner, "get_base_layer") or hasattr(inner, "unload_and_optionally_merge_module"):
+            layers[prefix] = inner
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not name.startswith(prefix := owners.get(id(parameter), "")):
             raise ValueError(f"The adapters of {prefix[:-1]} change a weight that is tied to {name}: {_ADVICE}.")
-    return layers
+    return wrappers, layers
 
 
 def merged(layer: nn.Module, prefix: str, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Tensor]:

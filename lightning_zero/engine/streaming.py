@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.adapters import layers_with_adapters, merged, without_wrappers
+from lightning_zero.engine.adapters import adapters_in, merged
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.tensor_parallel import in_full
 from lightning_zero.engine.state.bucket import Bucket
@@ -43,17 +43,22 @@ def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:
         ValueError: if adapters cannot be merged.
     """
     state = [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]
-    if not merge_adapters:
-        return [Part([each], [each]) for each in state]
-    original, layers, parts = without_wrappers(module), layers_with_adapters(module), []
+    wrappers, layers = adapters_in(module) if merge_adapters else ([], {})
+    parts = []
     for prefix, run in groupby(state, lambda item: next(filter(item[0].startswith, layers), None)):
         if prefix is None:
-            parts += [Part([(name, value)], [(original(name), value)]) for name, value in run]
+            parts += [Part([item], [item]) for item in run]
             continue
         sources = list(run)
         compute = partial(merged, layers[prefix], prefix, [name for name, _ in sources])
         on_meta = compute([torch.empty(value.shape, dtype=value.dtype, device="meta") for _, value in sources])
-        parts.append(Part(sources, [(original(name), value) for name, value in on_meta.items()], compute))
+        parts.append(Part(sources, list(on_meta.items()), compute))
+    for wrapper in reversed(wrappers):  # from the innermost
+        short = wrapper.removesuffix("base_model.model.")
+        parts = [
+            part._replace(results=[(name.replace(wrapper, short, 1), value) for name, value in part.results])
+            for part in parts
+        ]
     return parts
 
 

@@ -121,3 +121,16 @@ def in_bf16(stage: int) -> None:
 @pytest.mark.parametrize("ranks, stage", [(1, 3), (2, 1), (2, 3)])
 def test_values_have_the_parameters_dtype(run_on, ranks, stage):
     run_on(ranks, in_bf16, stage=stage)
+
+
+def compiled_and_partly_sharded() -> None:
+    module = nn.ModuleDict({"sharded": torch.compile(OddModel(), backend="eager"), "other": nn.Linear(2, 2)})
+    expected = {name: value.clone() for name, value in module.state_dict().items()}
+    engine = Engine(module["sharded"], stage=3)
+    is_whole(module, expected)
+    assert "sharded._orig_mod.head.weight" in expected
+    engine.close()
+
+
+def test_names_are_those_of_the_state_dict_for_compiled_modules_and_parts_that_are_not_sharded(run_on):
+    run_on(2, compiled_and_partly_sharded)

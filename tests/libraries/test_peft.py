@@ -205,3 +205,30 @@ def merged_while_sharded(kind, stage):
 @pytest.mark.parametrize("kind", kinds_of_adapters())
 def test_merged_weights_are_streamed_as_merge_and_unload_computes_them(run_on, kind, stage):
     run_on(2, merged_while_sharded, kind=kind, stage=stage)
+
+
+def refused_merges():
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    warnings.simplefilter("ignore")
+    tied = MODELS["Llama"].make(tie_word_embeddings=True)
+    on_head = get_peft_model(tied, LoraConfig(r=2, target_modules=["lm_head"]))
+    prompts = get_peft_model(
+        MODELS["Llama"].make(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, token_dim=16)
+    )
+    odd = get_peft_model(MODELS["Llama"].make(), LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True))
+    said = {
+        on_head: "lm_head change a weight that is tied to base_model.model.model.embed_tokens.weight",
+        prompts: "has adapters that are not part of layers",
+        odd: "q_proj cannot be merged .*lora_bias",
+    }
+    for module, text in said.items():
+        engine = lightning_zero.engine.Engine(module, stage=3)
+        with pytest.raises(ValueError, match=f"{text}.*leave out merge_adapters=True"):
+            lightning_zero.iter_full_parameters(module, merge_adapters=True)
+        assert dict(lightning_zero.iter_full_parameters(module)).keys() == module.state_dict().keys()
+        engine.close()
+
+
+def test_adapters_that_cannot_be_merged_are_refused_before_anything_is_gathered(run_on):
+    run_on(2, refused_merges)
