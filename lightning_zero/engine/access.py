@@ -74,8 +74,8 @@ def iter_full_parameters(
     Args:
         module: a sharded, partly sharded or unsharded module. Parameters and persistent buffers keep their names and
             dtypes; tied parameters are yielded under each name. Each tensor is new memory that belongs to the caller.
-        max_bytes: limits the memory of the tensors that are being gathered, or are ready, and of the last one yielded.
-            A larger tensor is gathered alone.
+        max_bytes: limits the memory of the tensors gathered ahead and of the last one yielded. Tensors above a third of
+            it may not be gathered ahead; one above the limit is gathered alone.
         merge_adapters: whether to yield the weights that ``merge_and_unload`` of peft would return, under the base
             model's names, for which one layer at a time needs additional memory. The module does not change.
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.adapters import adapters_in, merged
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.tensor_parallel import in_full
+from lightning_zero.engine.compat import nbytes_of
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -44,21 +45,21 @@ def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:
     """
     state = [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]
     wrappers, layers = adapters_in(module) if merge_adapters else ([], {})
+
+    def original(name: str) -> str:
+        for wrapper in reversed(wrappers):  # from the innermost
+            name = name.replace(wrapper, wrapper.removesuffix("base_model.model."), 1)
+        return name
+
     parts = []
     for prefix, run in groupby(state, lambda item: next(filter(item[0].startswith, layers), None)):
         if prefix is None:
-            parts += [Part([item], [item]) for item in run]
+            parts += [Part([(name, value)], [(original(name), value)]) for name, value in run]
             continue
         sources = list(run)
         compute = partial(merged, layers[prefix], prefix, [name for name, _ in sources])
         on_meta = compute([torch.empty(value.shape, dtype=value.dtype, device="meta") for _, value in sources])
-        parts.append(Part(sources, list(on_meta.items()), compute))
-    for wrapper in reversed(wrappers):  # from the innermost
-        short = wrapper.removesuffix("base_model.model.")
-        parts = [
-            part._replace(results=[(name.replace(wrapper, short, 1), value) for name, value in part.results])
-            for part in parts
-        ]
+        parts.append(Part(sources, [(original(name), value) for name, value in on_meta.items()], compute))
     return parts
 
 
@@ -93,14 +94,17 @@ def _whole(tensors: Sequence[Named], max_bytes: int) -> Iterator[Tensor]:
     held = last = 0  # bytes of the tensors begun and of the last one yielded, to which the caller still refers
     try:
         while left or begun:
+            if not begun:  # the next tensor is large, or the first
+                ledger.add("gathered", -last)
+                held = last = 0
             if left and (len(begun) < 2 or held <= max_bytes // 2):  # several at once, since the ranks meet before
                 what = f"the stream of weights from '{left[0][0]}'"
                 with bucket.rendezvous.met(what) if bucket is not None else nullcontext(), torch.no_grad():
-                    while left and (not begun or held + left[0][1].nbytes <= max_bytes):
+                    while left and (not begun or held + nbytes_of(left[0][1]) <= max_bytes):
                         _, tensor = left.popleft()
-                        begun.append((tensor.nbytes, _begin(tensor)))
-                        held += tensor.nbytes
-                        ledger.add("gathered", tensor.nbytes)
+                        begun.append((nbytes_of(tensor), _begin(tensor)))
+                        held += nbytes_of(tensor)
+                        ledger.add("gathered", nbytes_of(tensor))
             held -= last
             ledger.add("gathered", -last)
             last, wait = begun.popleft()
