@@ -313,7 +313,7 @@ def export_weights(
     rank, size, gather = streaming.ranks_of(parts)
     part_of = {id(value): part for part in parts for _, value in part.results}
     state = {name: value for part in parts for name, value in part.results}
-    models = {CHECKPOINT_KEY: {"transformers": configs_of_models(module)}}
+    models = {CHECKPOINT_KEY: {"transformers": configs_of_models(streaming.unwrapped(module))}}
     content = export({"state_dict": state, **models}, os.fspath(folder), dtype)
 
     def values_of(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:

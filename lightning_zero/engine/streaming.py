@@ -37,6 +37,12 @@ class Part(NamedTuple):
     compute: Callable[[list[Tensor]], dict[str, Tensor]] | None = None
 
 
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside a wrapper that has the same state dict but other names of modules, such as Fabric's."""
+    inner = getattr(module, "module", None)
+    return inner if isinstance(inner, nn.Module) and [*inner.state_dict()] == [*module.state_dict()] else module
+
+
 def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:
     """The parts of a module's state dict: each tensor, or all tensors of a layer whose adapters are merged.
 
@@ -44,7 +50,7 @@ def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:
         ValueError: if adapters cannot be merged.
     """
     state = [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]
-    wrappers, layers = adapters_in(module) if merge_adapters else ([], {})
+    wrappers, layers = adapters_in(unwrapped(module)) if merge_adapters else ([], {})
 
     def original(name: str) -> str:
         for wrapper in reversed(wrappers):  # from the innermost

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import warnings
 from functools import partial
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 import lightning_zero
 from lightning_zero.checkpoint import exporting
 from lightning_zero.engine import Engine
+from tests.fabric.training import make_fabric
 from tests.libraries.models import MODELS
 from tests.libraries.training import Learner, fit, same_learning
 from tests.support import rank
@@ -130,3 +132,31 @@ def export_merged(folder: Path) -> None:
 
 def test_adapters_are_merged_into_the_exported_weights(run_on, tmp_path):
     run_on(2, export_merged, folder=tmp_path)
+
+
+class Adapted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        from peft import LoraConfig, get_peft_model
+
+        self.network = get_peft_model(MODELS["Llama"].make(), LoraConfig(r=2, target_modules=["q_proj"]))
+
+    def forward(self, **batch: Any) -> Any:
+        return self.network(**batch).loss
+
+
+def export_in_fabric(folder: Path) -> None:
+    warnings.simplefilter("ignore")
+    fabric = make_fabric("zero3")
+    model = Adapted()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.linspace(-0.1, 0.1, parameter.numel()).view(parameter.shape))
+    expected = copy.deepcopy(model.network).merge_and_unload().state_dict()
+    module, _ = fabric.setup(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad]))
+    lightning_zero.export_weights(module, folder, merge_adapters=True)
+    same_tensors(loaded(folder), expected, bound=0)
+
+
+def test_a_module_of_fabric_is_exported_under_its_own_names(run_on, tmp_path):
+    run_on(2, export_in_fabric, folder=tmp_path)
