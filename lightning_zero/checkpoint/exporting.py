@@ -74,7 +74,7 @@ class Weight:
             master = flat_range(self.master.detach(), start, start + part.numel())
             # A value that differs from its rounded master weight was changed after the last step, so the value is used.
             part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
-        values = part.to("cpu", self.dtype)
+        values = part.to(self.dtype)
         if self.dtype is torch.float16:
             self.overflows |= bool((values.isinf() & part.isfinite()).any())
         return values
@@ -291,8 +291,9 @@ def export_weights(
     Args:
         module, max_bytes, merge_adapters: see ``iter_full_parameters``. Tied parameters are written once.
         folder: a path or fsspec URL that all ranks can write to; an earlier export is replaced.
-        max_shard_bytes: the size of a file, unless one tensor is larger. Ranks write at once if there are several.
-        dtype: converts floating-point weights of 16 bits or more; by default, weights keep their dtypes.
+        max_shard_bytes: the size of a file, unless one tensor is larger. Ranks write different files at the same time.
+        dtype: converts floating-point weights of 16 bits or more, from the state dict's values rather than from fp32
+            master weights; by default, weights keep their dtypes.
 
     Returns:
         The paths of the written files.
@@ -345,7 +346,7 @@ def write_values(
     for start in range(0, tensor.numel(), _PART):
         values = convert(flat_range(flat, start, min(start + _PART, tensor.numel())), start)
         values = values.resolve_conj().resolve_neg().contiguous()
-        advance(stream.write(values.view(torch.uint8).numpy()))
+        advance(stream.write(values.view(torch.uint8).cpu().numpy()))
 
 
 def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:

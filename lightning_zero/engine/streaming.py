@@ -94,6 +94,7 @@ def _bucket_of(tensors: Iterable[Tensor]) -> Bucket | None:
 
 
 def _whole(tensors: Sequence[Named], max_bytes: int) -> Iterator[Tensor]:
+    """Yield the whole tensors, in new memory. Each begins to be gathered as soon as ``max_bytes`` allows."""
     bucket, left = _bucket_of(tensor for _, tensor in tensors), deque(tensors)
     ledger = bucket.ledger if bucket is not None else Ledger()
     begun: deque[tuple[int, Callable[[], Tensor]]] = deque()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
@@ -51,7 +53,7 @@ def test_a_run_equals_ddps(run_on_device, ranks, stage):
 
 
 @in_order
-def streams(stage: int, **options: Any) -> None:
+def streams(folder: Path, stage: int, **options: Any) -> None:
     module, optimizer = prepare(Recipe(device=NAME))
     engine = Engine(module, [optimizer], stage=stage, **options)
     for index in range(3):
@@ -60,14 +62,18 @@ def streams(stage: int, **options: Any) -> None:
         optimizer.zero_grad()
         found = {name: value.cpu() for name, value in lightning_zero.iter_full_parameters(module, 4000)}
         same_tensors(found, engine.full_state_dict(), bound=0)
+    lightning_zero.export_weights(module, folder, max_shard_bytes=2000, dtype=torch.float16)
+    files = (load_file(file) for file in folder.glob("*.safetensors"))
+    exported = {name: value for weights in files for name, value in weights.items()}
+    same_tensors({name: exported[name] for name in found}, {name: value.half() for name, value in found.items()}, 0)
     engine.close()
 
 
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("options", [{}, {"offload": OffloadConfig(optimizer="cpu")}], ids=["", "offloaded"])
 @pytest.mark.parametrize("stage", [3, 1])
-def test_whole_tensors_are_streamed_in_order(run_on_device, stage, options):
-    run_on_device(2, streams, stage=stage, **options)
+def test_whole_tensors_are_streamed_and_exported_in_order(run_on_device, tmp_path, stage, options):
+    run_on_device(2, streams, folder=tmp_path, stage=stage, **options)
 
 
 @pytest.mark.parametrize(
