@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
-from lightning_zero.engine import Ledger, compat, process_group, quantised_layers, set_contents, tensor_parallel
+from lightning_zero.engine import Ledger, compat, deferred_param, process_group, quantised_layers, tensor_parallel
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event
 from lightning_zero.planning.tracking import Observer
@@ -63,7 +63,7 @@ class _Planned:
                 quantised_layers.quantise(parameter, parameter.detach(), wait=True)
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
-        leave_meta(self.model)
+        deferred_param.leave_meta(self.model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._until_second_step == 0:
@@ -399,15 +399,3 @@ def _left_out(module: nn.Module, base: type) -> list[str]:
     own = {name for cls in type(module).__mro__ if not issubclass(base, cls) for name in vars(cls)}
     names = sorted(name for name in own if hasattr(base, name) and beside.search(name))
     return [f"training needs the most memory ({', '.join(names)} did not run)"] if names else []
-
-
-def leave_meta(module: nn.Module) -> None:
-    """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        values = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)
-    for _, layer in quantised_layers.quantised_layers(module):
-        for holder, name, scale in quantised_layers.scales_of(layer.weight):
-            setattr(holder, name, torch.empty_like(scale))
-        if hasattr(layer, "state"):  # of 8 bits
-            layer.state.CB, layer.state.SCB = layer.weight.detach(), layer.weight.SCB

@@ -12,7 +12,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.compat import FakeTensorMode
-from lightning_zero.planning.fake_run import leave_meta
+from lightning_zero.engine.init.deferred_param import leave_meta
 from lightning_zero.planning.paper import TABLE_1_RANKS, TABLE_1_SIZES, engine_bytes, formula_bytes
 
 # GB by ranks: 7.5 B, 128 B and 1 T parameters, each at stages 1, 2 and 3 (Rajbhandari et al., SC20, Table 1).

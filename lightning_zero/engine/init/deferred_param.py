@@ -181,6 +181,18 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
             target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once
 
 
+def leave_meta(module: nn.Module) -> None:
+    """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        values = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)
+    for _, layer in quantised_layers.quantised_layers(module):
+        for holder, name, scale in quantised_layers.scales_of(layer.weight):
+            setattr(holder, name, torch.empty_like(scale))
+        if hasattr(layer, "state"):  # of 8 bits
+            layer.state.CB, layer.state.SCB = layer.weight.detach(), layer.weight.SCB
+
+
 class MappedFiles:
     """The files that are mapped into this process's memory, by ``torch.load(mmap=True)`` or safetensors, for example.
 
