@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_zero import load_weights
+from lightning_zero import full_grad, load_weights
 from lightning_zero.engine import Engine, ShardedTensor
 from lightning_zero.engine.init.deferred_param import values_may_wait
 from tests.support import world_size
@@ -91,6 +91,7 @@ def choose() -> None:
         assert [type(layer).__name__ for layer in module.children()] == ["Embedding", "Linear4bit", "Linear"]
         assert module.head.weight is module.embed.weight and not module.inner.weight.requires_grad
         if wait:
+            module = copy.deepcopy(module)
             engine = Engine(module, [torch.optim.SGD([module.embed.weight])], stage=3)
             assert engine.report().calls["control"] <= 3, "a file is read by all: no codes are broadcast"
         found = module(tokens)
@@ -104,3 +105,31 @@ def choose() -> None:
 
 def test_linear_layers_but_no_heads_are_quantised(run_on):
     run_on(2, choose)
+
+
+def evaluate_before_and_between() -> None:
+    from bitsandbytes.nn import Linear4bit
+
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), Linear4bit(64, 64, compute_dtype=torch.float32, quant_type="nf4")).to(
+        "cpu"
+    )
+    x, layer = torch.randn(3, 64), module[1]
+    packs, expected = layer.support_avx512bf16_for_cpu, module(x)
+    with torch.no_grad():
+        module.eval()(x)  # on CPUs with AVX512-BF16, replaces the codes and rounds the scales to bf16
+    engine = Engine(module, [torch.optim.SGD(module[0].parameters())], stage=3)
+    for _ in range(2):
+        found = module.train()(x)
+        assert (found - expected).norm() < 0.01 * expected.norm()
+        found.sum().backward()
+        assert full_grad(module[0].weight).norm() > 0, "without the engine, no gradients would flow through the layer"
+        with torch.no_grad():
+            module.eval()(x)
+        assert layer.weight.shape == (64 * 64 // 2, 1)
+    engine.close()
+    assert layer.support_avx512bf16_for_cpu == packs
+
+
+def test_evaluation_leaves_codes_in_the_layout_through_which_gradients_flow(run_on):
+    run_on(2, evaluate_before_and_between)

@@ -12,6 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -124,6 +125,12 @@ class _Codes:
         self._parameter = weakref.ref(parameter)
         self.device = torch.device("cpu")
 
+    def of(self, parameter: Any) -> _Codes:
+        """The codes of a copy of the parameter."""
+        codes = copy.copy(self)
+        codes._parameter = weakref.ref(parameter)
+        return codes
+
     def __call__(self, start: int, stop: int) -> Tensor:
         return self.made().view(-1)[start:stop]
 
@@ -167,10 +174,16 @@ class DeferredCodes(LazyTensor):
         """Nothing: a conversion to another dtype is not meant for codes, and the engine moves them."""
         return self
 
-    def quantise_on(self, device: torch.device) -> None:
-        codes: Any = self._source.read
-        if isinstance(codes, _Codes):  # otherwise codes were loaded from a checkpoint
-            codes.device = device
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        if id(self) not in memo:
+            attributes = {name: value for name, value in attributes_of_users(self).items() if name != "module"}
+            shown, source = torch.empty(self.shape, dtype=self.dtype, device="meta"), replace(self._source)
+            copied = project_class(self)(shown, requires_grad=False, **copy.deepcopy(attributes, memo))
+            if isinstance(source.read, _Codes):  # otherwise user code has replaced the codes
+                source.read = source.read.of(copied)
+            set_contents(copied, nn.Parameter(DeferredCodes._over(source, self.shape, self.dtype), False))
+            memo[id(self)] = copied
+        return memo[id(self)]
 
 
 # -- in an engine ------------------------------------------------------------------------------------------------------
@@ -181,7 +194,8 @@ def prepare(module: nn.Module, device: torch.device | None) -> None:
     for _, layer in quantised_layers(module):
         weight = layer.weight
         if isinstance(weight, DeferredCodes):
-            weight.quantise_on(device or torch.device("cpu"))
+            codes: Any = weight._source.read
+            codes.device = device or torch.device("cpu")
         elif weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
             layer.to(weight.device)
         elif getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
