@@ -60,6 +60,7 @@ from lightning_zero.engine.runtime.schedule import Schedule, Unit
 from lightning_zero.engine.runtime.windows import Windows
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
+from lightning_zero.engine.state.extensions import Extension, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -143,29 +144,33 @@ class Engine:
         self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
         self._scripted = torchscript_parameters(module)
-        self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
-        if device is not None:
-            device = torch.device(device)
-            move_own_kinds(module, device)
-        plans = plan_units(module, config.units, config.unit_numel)
-        device = device or first_device(plans)
-        checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
-        if device.type == "cpu":
-            let_freed_memory_stay()
-        self.ledger = Ledger()
-        self.phases = Phases(device)
-        self._connect(group, device, simulation)
-        self._shared = SharedByBuckets(
-            self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background
-        )
-        activations = activation_store(config, self.communicator, self.ledger)
-        self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
-        self.units = self._shard(module, plans, optimizers, simulation)
-        self._share_unsharded(module)
-        self._install(module, plans, optimizers, checkpointed, activations)
-        _engines[module] = weakref.ref(self)
-        for patch in _NOT_COPIED:
-            patch.hold(self)
+        device = torch.device(device) if device is not None else None
+        with without_extensions(module, device) as extension_of:
+            self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
+            if device is not None:
+                move_own_kinds(module, device)
+            plans = plan_units(module, config.units, config.unit_numel)
+            device = device or first_device(plans)
+            checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
+            if device.type == "cpu":
+                let_freed_memory_stay()
+            self.ledger = Ledger()
+            self.phases = Phases(device)
+            self._connect(group, device, simulation)
+            self._shared = SharedByBuckets(
+                self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background
+            )
+            activations = activation_store(config, self.communicator, self.ledger)
+            self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
+            self.units = self._shard(module, plans, optimizers, simulation, extension_of)
+            for bucket in self.buckets:
+                if bucket.extensions is not None and bucket.is_replicated:
+                    bucket.gather(refresh=True)
+            self._share_unsharded(module)
+            self._install(module, plans, optimizers, checkpointed, activations)
+            _engines[module] = weakref.ref(self)
+            for patch in _NOT_COPIED:
+                patch.hold(self)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -192,6 +197,7 @@ class Engine:
         plans: list[UnitPlan],
         optimizers: Sequence[Optimizer],
         simulation: Simulation | None,
+        extension_of: dict[nn.Parameter, Extension],
     ) -> list[Unit]:
         """Shard the module, and return its units. Collective. Nothing is changed before memory and disks are checked.
 
@@ -207,7 +213,9 @@ class Engine:
         # At most a quarter of a small model should be reduced at once.
         share = share_of(module) // self.communicator.tensor.size
         try:
-            unsharded = assign_to_buckets(self.config, self.placements, plans, share, optimizers, self._shared)
+            unsharded = assign_to_buckets(
+                self.config, self.placements, plans, share, optimizers, self._shared, extension_of
+            )
             check_compression(self.config, unsharded, self.communicator)
             if offload is not None and simulation is None:  # a simulation may be of another host
                 check_room(offload, sources, unsharded, self.communicator, has_optimizers=bool(optimizers))

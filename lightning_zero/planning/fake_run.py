@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
-from lightning_zero.engine import Ledger, compat, process_group, set_contents, tensor_parallel
+from lightning_zero.engine import Ledger, compat, inner_of, process_group, set_contents, tensor_parallel
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event
 from lightning_zero.planning.tracking import Observer
@@ -400,6 +400,6 @@ def _left_out(module: nn.Module, base: type) -> list[str]:
 
 def leave_meta(module: nn.Module) -> None:
     """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
-    for tensor in (*module.parameters(), *module.buffers()):
+    for tensor in map(inner_of, (*module.parameters(), *module.buffers())):
         values = torch.empty_like(tensor, device="cpu", requires_grad=False)
         set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)

@@ -297,8 +297,8 @@ class Communicator:
         waits = []
         for source, (start, stop) in enumerate(ranges):
             if stop > start:
-                part = flat[start:stop]
-                self.counters.add("control", part.numel(), part.nbytes)
+                part = flat[start:stop].view(torch.uint8)  # Gloo lacks some dtypes
+                self.counters.add("control", stop - start, part.nbytes)
                 waits.append(dist.broadcast(part, self._ranks[source], self.group, async_op=True).wait)
         Pending(what, Started(waits, [flat]), self.watch).wait()
 

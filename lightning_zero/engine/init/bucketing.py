@@ -30,6 +30,7 @@ from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
+from lightning_zero.engine.state.extensions import Extension, Extensions, Scales
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
@@ -54,6 +55,7 @@ class UnshardedBucket:
     Attributes:
         fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
         gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
+        extensions: what encodes the values that are gathered; None if they are only cast.
     """
 
     parameters: list[nn.Parameter]
@@ -63,13 +65,14 @@ class UnshardedBucket:
     unit_name: str
     shared: SharedByBuckets
     gradient_codec: Codec | None
+    extensions: Extensions | None = None
 
     def __post_init__(self) -> None:
         self.layout = self.plan.layout
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated on first use
         # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
-        self._full = without_memory(self.layout.padded_numel, self.plan.compute_dtype, self.plan.device)
+        self._full = without_memory(self.layout.padded_numel, self.plan.gathered_dtype, self.plan.device)
 
     def reserve(self, swap: Swap) -> None:
         """Reserve disk space for the master weights and their optimizer states, if the plan puts them on a disk."""
@@ -130,7 +133,8 @@ class UnshardedBucket:
             full = flat
         elif plan.is_replicated:
             full.untyped_storage().resize_(full.numel() * full.element_size())
-            full.copy_(flat)
+            if self.extensions is None:  # otherwise, the first gather fills it
+                full.copy_(flat)
         self._flat = None
         bucket = Bucket(
             self.parameters,
@@ -141,7 +145,10 @@ class UnshardedBucket:
             unit_name=self.unit_name,
             shared=self.shared,
             gradient_codec=self.gradient_codec,
+            extensions=self.extensions,
         )
+        if self.extensions is not None:
+            self.extensions.scales.add(bucket)
         make_sharded(bucket, self.parameters)
         return bucket
 
@@ -153,6 +160,7 @@ def assign_to_buckets(
     most_numel: int,
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
+    extension_of: Mapping[nn.Parameter, Extension],
 ) -> list[list[UnshardedBucket]]:
     """Make each unit's buckets, each for parameters of one kind, such as one dtype and one optimizer.
 
@@ -176,7 +184,10 @@ def assign_to_buckets(
     compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
     may_fuse = not placements.parameters.is_sharded and device.type == "cpu"
-    kind_of = partial(_kind_of, config, kept_whole(optimizers, config, ranks=ranks), compression, may_fuse)
+    kind_of = partial(
+        _kind_of, config, kept_whole(optimizers, config, ranks=ranks), compression, may_fuse, extension_of
+    )
+    scales = Scales()
     parts = list(_parts(plans, optimizers, kind_of, numels, min(config.bucket_numel, most_numel)))
     whole = [number for number, (_, kind, _) in enumerate(parts) if kind.is_whole]
     to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
@@ -196,6 +207,7 @@ def assign_to_buckets(
             device=device,
             dtype=kind.dtype,
             compute_dtype=kind.compute_dtype,
+            extension_dtype=kind.extension[1] if kind.extension is not None else None,
             trains=kind.trains,
         )
         parameters = [p for _, p in part]
@@ -203,7 +215,9 @@ def assign_to_buckets(
         if kind.trains and residency.is_offloaded:
             fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
-        units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec))
+        extensions = Extensions([extension_of[p] for p in parameters], scales) if kind.extension is not None else None
+        bucket = UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions)
+        units[of_unit].append(bucket)
     return units
 
 
@@ -215,6 +229,7 @@ class _Kind(NamedTuple):
     trains: bool
     gradient_codec: Codec | None
     is_whole: bool
+    extension: tuple[type, torch.dtype] | None  # the tensor subclass, and the dtype of what is gathered
 
 
 def _kind_of(
@@ -222,13 +237,18 @@ def _kind_of(
     is_kept_whole: Callable[[str, Tensor], bool],
     compression: CompressionConfig | None,
     may_fuse: bool,
+    extension_of: Mapping[nn.Parameter, Extension],
     name: str,
     parameter: nn.Parameter,
     owners: Sequence[Owner],
 ) -> _Kind:
-    compute_dtype = _compute_dtype_of(parameter, owners, config.compute_dtype, may_fuse)
+    compute_dtype, extension = parameter.dtype, None
+    if (found := extension_of.get(parameter)) is not None:
+        extension = found.kind, found.dtype
+    else:
+        compute_dtype = _compute_dtype_of(parameter, owners, config.compute_dtype, may_fuse)
     codec, is_whole = _gradient_codec_of(parameter, compression), is_kept_whole(name, parameter)
-    return _Kind(compute_dtype, parameter.dtype, parameter.requires_grad, codec, is_whole)
+    return _Kind(compute_dtype, parameter.dtype, parameter.requires_grad, codec, is_whole, extension)
 
 
 def _parts(

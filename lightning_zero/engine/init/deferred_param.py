@@ -22,12 +22,13 @@ from torch.nn.modules.module import (
     register_module_parameter_registration_hook,
 )
 
-from lightning_zero.engine.tensor.identity import like, set_contents
+from lightning_zero.engine.tensor.identity import inner_of, like, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
 def defer(tensor: Tensor, values: Tensor) -> None:
     """Turn a tensor into a lazy tensor with the given values; values on the meta device count as missing."""
+    tensor = inner_of(tensor)
     set_contents(tensor, like(tensor, LazyTensor.of(values, tensor.dtype)))
 
 

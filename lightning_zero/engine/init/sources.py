@@ -48,7 +48,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
             )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ValueError(f"{name} is not initialised yet: run a batch through the lazy module first.")
-        if (kind := _kind_without_flat_values(parameter)) is not None:
+        if (kind := _kind_without_flat_values(own_share(parameter))) is not None:
             raise ValueError(
                 f"{name} is {kind}, which cannot be divided into shards: train ordinary parameters (quantise them "
                 "after the run, for example), or use strategy='ddp'."
@@ -58,7 +58,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
 def _kind_without_flat_values(parameter: Tensor) -> str | None:
     """Describe a parameter whose values are not just the elements of an ordinary tensor; None for others."""
     cls = type(parameter)
-    is_known = is_dtensor(parameter) or isinstance(parameter, (LazyTensor, FakeTensor))
+    is_known = isinstance(parameter, (LazyTensor, FakeTensor))
     is_plain = cls is Tensor or (issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__)
     if not is_known and not is_plain:
         return f"of the tensor subclass {cls.__module__}.{cls.__qualname__}"

@@ -192,7 +192,7 @@ class Schedule:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
                     holder = owner.module._parameters
-                    scope.may_be_fused |= owner.may_be_fused and module is not root
+                    scope.may_be_fused |= owner.may_be_fused and module is not root and slot.bucket.extensions is None
                     scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
             if unit.is_root:
                 for module in regions(root, set(scopes)):

@@ -46,6 +46,7 @@ from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
+from lightning_zero.engine.state.extensions import Extensions
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
@@ -87,11 +88,12 @@ class Bucket:
 
     Args:
         parameters: the module's own parameters, in the order of the layout.
-        full: the flat buffer, 1-D, in the compute dtype; without memory unless all values stay gathered at rest.
+        full: the flat buffer, 1-D, in the gathered dtype; without memory unless all values stay gathered at rest.
         part: the values that gathers start from if each machine has all parameters; None if gathers start from the
             values in ``residency``.
         number: the bucket's number among all buckets, the same on every rank.
         gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
+        extensions: what encodes values for ``full``; None if they are only cast.
 
     Attributes:
         update: the last background update, until a gather of its result begins; otherwise None.
@@ -115,8 +117,9 @@ class Bucket:
         unit_name: str,
         shared: SharedByBuckets,
         gradient_codec: Codec | None,
+        extensions: Extensions | None = None,
     ) -> None:
-        self.gradient_codec = gradient_codec
+        self.gradient_codec, self.extensions = gradient_codec, extensions
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
         self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
@@ -145,12 +148,7 @@ class Bucket:
         self.is_data_read = False
 
     def _find_ranges(self) -> None:
-        low, high = self.layout.own_range
-        self._shard, self._gathers_from, self._ranges = (
-            slice(low, high),
-            slice(*self.layout.own_part),
-            self.layout.part_ranges,
-        )
+        self._shard, self._ranges = slice(*self.layout.own_range), self.layout.part_ranges
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -248,6 +246,14 @@ class Bucket:
             self._mark_seen()
         self.state = BucketState.GATHERING
 
+    def values_to_gather(self) -> Tensor:
+        """The values that a gather of extended parameters starts from, after the last update."""
+        if self.update is not None:
+            self.update.work.wait()
+        own = self._own_values()
+        assert own is not None
+        return own
+
     def _own_values(self) -> Tensor | None:
         """The values that a gather starts from; None if they are already in ``full``."""
         if self.part is None:
@@ -260,13 +266,16 @@ class Bucket:
         """Copy ``own``, this rank's values, to ``full``, unless ``own`` is None; then start the all-gather."""
 
         def gather() -> Pending:
-            if own is not None:
-                self.full[self._gathers_from].copy_(own, non_blocking=True)
+            if own is not None and self.extensions is None:
+                self.full[slice(*self.layout.own_part)].copy_(own, non_blocking=True)
             if not self.is_replicated:
                 with self.phases("wait for the other ranks", self.unit_name):
                     self.rendezvous.agree_on_gather(self._number, what)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
+            if self.extensions is not None:
+                assert own is not None
+                self.extensions.encode(self, own)  # may be collective, so it follows the announcement
             if self._is_left:
                 self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
                 return Pending(what)
@@ -323,19 +332,28 @@ class Bucket:
 
     def copy_writes_to_masters(self) -> None:
         """Copy values that modules wrote to their parameters (views of ``full``) to the master weights."""
-        if self.is_in_buffer or not self.is_ready or not any(map(self.may_be_written, range(len(self.views)))):
+        if self.is_in_buffer or self.extensions is not None or not self.is_ready:
+            return
+        if not any(map(self.may_be_written, range(len(self.views)))):
             return
         self.wait()
         with torch.no_grad():
             self.write_to_masters(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
             if self.part is not None:
-                self.part.values().copy_(self.full[self._gathers_from])
+                self.part.values().copy_(self.full[slice(*self.layout.own_part)])
         self._mark_seen()
 
     def write_to_masters(self, part: slice, written: Tensor) -> None:
         """Copy ``written``, values that were written to a range of the parameters, to the master weights."""
         synchronize(self.background)
         self.residency.write_to_masters(part, written)
+
+    def encode_again(self) -> None:
+        """After a write to extended parameters, gather ``full`` again if it is filled. Collective in this case."""
+        assert self.extensions is not None
+        self.extensions.scales.are_stale = True
+        if self.is_ready:
+            self.gather(refresh=True)
 
     def _free(self) -> None:
         # Computing with a view that user code still holds must give NaN, not read freed memory.
@@ -351,6 +369,8 @@ class Bucket:
         self.wait()
         self.copy_writes_to_masters()
         self.residency.forget_fetched()
+        if self.extensions is not None:
+            self.extensions.scales.are_stale = True
         if self._left is not None:
             self._left.synchronize()
 
@@ -454,5 +474,6 @@ class Bucket:
     def leave_disk(self, may_read: bool) -> None:
         """Move master weights from a disk to memory, before their file is removed."""
         if self.states is not None:
-            gathered = self.full[self._shard].clone() if self.is_ready else None
+            has_values = self.is_ready and self.extensions is None
+            gathered = self.full[self._shard].clone() if has_values else None
             self.residency.leave_disk(gathered, may_read)

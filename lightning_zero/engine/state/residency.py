@@ -44,15 +44,17 @@ class ResidencyPlan:
     """Where one rank's master weights of a bucket are at rest; the plan itself holds no values.
 
     ``copy`` is where the master weights' copy in the compute dtype is at rest; None if there is no copy.
+    ``extension_dtype`` is the dtype of what extended parameters are gathered as (see ``extensions.py``); None for others.
     """
 
     layout: BucketLayout
     device: torch.device  # the computing device
     master_dtype: torch.dtype
-    compute_dtype: torch.dtype  # of the gathered buffer
+    compute_dtype: torch.dtype  # of the values from which a gather starts
     is_replicated: bool  # whether the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
+    extension_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -64,6 +66,7 @@ class ResidencyPlan:
         device: torch.device,
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
+        extension_dtype: torch.dtype | None = None,
         trains: bool,
     ) -> ResidencyPlan:
         """Plan where the master weights and their copy are at rest.
@@ -74,7 +77,7 @@ class ResidencyPlan:
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
         offloaded_to = _MEDIA[offload.optimizer] if offload is not None and trains else parameters_on
         master_dtype = torch.float32 if trains and dtype in LOW_PRECISION else dtype
-        is_cast = master_dtype != compute_dtype
+        is_cast = master_dtype != compute_dtype or extension_dtype is not None
         is_replicated = not placements.parameters.is_sharded
         # With one rank, the shard is the full bucket: a separate gathered buffer would be a second copy.
         if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
@@ -88,7 +91,12 @@ class ResidencyPlan:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy)
+        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy, extension_dtype)
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """The dtype of the gathered buffer."""
+        return self.extension_dtype or self.compute_dtype
 
     @property
     def shard_numel(self) -> int:
@@ -108,13 +116,14 @@ class ResidencyPlan:
         weights in memory that have the compute dtype.
         """
         is_cast = self.master_dtype != self.compute_dtype
-        return self.is_replicated and self.copy is None and (is_cast or self.masters is Medium.DISK)
+        may_write = self.is_replicated and self.copy is None and self.extension_dtype is None
+        return may_write and (is_cast or self.masters is Medium.DISK)
 
     def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
         """Iterate over the tensors that this rank keeps at rest, as (name, medium, bytes)."""
         shard = self.shard_numel
         if self.is_replicated:
-            yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.compute_dtype.itemsize
+            yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.gathered_dtype.itemsize
         elif self.layout.nodes > 1:
             start, stop = self.layout.own_part
             yield "parameters", Medium.PART, (stop - start) * self.compute_dtype.itemsize

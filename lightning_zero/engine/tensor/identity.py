@@ -50,6 +50,20 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
 
 
+def is_extended(tensor: Tensor) -> bool:
+    """Whether a tensor is of a subclass that extends FSDP2's all-gather (see ``state/extensions.py``)."""
+    return hasattr(tensor, "fsdp_pre_all_gather")
+
+
+def inner_of(tensor: Tensor) -> Tensor:
+    """The tensor with the values of an extended parameter; any other tensor unchanged."""
+    if not is_extended(tensor):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: Tensor = getattr(tensor, names[0])
+    return inner
+
+
 def project_class(tensor: Tensor) -> Any:
     """The project's own subclass of ``nn.Parameter`` that a parameter was constructed with; None if there is none."""
     kind: Any = type(tensor)

@@ -1,0 +1,194 @@
+"""torchao's float8 training, emulated on the CPU: computed as under DDP, and gathered in 8 bits as under FSDP2."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from functools import partial
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.fabric.training import same_as_under_ddp, set_up, weights
+from tests.fabric.training import make_fabric, train as train_with_fabric
+from tests.support import world_size
+from tests.support.models import CLASSES, VOCABULARY, Square
+from tests.support.trainer import Learner, fit
+from tests.support.training import Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
+
+float8 = pytest.importorskip("torchao.float8")
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(32), nn.Linear(32, 48), nn.Linear(48, 32, bias=False)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Text(nn.Module):
+    """Three blocks between an embedding and a head, which stay in fp32; returns the loss of the targets."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(VOCABULARY, 32), nn.Linear(32, CLASSES)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, tokens, targets):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())
+
+
+def converted(recipe="tensorwise", gathers=False, model=Text, compiles=False):
+    """A model whose blocks compute in float8; ``gathers``: whether their weights are gathered in float8 as well."""
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    made = model()
+    blocks = made.layers if hasattr(made, "layers") else made.blocks
+    float8.convert_to_float8_training(
+        blocks, config=replace(config, emulate=True, enable_fsdp_float8_all_gather=gathers)
+    )
+    for block in blocks if compiles else ():
+        block.compile(backend="aot_eager")
+    return made
+
+
+def is_block(name, module):
+    return isinstance(module, Block)
+
+
+# ---------------------------------------------------------------------------------------------- computed in float8
+
+
+class Configured(Learner):
+    """Makes its model in ``configure_model``, on the meta device unless ``device`` is another."""
+
+    def __init__(self, device="meta", **options):
+        super().__init__(model=nn.Identity, batches=3)
+        self.device_of_model, self.options = device, options
+
+    def configure_model(self):
+        if isinstance(self.model, nn.Identity):
+            with torch.device(self.device_of_model):
+                self.model = converted(**self.options)
+
+
+def trainer_learns(stage, recipe, gathers):
+    """An interrupted run equals DDP's uninterrupted one, whether its file is loaded at this stage or under DDP."""
+    warnings.simplefilter("ignore")
+    reference = fit("ddp", partial(Configured, "cpu", recipe=recipe))
+    on_meta = partial(Configured, "meta", recipe=recipe, gathers=gathers)
+    keep = ModelCheckpoint(dirpath=".", filename="half", every_n_epochs=1)
+    half = fit(f"zero{stage}", on_meta, callbacks=[keep], max_epochs=1, enable_checkpointing=True)
+    rest = fit(f"zero{stage}", on_meta, ckpt_path="half.ckpt")
+    same_runs(replace(rest, losses=half.losses + rest.losses), reference)
+    saved = torch.load("half.ckpt", weights_only=True)["state_dict"]
+    assert {type(value) for value in saved.values()} == {torch.Tensor}
+    under_ddp = fit("ddp", partial(Configured, "cpu", recipe=recipe), ckpt_path="half.ckpt")
+    same_runs(under_ddp, replace(reference, losses=reference.losses[3:]))
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.behaviour("The Trainer", "torchao's float8 training, made on the meta device, saved and resumed")
+@pytest.mark.parametrize("recipe", RECIPES)
+@STAGES
+def test_a_trainer_learns_and_resumes_in_float8_as_under_ddp(run_on, stage, recipe):
+    run_on(2, trainer_learns, stage=stage, recipe=recipe, gathers=False)
+
+
+def trained_by_fabric(strategy, recipe):
+    fabric = make_fabric(strategy)
+    model, optimizer = set_up(fabric, partial(converted, recipe))
+    return train_with_fabric(fabric, model, optimizer), weights(model)
+
+
+@pytest.mark.behaviour("Fabric", "torchao's float8 training")
+def test_fabric_learns_in_float8_as_under_ddp(run_on):
+    run_on(2, same_as_under_ddp, case=trained_by_fabric, recipe="rowwise")
+
+
+def engine_learns(stage, recipe, gathers, compiles=False, **options):
+    options = {"units": is_block, **options}
+    reference = train_ddp(Recipe(partial(converted, recipe, compiles=compiles)))
+    run = train_zero(Recipe(partial(converted, recipe, gathers, compiles=compiles)), stage, **options)
+    same_runs(run, reference)
+
+
+WAYS = {
+    "recomputed": {"activation_checkpointing": "units"},
+    "compiled": {"compiles": True},
+    "offloaded": {"offload": "cpu"},
+}
+
+
+@pytest.mark.exhaustive(but=3)
+@pytest.mark.behaviour("The module", "torchao's float8 layers, tensor-wise and row-wise; recomputed, or compiled")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("recipe", RECIPES)
+@STAGES
+def test_float8_layers_learn_as_under_ddp(run_on, stage, recipe, way):
+    run_on(2, engine_learns, stage=stage, recipe=recipe, gathers=False, **WAYS[way])
+
+
+# ---------------------------------------------------------------------------------------------- gathered in float8
+
+
+def train_fsdp2(recipe):
+    """Losses and weights under FSDP2, whose all-gather torchao extends."""
+    module, optimizer = prepare(replace(recipe, optimizer=lambda module: None))
+    mesh = init_device_mesh("cpu", (world_size(),))
+    for part in (*module.blocks, module):
+        fully_shard(part, mesh=mesh)
+    optimizer = recipe.optimizer(module)
+    losses = []
+    for index in range(recipe.steps):
+        loss = module(*batch(index))
+        loss.backward()
+        losses.append(loss.detach())
+        optimizer.step()
+        optimizer.zero_grad()
+        float8.precompute_float8_dynamic_scale_for_fsdp(module)
+    return losses, {name: value.full_tensor() for name, value in module.state_dict().items()}
+
+
+def gathers_learn(stage):
+    recipe = Recipe(partial(converted, gathers=True), steps=10)
+    run = train_zero(recipe, stage, units=is_block)
+    losses, found = train_fsdp2(recipe)
+    same_tensors(dict(enumerate(run.losses)), dict(enumerate(losses)), 0)
+    same_tensors(run.weights, {name: unwrapped(value) for name, value in found.items()}, 0)
+    same_runs(run, train_ddp(Recipe(converted, steps=10)))  # the layers then cast the whole weight to the same codes
+
+
+def unwrapped(value):
+    return getattr(value, "_tensor", value)
+
+
+@pytest.mark.behaviour("The module", "torchao's `enable_fsdp_float8_all_gather`: FSDP2's numbers, weights gathered in 8 bits")
+@STAGES
+def test_weights_gathered_in_float8_learn_as_under_fsdp2_and_ddp(run_on, stage):
+    run_on(2, gathers_learn, stage=stage)
+
+
+def bytes_of_gathers(dtype):
+    recipe = Recipe(partial(Square, 64), dtype=dtype, steps=3)
+    bytes_in = {}
+    for gathers in (False, True):
+        made = replace(recipe, model=partial(converted, gathers=gathers, model=partial(Square, 64)))
+        run = train_zero(made, 3, units=lambda name, module: isinstance(module, Square.Layer))
+        bytes_in[gathers] = run.report.bytes["all_gather"]
+    assert bytes_in[False] == dtype.itemsize * bytes_in[True] > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gather_in_float8_sends_one_byte_an_element(run_on, dtype):
+    run_on(2, bytes_of_gathers, dtype=dtype)
