@@ -19,10 +19,12 @@ from tests.support import world_size
 from tests.support.models import CLASSES, VOCABULARY, Square
 from tests.support.trainer import Learner, fit
 from tests.support.training import Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
+from tests.trainer.cases import shared_folder
 
 float8 = pytest.importorskip("torchao.float8")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-RECIPES = ["tensorwise", "rowwise", "rowwise_with_gw_hp"]
+KINDS = pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "gathered"])
+"""torchao's recipes; "gathered": the first, with weights gathered in float8."""
 
 
 class Block(nn.Module):
@@ -49,14 +51,14 @@ class Text(nn.Module):
         return nn.functional.cross_entropy(self.head(x).flatten(0, -2), targets.flatten())
 
 
-def converted(recipe="tensorwise", gathers=False, model=Text, compiles=False):
-    """A model whose blocks compute in float8; ``gathers``: whether their weights are gathered in float8 as well."""
-    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+def converted(kind="tensorwise", model=Text, compiles=False):
+    """A model whose blocks compute in float8."""
+    gathers = kind == "gathered"
+    config = float8.Float8LinearConfig.from_recipe_name("tensorwise" if gathers else kind)
+    config = replace(config, emulate=True, enable_fsdp_float8_all_gather=gathers)
     made = model()
     blocks = made.layers if hasattr(made, "layers") else made.blocks
-    float8.convert_to_float8_training(
-        blocks, config=replace(config, emulate=True, enable_fsdp_float8_all_gather=gathers)
-    )
+    float8.convert_to_float8_training(blocks, config=config)
     for block in blocks if compiles else ():
         block.compile(backend="aot_eager")
     return made
@@ -82,44 +84,50 @@ class Configured(Learner):
                 self.model = converted(**self.options)
 
 
-def trainer_learns(stage, recipe, gathers):
+def reference_of(kind):
+    """Without a gather, the layers cast the whole weight to the same codes."""
+    return "tensorwise" if kind == "gathered" else kind
+
+
+def trainer_learns(stage, kind):
     """An interrupted run equals DDP's uninterrupted one, whether its file is loaded at this stage or under DDP."""
     warnings.simplefilter("ignore")
-    reference = fit("ddp", partial(Configured, "cpu", recipe=recipe))
-    on_meta = partial(Configured, "meta", recipe=recipe, gathers=gathers)
-    keep = ModelCheckpoint(dirpath=".", filename="half", every_n_epochs=1)
+    ordinary, on_meta = (partial(Configured, "cpu", kind=reference_of(kind)), partial(Configured, "meta", kind=kind))
+    reference = fit("ddp", ordinary)
+    path = shared_folder() / "half.ckpt"
+    keep = ModelCheckpoint(dirpath=path.parent, filename="half", every_n_epochs=1)
     half = fit(f"zero{stage}", on_meta, callbacks=[keep], max_epochs=1, enable_checkpointing=True)
-    rest = fit(f"zero{stage}", on_meta, ckpt_path="half.ckpt")
+    rest = fit(f"zero{stage}", on_meta, ckpt_path=path)
     same_runs(replace(rest, losses=half.losses + rest.losses), reference)
-    saved = torch.load("half.ckpt", weights_only=True)["state_dict"]
+    saved = torch.load(path, weights_only=True)["state_dict"]
     assert {type(value) for value in saved.values()} == {torch.Tensor}
-    under_ddp = fit("ddp", partial(Configured, "cpu", recipe=recipe), ckpt_path="half.ckpt")
+    under_ddp = fit("ddp", ordinary, ckpt_path=path)
     same_runs(under_ddp, replace(reference, losses=reference.losses[3:]))
 
 
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.behaviour("The Trainer", "torchao's float8 training, made on the meta device, saved and resumed")
-@pytest.mark.parametrize("recipe", RECIPES)
+@KINDS
 @STAGES
-def test_a_trainer_learns_and_resumes_in_float8_as_under_ddp(run_on, stage, recipe):
-    run_on(2, trainer_learns, stage=stage, recipe=recipe, gathers=False)
+def test_a_trainer_learns_and_resumes_in_float8_as_under_ddp(run_on, stage, kind):
+    run_on(2, trainer_learns, stage=stage, kind=kind)
 
 
-def trained_by_fabric(strategy, recipe):
+def trained_by_fabric(strategy, kind):
     fabric = make_fabric(strategy)
-    model, optimizer = set_up(fabric, partial(converted, recipe))
+    model, optimizer = set_up(fabric, partial(converted, reference_of(kind) if strategy == "ddp" else kind))
     return train_with_fabric(fabric, model, optimizer), weights(model)
 
 
 @pytest.mark.behaviour("Fabric", "torchao's float8 training")
 def test_fabric_learns_in_float8_as_under_ddp(run_on):
-    run_on(2, same_as_under_ddp, case=trained_by_fabric, recipe="rowwise")
+    run_on(2, same_as_under_ddp, case=trained_by_fabric, kind="gathered")
 
 
-def engine_learns(stage, recipe, gathers, compiles=False, **options):
+def engine_learns(stage, kind, compiles=False, **options):
     options = {"units": is_block, **options}
-    reference = train_ddp(Recipe(partial(converted, recipe, compiles=compiles)))
-    run = train_zero(Recipe(partial(converted, recipe, gathers, compiles=compiles)), stage, **options)
+    reference = train_ddp(Recipe(partial(converted, reference_of(kind), compiles=compiles)))
+    run = train_zero(Recipe(partial(converted, kind, compiles=compiles)), stage, **options)
     same_runs(run, reference)
 
 
@@ -133,10 +141,10 @@ WAYS = {
 @pytest.mark.exhaustive(but=3)
 @pytest.mark.behaviour("The module", "torchao's float8 layers, tensor-wise and row-wise; recomputed, or compiled")
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@KINDS
 @STAGES
-def test_float8_layers_learn_as_under_ddp(run_on, stage, recipe, way):
-    run_on(2, engine_learns, stage=stage, recipe=recipe, gathers=False, **WAYS[way])
+def test_float8_layers_learn_as_under_ddp(run_on, stage, kind, way):
+    run_on(2, engine_learns, stage=stage, kind=kind, **WAYS[way])
 
 
 # ---------------------------------------------------------------------------------------------- gathered in float8
@@ -161,12 +169,12 @@ def train_fsdp2(recipe):
 
 
 def gathers_learn(stage):
-    recipe = Recipe(partial(converted, gathers=True), steps=10)
+    recipe = Recipe(partial(converted, "gathered"), steps=10)
     run = train_zero(recipe, stage, units=is_block)
     losses, found = train_fsdp2(recipe)
     same_tensors(dict(enumerate(run.losses)), dict(enumerate(losses)), 0)
     same_tensors(run.weights, {name: unwrapped(value) for name, value in found.items()}, 0)
-    same_runs(run, train_ddp(Recipe(converted, steps=10)))  # the layers then cast the whole weight to the same codes
+    same_runs(run, train_ddp(Recipe(converted, steps=10)))
 
 
 def unwrapped(value):
@@ -181,12 +189,12 @@ def test_weights_gathered_in_float8_learn_as_under_fsdp2_and_ddp(run_on, stage):
 
 def bytes_of_gathers(dtype):
     recipe = Recipe(partial(Square, 64), dtype=dtype, steps=3)
-    bytes_in = {}
-    for gathers in (False, True):
-        made = replace(recipe, model=partial(converted, gathers=gathers, model=partial(Square, 64)))
+    sent = {}
+    for kind in ("tensorwise", "gathered"):
+        made = replace(recipe, model=partial(converted, kind, model=partial(Square, 64)))
         run = train_zero(made, 3, units=lambda name, module: isinstance(module, Square.Layer))
-        bytes_in[gathers] = run.report.bytes["all_gather"]
-    assert bytes_in[False] == dtype.itemsize * bytes_in[True] > 0
+        sent[kind] = run.report.bytes["all_gather"]
+    assert sent["tensorwise"] == dtype.itemsize * sent["gathered"] > 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
