@@ -12,11 +12,13 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from lightning_zero.engine import Engine, ShardedTensor
 from tests.fabric.training import same_as_under_ddp, set_up, weights
 from tests.fabric.training import make_fabric, train as train_with_fabric
 from tests.support import world_size
-from tests.support.models import CLASSES, VOCABULARY, Square
+from tests.support.models import CLASSES, VOCABULARY, Square, adam
 from tests.support.trainer import Learner, fit
 from tests.support.training import Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
 from tests.trainer.cases import shared_folder
@@ -200,3 +202,75 @@ def bytes_of_gathers(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gather_in_float8_sends_one_byte_an_element(run_on, dtype):
     run_on(2, bytes_of_gathers, dtype=dtype)
+
+
+def refusals():
+    """Errors before anything is changed."""
+    from torchao.prototype.quantized_training.bitnet import BitNetTrainingLinearWeight
+
+    def refused(module, text):
+        before = dict(module.named_parameters())
+        with pytest.raises(ValueError, match=text):
+            Engine(module, [])
+        for name, parameter in module.named_parameters():
+            assert parameter is before[name] and not isinstance(parameter, ShardedTensor)
+        return module
+
+    def cannot(*args):
+        raise RuntimeError("no float8 here")
+
+    tied = Text()
+    tied.head = nn.Linear(32, VOCABULARY, bias=False)
+    tied.head.weight = tied.embed.weight
+    config = float8.Float8LinearConfig(emulate=True, enable_fsdp_float8_all_gather=True)
+    refused(float8.convert_to_float8_training(tied, config=config), "was tied .* module_filter_fn")
+    packed = Text()
+    packed.head.weight = nn.Parameter(BitNetTrainingLinearWeight(packed.head.weight.detach()))
+    refused(packed, "head.weight is a BitNetTrainingLinearWeight, whose fsdp_pre_all_gather cannot encode elements")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torchao.float8.fsdp_utils.hp_tensor_and_scale_to_float8", cannot)
+        module = refused(converted("gathered"), r"blocks.0.up.weight .* on cpu \(RuntimeError: no float8 here\)")
+    Engine(module, []).close()
+    assert type(module.blocks[0].up.weight).__name__ == "WeightWithDynamicFloat8CastTensor"
+
+
+def test_weights_that_cannot_be_gathered_in_another_form_are_refused_before_anything_changes(run_on):
+    run_on(2, refusals)
+
+
+def writes_and_reads(strategy):
+    """Writes to weights between steps, weights read outside of their module, evaluation, loading a state dict."""
+    torch.manual_seed(0)
+    module = converted("tensorwise" if strategy == "ddp" else "gathered")
+    optimizer = adam(module)
+    model = DistributedDataParallel(module) if strategy == "ddp" else module
+    engine = None if strategy == "ddp" else Engine(module, [optimizer], stage=int(strategy[-1]), units=is_block)
+    losses, weight = [], module.blocks[0].up.weight
+
+    def step(index, penalty=0.0):
+        loss = model(*batch(index)) + penalty * module.blocks[1].down.weight.square().sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+
+    step(0)
+    with torch.no_grad():
+        weight.mul_(0.5)
+        module.blocks[1].up.weight.copy_(torch.linspace(-1, 1, weight.numel()).view_as(weight))
+        module.blocks[2].down.weight[3] = 2.5
+    step(1, penalty=1e-3)
+    state = {name: value.clone() for name, value in module.state_dict().items()}
+    step(2)
+    module.load_state_dict(state)
+    with torch.inference_mode():
+        losses.append(model(*batch(3)).clone())
+    step(4)
+    if engine is not None:
+        engine.close()
+    return losses, {name: unwrapped(value) for name, value in module.state_dict().items()}
+
+
+@pytest.mark.exhaustive
+def test_weights_gathered_in_float8_are_written_and_read_as_under_ddp(run_on):
+    run_on(2, same_as_under_ddp, case=writes_and_reads)

@@ -192,14 +192,14 @@ class Schedule:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
                     holder = owner.module._parameters
-                    scope.may_be_fused |= owner.may_be_fused and module is not root and slot.bucket.extensions is None
+                    scope.may_be_fused |= owner.may_be_fused and module is not root
                     scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
             if unit.is_root:
                 for module in regions(root, set(scopes)):
                     scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
             for scope in scopes.values():
                 self._hook(unit, scope)
-                if unit.stays and scope.may_be_fused:
+                if unit.stays and scope.may_be_fused and not scope.has_extended:
                     self._fused.append((unit, scope))
             self._scopes += scopes.values()
 

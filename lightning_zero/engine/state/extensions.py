@@ -88,11 +88,10 @@ class Extension:
 
     def remove_from(self, parameter: nn.Parameter) -> None:
         """Give a parameter of the subclass the ordinary contents that the subclass wraps."""
-        inner, requires_grad = inner_of(parameter), parameter.requires_grad
+        inner = inner_of(parameter)
         for name in vars(self._empty):
             vars(parameter).pop(name, None)
-        set_contents(parameter, inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, requires_grad))
-        parameter.requires_grad_(requires_grad)
+        set_contents(parameter, nn.Parameter(inner.detach(), parameter.requires_grad))
 
     def give_to(self, parameter: nn.Parameter) -> None:
         """Undo ``remove_from``, with the parameter's present values."""
@@ -110,11 +109,16 @@ def without_extensions(module: nn.Module, device: torch.device | None) -> Iterat
         device: the device on which values will be encoded; None for the parameter's own.
 
     Raises:
-        ValueError: see ``Extension.of``. In this case, nothing has been changed.
+        ValueError: see ``Extension.of``; or if another parameter is tied to an extended one. Nothing has been changed.
     """
-    found = {}
+    found, parameters = {}, {id(parameter) for parameter in module.parameters()}
     for name, parameter in module.named_parameters():
         if is_extended(parameter):
+            if id(inner_of(parameter)) in parameters:
+                raise ValueError(
+                    f"{name} was tied to another parameter before it became a {type(parameter).__name__}, so training "
+                    "would no longer change both. Leave its layer out, with torchao's argument module_filter_fn."
+                )
             own = torch.device("cpu") if parameter.is_meta else parameter.device
             found[parameter] = Extension.of(name, parameter, device or own)
     for parameter, extension in found.items():

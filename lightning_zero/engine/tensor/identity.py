@@ -51,17 +51,18 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
 
 
 def is_extended(tensor: Tensor) -> bool:
-    """Whether a tensor is of a subclass that extends FSDP2's all-gather (see ``state/extensions.py``)."""
-    return hasattr(tensor, "fsdp_pre_all_gather")
+    """Whether a tensor is of a subclass that extends FSDP2's all-gather of its values (see ``state/extensions.py``)."""
+    return inner_of(tensor) is not tensor
 
 
 def inner_of(tensor: Tensor) -> Tensor:
-    """The tensor with the values of an extended parameter; any other tensor unchanged."""
-    if not is_extended(tensor):
+    """The ordinary tensor with the values of an extended parameter; any other tensor unchanged."""
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
         return tensor
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
     inner: Tensor = getattr(tensor, names[0])
-    return inner
+    has_values = inner.shape == tensor.shape and inner.dtype == tensor.dtype  # quantised tensors have only their codes
+    return inner if has_values else tensor
 
 
 def project_class(tensor: Tensor) -> Any:
