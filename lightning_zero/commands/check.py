@@ -48,13 +48,14 @@ LEAST: dict[str, tuple[Any, int]] = {
 
 _Rule = tuple[Callable[[Any], bool], str]
 
-_RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")  # of torchao, to compute in float8
-
 _ABOVE_0: _Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
 
 RULES: dict[str, _Rule] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "an integer from 0 to 4294967295"),
-    "model.float8": (lambda v: v in (None, *_RECIPES), f"null, {' or '.join(_RECIPES)}"),
+    "model.float8": (
+        lambda v: v in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        "null or a recipe of torchao: tensorwise, rowwise or rowwise_with_gw_hp",
+    ),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.val_check_interval": _ABOVE_0,

@@ -146,7 +146,7 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 def local_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor with the memory of ``tensor``: ``tensor`` itself, or the first of those that it is made of (DTensor)."""
+    """The tensor with the memory of ``tensor``: ``tensor`` itself, or the first of those that it is made of."""
     while is_made_of_tensors(tensor):
         tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
     return tensor

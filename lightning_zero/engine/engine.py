@@ -203,7 +203,7 @@ class Engine:
 
         The original values are freed on return; the buckets then hold the values.
         """
-        sources = agree_on_sources(module, self.communicator)
+        sources = agree_on_sources(module, self.communicator, extension_of)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload

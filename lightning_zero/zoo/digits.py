@@ -59,7 +59,8 @@ class DigitClassifier(Supervised):
         warmup_steps: int = 20,
         float8: str | None = None,
     ) -> None:
-        super().__init__("accuracy", MulticlassAccuracy(num_classes=10, average="micro"), optimizer, warmup_steps, float8)
+        metric = MulticlassAccuracy(num_classes=10, average="micro")
+        super().__init__("accuracy", metric, optimizer, warmup_steps, float8)
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}")
         self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects

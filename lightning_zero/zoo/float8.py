@@ -15,7 +15,7 @@ def compute_in_float8(module: nn.Module, recipe: str, device: torch.device) -> N
             ``"rowwise_with_gw_hp"``.
         device: where the module will be trained.
     """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
 
     multiplies = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
     config = replace(
@@ -26,8 +26,7 @@ def compute_in_float8(module: nn.Module, recipe: str, device: torch.device) -> N
     uses = Counter(id(parameter) for inner in module.modules() for parameter in inner._parameters.values())
 
     def is_converted(layer: nn.Module, name: str) -> bool:
-        if type(layer) is not nn.Linear or uses[id(layer.weight)] > 1:
-            return False
-        return all(size % 16 == 0 for size in layer.weight.shape)
+        suits = type(layer) is nn.Linear and not any(size % 16 for size in layer.weight.shape)
+        return suits and uses[id(layer.weight)] == 1
 
     convert_to_float8_training(module, module_filter_fn=is_converted, config=config)

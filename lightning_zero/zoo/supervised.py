@@ -23,7 +23,7 @@ class Supervised(LightningModule):
         name, metric: The name to log the validation metric under, and the metric, computed from logits and targets.
         optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
         warmup_steps: Optimizer steps until the learning rate peaks. It then decays along a cosine to a twentieth.
-        float8: The recipe by which linear layers compute in float8, see ``compute_in_float8``; None for other precisions.
+        float8: The recipe by which linear layers compute in float8, see ``compute_in_float8``; None if they do not.
     """
 
     def __init__(

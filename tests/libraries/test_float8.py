@@ -15,9 +15,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_zero.engine import Engine, ShardedTensor
-from tests.fabric.training import same_as_under_ddp, set_up, weights
-from tests.fabric.training import make_fabric, train as train_with_fabric
-from tests.support import world_size
+from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, weights
+from tests.fabric.training import train as train_with_fabric
+from tests.support import rank, world_size
 from tests.support.models import CLASSES, VOCABULARY, Square, adam
 from tests.support.trainer import Learner, fit
 from tests.support.training import Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
@@ -183,7 +183,7 @@ def unwrapped(value):
     return getattr(value, "_tensor", value)
 
 
-@pytest.mark.behaviour("The module", "torchao's `enable_fsdp_float8_all_gather`: FSDP2's numbers, weights gathered in 8 bits")
+@pytest.mark.behaviour("The module", "torchao's `enable_fsdp_float8_all_gather`: FSDP2's numbers")
 @STAGES
 def test_weights_gathered_in_float8_learn_as_under_fsdp2_and_ddp(run_on, stage):
     run_on(2, gathers_learn, stage=stage)
@@ -274,3 +274,31 @@ def writes_and_reads(strategy):
 @pytest.mark.exhaustive
 def test_weights_gathered_in_float8_are_written_and_read_as_under_ddp(run_on):
     run_on(2, same_as_under_ddp, case=writes_and_reads)
+
+
+def int8_learns(stage):
+    """Gathered in the parameters' own dtype, but in another tensor's form."""
+    from torchao.prototype.quantized_training import Int8MixedPrecisionTrainingConfig
+    from torchao.quantization import quantize_
+
+    def quantised(model=Text):
+        made = model()
+        quantize_(made.blocks, Int8MixedPrecisionTrainingConfig())
+        return made
+
+    same_runs(train_zero(Recipe(quantised), stage, units=is_block), train_ddp(Recipe(quantised)))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("stage", [1, 3])
+def test_torchaos_int8_mixed_precision_learns_as_under_ddp(run_on, stage):
+    run_on(2, int8_learns, stage=stage)
+
+
+def differing_modules():
+    with pytest.raises(ValueError, match="module differs .* gathered in torch.float8_e4m3fn"):
+        Engine(converted("gathered" if rank() else "tensorwise"), [])
+
+
+def test_ranks_that_gather_in_different_forms_get_an_error(run_on):
+    run_on(2, differing_modules)

@@ -207,7 +207,7 @@ def assign_to_buckets(
             device=device,
             dtype=kind.dtype,
             compute_dtype=kind.compute_dtype,
-            extension_dtype=kind.extension[1] if kind.extension is not None else None,
+            extension_dtype=kind.extension_dtype,
             trains=kind.trains,
         )
         parameters = [p for _, p in part]
@@ -215,7 +215,7 @@ def assign_to_buckets(
         if kind.trains and residency.is_offloaded:
             fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
-        extensions = Extensions([extension_of[p] for p in parameters], scales) if kind.extension is not None else None
+        extensions = Extensions([extension_of[p] for p in parameters], scales) if kind.extended is not None else None
         bucket = UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions)
         units[of_unit].append(bucket)
     return units
@@ -229,7 +229,8 @@ class _Kind(NamedTuple):
     trains: bool
     gradient_codec: Codec | None
     is_whole: bool
-    extension: tuple[type, torch.dtype] | None  # the tensor subclass, and the dtype of what is gathered
+    extended: type | None = None  # the tensor subclass of extended parameters
+    extension_dtype: torch.dtype | None = None
 
 
 def _kind_of(
@@ -242,13 +243,11 @@ def _kind_of(
     parameter: nn.Parameter,
     owners: Sequence[Owner],
 ) -> _Kind:
-    compute_dtype, extension = parameter.dtype, None
-    if (found := extension_of.get(parameter)) is not None:
-        extension = found.kind, found.dtype
-    else:
-        compute_dtype = _compute_dtype_of(parameter, owners, config.compute_dtype, may_fuse)
     codec, is_whole = _gradient_codec_of(parameter, compression), is_kept_whole(name, parameter)
-    return _Kind(compute_dtype, parameter.dtype, parameter.requires_grad, codec, is_whole, extension)
+    of_all = parameter.dtype, parameter.requires_grad, codec, is_whole
+    if (extension := extension_of.get(parameter)) is not None:
+        return _Kind(parameter.dtype, *of_all, extension.kind, extension.dtype)
+    return _Kind(_compute_dtype_of(parameter, owners, config.compute_dtype, may_fuse), *of_all)
 
 
 def _parts(

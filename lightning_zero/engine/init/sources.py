@@ -13,6 +13,7 @@ from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
+from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -98,7 +99,9 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
     return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
 
 
-def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
+def agree_on_sources(
+    module: nn.Module, communicator: Communicator, extension_of: Mapping[nn.Parameter, Extension]
+) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
     Rank 0's values are used, except that each rank itself reads parameters that all ranks have mapped from the same
@@ -118,7 +121,10 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
         trains = is_parameter and tensor.requires_grad
-        mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin, _initialised(tensor)
+        dtype = str(tensor.dtype)
+        if isinstance(tensor, nn.Parameter) and tensor in extension_of:
+            dtype += f" gathered in {extension_of[tensor].dtype}"
+        mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, _initialised(tensor)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)

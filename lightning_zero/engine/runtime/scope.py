@@ -61,11 +61,6 @@ class Scope:
         assert module is not None, "the module was deleted in its forward"
         return Attributes(module)
 
-    @property
-    def has_extended(self) -> bool:
-        """Whether any parameter is extended (see ``extensions.py``): kernels of several layers reject its form."""
-        return any(entry.slot.bucket.extensions is not None for entry in self.entries)
-
     def remove(self) -> None:
         for handle in self.handles:
             handle.remove()

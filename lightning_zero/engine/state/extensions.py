@@ -1,8 +1,8 @@
 """All-gather extensions: FSDP2's protocol by which a tensor subclass chooses what is gathered instead of its values.
 
-``fsdp_pre_all_gather`` encodes values to send, and ``fsdp_post_all_gather`` makes the tensor that a module computes with
+``fsdp_pre_all_gather`` encodes values to send, and ``fsdp_post_all_gather`` makes the tensor that modules compute with
 from the gathered codes. torchao's float8 weights are thus gathered in 8 bits. While sharded, such a parameter is an
-ordinary one with the subclass's values: only its own module's forward finds the other tensor in its place.
+ordinary one with the subclass's values; only in forward do its unit's modules find the other tensor in its place.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.process_group import ReduceOp
 from lightning_zero.engine.plan.layout import ALIGNMENT
-from lightning_zero.engine.tensor.identity import inner_of, is_extended, set_contents
+from lightning_zero.engine.tensor.identity import inner_of, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 if TYPE_CHECKING:
@@ -46,22 +46,6 @@ class Extension:
         self.dtype = codes.dtype
         self.decode(codes, metadata, parameter.dtype)
 
-    @classmethod
-    def of(cls, name: str, parameter: Tensor, device: torch.device) -> Extension:
-        """Return the extension of a parameter of this name.
-
-        Raises:
-            ValueError: if the parameter's class, or torch on this device, cannot encode the elements.
-        """
-        try:
-            return cls(parameter, device)
-        except Exception as error:  # of the subclass, or of torch
-            raise ValueError(
-                f"{name} is a {type(parameter).__name__}, whose fsdp_pre_all_gather cannot encode elements one by one "
-                f"on {device.type} ({type(error).__name__}: {error}). Train an ordinary parameter: with torchao's float8 "
-                "layers, leave out enable_fsdp_float8_all_gather=True."
-            ) from error
-
     def _wrap(self, values: Tensor) -> Any:
         return self.kind.__tensor_unflatten__({self._inner: values}, self._context, values.shape, values.stride())
 
@@ -82,7 +66,7 @@ class Extension:
         """The scales of weights with these largest absolute values."""
         if not self._is_scaled:
             return largest
-        from torchao.float8.float8_utils import amax_to_scale
+        from torchao.float8.float8_utils import amax_to_scale  # type: ignore[import-untyped]
 
         return amax_to_scale(largest, self.dtype)
 
@@ -109,18 +93,27 @@ def without_extensions(module: nn.Module, device: torch.device | None) -> Iterat
         device: the device on which values will be encoded; None for the parameter's own.
 
     Raises:
-        ValueError: see ``Extension.of``; or if another parameter is tied to an extended one. Nothing has been changed.
+        ValueError: if an extended parameter was tied to another one, or if its class, or torch on the device, cannot
+            encode its elements. Nothing has been changed.
     """
     found, parameters = {}, {id(parameter) for parameter in module.parameters()}
     for name, parameter in module.named_parameters():
-        if is_extended(parameter):
-            if id(inner_of(parameter)) in parameters:
-                raise ValueError(
-                    f"{name} was tied to another parameter before it became a {type(parameter).__name__}, so training "
-                    "would no longer change both. Leave its layer out, with torchao's argument module_filter_fn."
-                )
-            own = torch.device("cpu") if parameter.is_meta else parameter.device
-            found[parameter] = Extension.of(name, parameter, device or own)
+        if (inner := inner_of(parameter)) is parameter:
+            continue
+        kind, place = type(parameter).__name__, device or torch.device("cpu" if inner.is_meta else inner.device)
+        if id(inner) in parameters:
+            raise ValueError(
+                f"{name} was tied to another parameter before it became a {kind}, so training would no longer change "
+                "both. Leave its layer out, with torchao's argument module_filter_fn."
+            )
+        try:
+            found[parameter] = Extension(parameter, place)
+        except Exception as error:  # of the subclass, or of torch
+            raise ValueError(
+                f"{name} is a {kind}, whose fsdp_pre_all_gather cannot encode elements one by one on "
+                f"{place.type} ({type(error).__name__}: {error}). Train an ordinary parameter: with torchao's float8 "
+                "layers, leave out enable_fsdp_float8_all_gather=True."
+            ) from error
     for parameter, extension in found.items():
         extension.remove_from(parameter)
     try:
@@ -161,36 +154,31 @@ class Scales:
         buckets[0].communicator.control.all_reduce(largest, ReduceOp.MAX)
         for bucket, of_bucket in zip(buckets, largest.split(counts)):
             assert bucket.extensions is not None
-            self._of[id(bucket)] = list(bucket.extensions.scales_of(of_bucket).unbind())
+            self._of[id(bucket)] = list(bucket.extensions.each[0].scales_of(of_bucket).unbind())
 
 
 class Extensions:
-    """The extensions of a bucket's parameters, in the order of the layout, and what decodes the last gather.
+    """The extensions of a bucket's parameters, of equal ``kind`` and ``dtype``, and what decodes its last gather.
 
-    All have the same ``kind`` and ``dtype``.
+    Args:
+        each: the extensions, in the order of the layout.
     """
 
-    def __init__(self, extensions: Sequence[Extension], scales: Scales) -> None:
-        self._extensions, self.scales = extensions, scales
-        self._metadata: list[Any] = [None] * len(extensions)
-
-    def scales_of(self, largest: Tensor) -> Tensor:
-        return self._extensions[0].scales_of(largest)
+    def __init__(self, each: Sequence[Extension], scales: Scales) -> None:
+        self.each, self.scales = each, scales
+        self._metadata: list[Any] = [None] * len(each)
 
     def encode(self, bucket: Bucket, own: Tensor) -> None:
         """Fill the part of a bucket's buffer from which a gather starts with the codes of this rank's values."""
         scales = self.scales.of(bucket)
         for index, part in enumerate(_parts_of(bucket, own)):
             values = part.to(bucket.full.device, bucket.dtype, non_blocking=True)
-            codes, self._metadata[index] = self._extensions[index].encode(values, scales[index])
+            codes, self._metadata[index] = self.each[index].encode(values, scales[index])
             bucket.full[slice(*bucket.layout.range_in_part(index))].copy_(codes)
 
     def computed(self, index: int, view: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor that a parameter's module computes with; its gradient is the gradient of ``view``."""
-        return _Decoded.apply(view, partial(self._extensions[index].decode, metadata=self._metadata[index], dtype=dtype))
-
-    def give_to(self, index: int, parameter: nn.Parameter) -> None:
-        self._extensions[index].give_to(parameter)
+        return _Decoded.apply(view, partial(self.each[index].decode, metadata=self._metadata[index], dtype=dtype))
 
 
 def _parts_of(bucket: Bucket, own: Tensor) -> list[Tensor]:

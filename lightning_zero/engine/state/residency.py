@@ -44,7 +44,7 @@ class ResidencyPlan:
     """Where one rank's master weights of a bucket are at rest; the plan itself holds no values.
 
     ``copy`` is where the master weights' copy in the compute dtype is at rest; None if there is no copy.
-    ``extension_dtype`` is the dtype of what extended parameters are gathered as (see ``extensions.py``); None for others.
+    ``extension_dtype`` is that of the codes of extended parameters (see ``extensions.py``); None for others.
     """
 
     layout: BucketLayout

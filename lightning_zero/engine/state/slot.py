@@ -325,7 +325,7 @@ def make_ordinary(bucket: Bucket, device: torch.device) -> None:
         value = bucket.communicator.tensor.shown(value, slot.placed)
         set_contents(parameter, nn.Parameter(value, parameter.requires_grad))
         if bucket.extensions is not None:
-            bucket.extensions.give_to(slot.index, parameter)
+            bucket.extensions.each[slot.index].give_to(parameter)
         set_accumulation_hooks(parameter, slot.hooks_after_reduction)
     bucket.parameters = []
     bucket.release()

@@ -50,13 +50,8 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
 
 
-def is_extended(tensor: Tensor) -> bool:
-    """Whether a tensor is of a subclass that extends FSDP2's all-gather of its values (see ``state/extensions.py``)."""
-    return inner_of(tensor) is not tensor
-
-
 def inner_of(tensor: Tensor) -> Tensor:
-    """The ordinary tensor with the values of an extended parameter; any other tensor unchanged."""
+    """The values of a parameter that extends FSDP2's all-gather (see ``extensions.py``); any other tensor unchanged."""
     if not hasattr(tensor, "fsdp_pre_all_gather"):
         return tensor
     names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
