@@ -60,7 +60,7 @@ from lightning_zero.engine.runtime.schedule import Schedule, Unit
 from lightning_zero.engine.runtime.windows import Windows
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
-from lightning_zero.engine.state.extensions import Extension, without_extensions
+from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -158,7 +158,7 @@ class Engine:
             self.phases = Phases(device)
             self._connect(group, device, simulation)
             self._shared = SharedByBuckets(
-                self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background
+                self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background, Scales()
             )
             activations = activation_store(config, self.communicator, self.ledger)
             self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)

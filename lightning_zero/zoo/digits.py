@@ -59,11 +59,11 @@ class DigitClassifier(Supervised):
         warmup_steps: int = 20,
         float8: str | None = None,
     ) -> None:
-        metric = MulticlassAccuracy(num_classes=10, average="micro")
-        super().__init__("accuracy", metric, optimizer, warmup_steps, float8)
+        super().__init__("accuracy", MulticlassAccuracy(num_classes=10, average="micro"), optimizer, warmup_steps)
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}")
         self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects
+        self.float8 = float8
         self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
         self.position = nn.Parameter(0.5 * torch.randn(16, width))
         self.blocks = nn.ModuleList(

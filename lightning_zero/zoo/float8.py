@@ -18,11 +18,8 @@ def compute_in_float8(module: nn.Module, recipe: str, device: torch.device) -> N
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
 
     multiplies = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
-    config = replace(
-        Float8LinearConfig.from_recipe_name(recipe),
-        enable_fsdp_float8_all_gather=recipe == "tensorwise",
-        emulate=not multiplies,
-    )
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    config = replace(config, enable_fsdp_float8_all_gather=recipe == "tensorwise", emulate=not multiplies)
     uses = Counter(id(parameter) for inner in module.modules() for parameter in inner._parameters.values())
 
     def is_converted(layer: nn.Module, name: str) -> bool:

@@ -118,10 +118,10 @@ class LanguageModel(Supervised):
         prompt: str = "def ",
         float8: str | None = None,
     ) -> None:
-        super().__init__("perplexity", Perplexity(), optimizer, warmup_steps, float8)
+        super().__init__("perplexity", Perplexity(), optimizer, warmup_steps)
         self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects
         self.gpt = GPT(width, depth, heads, context, tied)
-        self.prompt = prompt
+        self.prompt, self.float8 = prompt, float8
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)

@@ -23,20 +23,17 @@ class Supervised(LightningModule):
         name, metric: The name to log the validation metric under, and the metric, computed from logits and targets.
         optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
         warmup_steps: Optimizer steps until the learning rate peaks. It then decays along a cosine to a twentieth.
+
+    Attributes:
         float8: The recipe by which linear layers compute in float8, see ``compute_in_float8``; None if they do not.
     """
 
-    def __init__(
-        self,
-        name: str,
-        metric: Metric,
-        optimizer: Callable[..., Optimizer],
-        warmup_steps: int,
-        float8: str | None = None,
-    ) -> None:
+    float8: str | None = None
+
+    def __init__(self, name: str, metric: Metric, optimizer: Callable[..., Optimizer], warmup_steps: int) -> None:
         super().__init__()
         self.metric_name, self.metric = name, metric
-        self.optimizer, self.warmup_steps, self.float8 = optimizer, warmup_steps, float8
+        self.optimizer, self.warmup_steps = optimizer, warmup_steps
 
     def configure_model(self) -> None:
         if self.float8 is not None:

@@ -30,7 +30,7 @@ from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
-from lightning_zero.engine.state.extensions import Extension, Extensions, Scales
+from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
@@ -55,7 +55,7 @@ class UnshardedBucket:
     Attributes:
         fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
         gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
-        extensions: what encodes the values that are gathered; None if they are only cast.
+        extensions: those of the parameters; empty if the parameters are not extended.
     """
 
     parameters: list[nn.Parameter]
@@ -65,7 +65,7 @@ class UnshardedBucket:
     unit_name: str
     shared: SharedByBuckets
     gradient_codec: Codec | None
-    extensions: Extensions | None = None
+    extensions: Sequence[Extension] = ()
 
     def __post_init__(self) -> None:
         self.layout = self.plan.layout
@@ -133,7 +133,7 @@ class UnshardedBucket:
             full = flat
         elif plan.is_replicated:
             full.untyped_storage().resize_(full.numel() * full.element_size())
-            if self.extensions is None:  # otherwise, the first gather fills it
+            if not self.extensions:  # otherwise, the first gather fills it
                 full.copy_(flat)
         self._flat = None
         bucket = Bucket(
@@ -147,8 +147,6 @@ class UnshardedBucket:
             gradient_codec=self.gradient_codec,
             extensions=self.extensions,
         )
-        if self.extensions is not None:
-            self.extensions.scales.add(bucket)
         make_sharded(bucket, self.parameters)
         return bucket
 
@@ -174,20 +172,15 @@ def assign_to_buckets(
     )
     # element counts of the largest shares, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
-    numel_that_stay = 0
-    if config.offload is not None:
-        trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
-        numel_that_stay = round((1 - config.offload.fraction) * trained)
+    numel_that_stay = _numel_that_stays(config, plans, numels)
     over = placements.optimizer.over
     ranks, order = mesh.size(over), mesh.order(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
     may_fuse = not placements.parameters.is_sharded and device.type == "cpu"
-    kind_of = partial(
-        _kind_of, config, kept_whole(optimizers, config, ranks=ranks), compression, may_fuse, extension_of
-    )
-    scales = Scales()
+    is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
+    kind_of = partial(_kind_of, config, is_kept_whole, compression, may_fuse, extension_of)
     parts = list(_parts(plans, optimizers, kind_of, numels, min(config.bucket_numel, most_numel)))
     whole = [number for number, (_, kind, _) in enumerate(parts) if kind.is_whole]
     to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
@@ -215,10 +208,17 @@ def assign_to_buckets(
         if kind.trains and residency.is_offloaded:
             fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
-        extensions = Extensions([extension_of[p] for p in parameters], scales) if kind.extended is not None else None
-        bucket = UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions)
-        units[of_unit].append(bucket)
+        extensions = [extension_of[p] for p in parameters if p in extension_of]
+        units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions))
     return units
+
+
+def _numel_that_stays(config: EngineConfig, plans: Sequence[UnitPlan], numels: Mapping[str, int]) -> int:
+    """The number of trained elements that the offload option leaves on the device; 0 without this option."""
+    if config.offload is None:
+        return 0
+    trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
+    return round((1 - config.offload.fraction) * trained)
 
 
 class _Kind(NamedTuple):

@@ -46,7 +46,7 @@ from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
-from lightning_zero.engine.state.extensions import Extensions
+from lightning_zero.engine.state.extensions import Extension, Extensions, Scales
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
@@ -81,6 +81,7 @@ class SharedByBuckets(NamedTuple):
     ledger: Ledger
     phases: Phases
     updates: Updates
+    scales: Scales
 
 
 class Bucket:
@@ -93,7 +94,7 @@ class Bucket:
             values in ``residency``.
         number: the bucket's number among all buckets, the same on every rank.
         gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
-        extensions: what encodes values for ``full``; None if they are only cast.
+        extensions: those of the parameters; empty if values are only cast for ``full``.
 
     Attributes:
         update: the last background update, until a gather of its result begins; otherwise None.
@@ -117,12 +118,12 @@ class Bucket:
         unit_name: str,
         shared: SharedByBuckets,
         gradient_codec: Codec | None,
-        extensions: Extensions | None = None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
-        self.gradient_codec, self.extensions = gradient_codec, extensions
+        self.gradient_codec = gradient_codec
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
+        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates, scales = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -130,6 +131,7 @@ class Bucket:
         self.awaits_refresh = False
         self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
+        self.extensions = Extensions(extensions, scales, self) if extensions else None
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self._find_ranges()
         self._pending: list[Pending] = []  # the running gather, if there is one
@@ -246,13 +248,11 @@ class Bucket:
             self._mark_seen()
         self.state = BucketState.GATHERING
 
-    def values_to_gather(self) -> Tensor:
-        """The values that a gather of extended parameters starts from, after the last update."""
+    def values_to_gather(self) -> Tensor | None:
+        """The values that a gather starts from, after the last update; None if they are already in ``full``."""
         if self.update is not None:
             self.update.work.wait()
-        own = self._own_values()
-        assert own is not None
-        return own
+        return self._own_values()
 
     def _own_values(self) -> Tensor | None:
         """The values that a gather starts from; None if they are already in ``full``."""
@@ -273,8 +273,7 @@ class Bucket:
                     self.rendezvous.agree_on_gather(self._number, what)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
-            if self.extensions is not None:
-                assert own is not None
+            if self.extensions is not None and own is not None:
                 self.extensions.encode(self, own)  # may be collective, so it follows the announcement
             if self._is_left:
                 self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
@@ -324,7 +323,8 @@ class Bucket:
 
     def may_be_written(self, index: int) -> bool:
         """Whether a module may have written to a parameter since writes were last taken over."""
-        return self.is_data_read or self.views[index]._version != self._versions_seen[index]
+        is_written = self.is_data_read or self.views[index]._version != self._versions_seen[index]
+        return is_written and self.extensions is None
 
     def _mark_seen(self) -> None:
         self._versions_seen = [view._version for view in self.views]
@@ -332,9 +332,7 @@ class Bucket:
 
     def copy_writes_to_masters(self) -> None:
         """Copy values that modules wrote to their parameters (views of ``full``) to the master weights."""
-        if self.is_in_buffer or self.extensions is not None or not self.is_ready:
-            return
-        if not any(map(self.may_be_written, range(len(self.views)))):
+        if self.is_in_buffer or not self.is_ready or not any(map(self.may_be_written, range(len(self.views)))):
             return
         self.wait()
         with torch.no_grad():
@@ -350,10 +348,10 @@ class Bucket:
 
     def encode_again(self) -> None:
         """After a write to extended parameters, gather ``full`` again if it is filled. Collective in this case."""
-        assert self.extensions is not None
-        self.extensions.scales.are_stale = True
-        if self.is_ready:
-            self.gather(refresh=True)
+        if self.extensions is not None:
+            self.extensions.scales.are_stale = True
+            if self.is_ready:
+                self.gather(refresh=True)
 
     def _free(self) -> None:
         # Computing with a view that user code still holds must give NaN, not read freed memory.
@@ -474,6 +472,5 @@ class Bucket:
     def leave_disk(self, may_read: bool) -> None:
         """Move master weights from a disk to memory, before their file is removed."""
         if self.states is not None:
-            has_values = self.is_ready and self.extensions is None
-            gathered = self.full[self._shard].clone() if has_values else None
+            gathered = self.full[self._shard].clone() if self.is_ready and self.extensions is None else None
             self.residency.leave_disk(gathered, may_read)

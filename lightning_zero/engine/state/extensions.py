@@ -11,18 +11,19 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm.process_group import ReduceOp
+from lightning_zero.engine.comm.streams import current_stream, wait_for
 from lightning_zero.engine.plan.layout import ALIGNMENT
 from lightning_zero.engine.tensor.identity import inner_of, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
-if TYPE_CHECKING:
-    from lightning_zero.engine.state.bucket import Bucket
+# A ``Bucket`` (``bucket.py``, which imports this file).
+Bucket = Any
 
 
 class Extension:
@@ -128,33 +129,28 @@ class Scales:
     """The scales of all extended weights of an engine, from one all-reduce after each change of any of them.
 
     Attributes:
+        of: the scales in each bucket, in the order of buckets, which are the keys.
         are_stale: whether master weights have changed since the scales were computed; the same on every rank.
     """
 
     def __init__(self) -> None:
-        self._buckets: list[weakref.ref[Bucket]] = []
-        self._of: dict[int, list[Tensor]] = {}
+        self.of: weakref.WeakKeyDictionary[Bucket, list[Tensor]] = weakref.WeakKeyDictionary()
+        self._stream: torch.Stream | None = None  # that computed the scales
         self.are_stale = True
 
-    def add(self, bucket: Bucket) -> None:
-        self._buckets.append(weakref.ref(bucket))
-        self.are_stale = True
-
-    def of(self, bucket: Bucket) -> list[Tensor]:
-        """The scale of each weight in a bucket. Collective if scales are stale."""
+    def refresh(self, device: torch.device) -> None:
+        """Compute the scales if they are stale; the current stream may then use them. Collective if they are stale."""
         if self.are_stale:
             with torch.inference_mode(False), torch.no_grad():  # later graphs will use the scales
-                self._compute([each for reference in self._buckets if (each := reference()) is not None])
-            self.are_stale = False
-        return self._of[id(bucket)]
+                self._compute(list(self.of))
+            self.are_stale, self._stream = False, current_stream(device)
+        wait_for([self._stream], current_stream(device))
 
     def _compute(self, buckets: list[Bucket]) -> None:
-        counts = [len(bucket.views) for bucket in buckets]
         largest = torch.stack([value for bucket in buckets for value in _largest_in(bucket)])
         buckets[0].communicator.control.all_reduce(largest, ReduceOp.MAX)
-        for bucket, of_bucket in zip(buckets, largest.split(counts)):
-            assert bucket.extensions is not None
-            self._of[id(bucket)] = list(bucket.extensions.each[0].scales_of(of_bucket).unbind())
+        for bucket, of_bucket in zip(buckets, largest.split([len(bucket.extensions.each) for bucket in buckets])):
+            self.of[bucket] = list(bucket.extensions.each[0].scales_of(of_bucket).unbind())
 
 
 class Extensions:
@@ -164,16 +160,17 @@ class Extensions:
         each: the extensions, in the order of the layout.
     """
 
-    def __init__(self, each: Sequence[Extension], scales: Scales) -> None:
+    def __init__(self, each: Sequence[Extension], scales: Scales, bucket: Bucket) -> None:
         self.each, self.scales = each, scales
+        scales.of[bucket], scales.are_stale = [], True
         self._metadata: list[Any] = [None] * len(each)
 
     def encode(self, bucket: Bucket, own: Tensor) -> None:
         """Fill the part of a bucket's buffer from which a gather starts with the codes of this rank's values."""
-        scales = self.scales.of(bucket)
+        self.scales.refresh(bucket.full.device)
         for index, part in enumerate(_parts_of(bucket, own)):
             values = part.to(bucket.full.device, bucket.dtype, non_blocking=True)
-            codes, self._metadata[index] = self.each[index].encode(values, scales[index])
+            codes, self._metadata[index] = self.each[index].encode(values, self.scales.of[bucket][index])
             bucket.full[slice(*bucket.layout.range_in_part(index))].copy_(codes)
 
     def computed(self, index: int, view: Tensor, dtype: torch.dtype) -> Tensor:

@@ -192,8 +192,7 @@ class BucketSlot:
                 bucket.write_to_masters(self.local_range, local_range_of(value, self))
             if bucket.part is not None:
                 bucket.part.write(bucket.layout.segments[self.index], self.share.own(value))
-            if bucket.extensions is not None:
-                bucket.encode_again()
+            bucket.encode_again()
 
     def written_locally(self, values: Tensor) -> None:
         """After ``values`` were written to this rank's range of the parameter, update all copies of the range."""
