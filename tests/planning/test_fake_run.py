@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.planning.fake_run import fake_run
+from lightning_zero.zoo.float8 import compute_in_float8
 from tests.engine.test_growth import NEARLY, count
 from tests.planning.projects import (
     GPT2,
@@ -269,6 +270,25 @@ def compare_with_real_ranks(
 def test_planned_bytes_are_within_two_percent_of_what_real_ranks_hold(run_on, ranks):
     cases = [(stage, offload) for stage in (1, 2, 3) for offload in (None, "cpu", "nvme")]
     compare_with_real_ranks(run_on, ranks, partial(Net, width=256), list(torch.randn(4, 16, 256)), cases)
+
+
+class Float8Net(Net):
+    """Gathers the weights of its linear layers in float8."""
+
+    def configure_model(self):
+        compute_in_float8(self, "tensorwise", self.device)
+
+
+def test_weights_gathered_in_float8_are_planned_with_one_byte_an_element(run_on):
+    pytest.importorskip("torchao.float8")
+    samples = list(torch.randn(4, 16, 256))
+    compare_with_real_ranks(run_on, 2, partial(Float8Net, width=256), samples, [(1, None), (3, None), (3, "cpu")])
+    of_float8, of_fp32 = (
+        fake_run(partial(kind, width=256), torch.stack(samples), ranks=2, stage=3, unit_numel=0)
+        for kind in (Float8Net, Net)
+    )
+    share = of_float8.traffic_bytes["all_gather"] / of_fp32.traffic_bytes["all_gather"]
+    assert share == pytest.approx(1 / 4, abs=0.02)  # biases and norms stay in fp32
 
 
 SHARING = {"gpt2": (GPT2, tokens), "t5": (T5, tokens), "sharing": (Sharing, batch)}
