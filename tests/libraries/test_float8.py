@@ -25,8 +25,8 @@ from tests.trainer.cases import shared_folder
 
 float8 = pytest.importorskip("torchao.float8")
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
-KINDS = pytest.mark.parametrize("kind", ["tensorwise", "rowwise", "rowwise_with_gw_hp", "gathered"])
-"""torchao's recipes; "gathered": the first, with weights gathered in float8."""
+KINDS = pytest.mark.parametrize("kind", ["gathered", "tensorwise", "rowwise", "rowwise_with_gw_hp"])
+"""torchao's recipes; "gathered": tensor-wise, with weights gathered in float8."""
 
 
 class Block(nn.Module):

@@ -279,6 +279,7 @@ class Float8Net(Net):
         compute_in_float8(self, "tensorwise", self.device)
 
 
+@pytest.mark.exhaustive
 def test_weights_gathered_in_float8_are_planned_with_one_byte_an_element(run_on):
     pytest.importorskip("torchao.float8")
     samples = list(torch.randn(4, 16, 256))

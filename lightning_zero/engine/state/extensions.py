@@ -154,11 +154,7 @@ class Scales:
 
 
 class Extensions:
-    """The extensions of a bucket's parameters, of equal ``kind`` and ``dtype``, and what decodes its last gather.
-
-    Args:
-        each: the extensions, in the order of the layout.
-    """
+    """The extensions of a bucket's parameters, ``each`` of the same kind and dtype, and what decodes the last gather."""
 
     def __init__(self, each: Sequence[Extension], scales: Scales, bucket: Bucket) -> None:
         self.each, self.scales = each, scales
