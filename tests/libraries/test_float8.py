@@ -191,16 +191,17 @@ def test_weights_gathered_in_float8_learn_as_under_fsdp2_and_ddp(run_on, stage):
 
 def bytes_of_gathers(dtype):
     recipe = Recipe(partial(Square, 64), dtype=dtype, steps=3)
-    sent = {}
+    sent, messages = {}, {}
     for kind in ("tensorwise", "gathered"):
         made = replace(recipe, model=partial(converted, kind, model=partial(Square, 64)))
         run = train_zero(made, 3, units=lambda name, module: isinstance(module, Square.Layer))
-        sent[kind] = run.report.bytes["all_gather"]
+        sent[kind], messages[kind] = run.report.bytes["all_gather"], run.report.calls["control"]
     assert sent["tensorwise"] == dtype.itemsize * sent["gathered"] > 0
+    assert messages["gathered"] == messages["tensorwise"] + recipe.steps, "one all-reduce a step for all scales"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gather_in_float8_sends_one_byte_an_element(run_on, dtype):
+def test_a_gather_in_float8_sends_one_byte_an_element_and_a_step_one_message_for_all_scales(run_on, dtype):
     run_on(2, bytes_of_gathers, dtype=dtype)
 
 

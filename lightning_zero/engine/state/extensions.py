@@ -154,7 +154,7 @@ class Scales:
 
 
 class Extensions:
-    """The extensions of a bucket's parameters, ``each`` of the same kind and dtype, and what decodes the last gather."""
+    """The extensions of a bucket's parameters, ``each`` of the same kind and dtype, and what decodes a gather."""
 
     def __init__(self, each: Sequence[Extension], scales: Scales, bucket: Bucket) -> None:
         self.each, self.scales = each, scales
