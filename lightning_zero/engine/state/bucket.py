@@ -276,8 +276,7 @@ class Bucket:
             if self.extensions is not None and own is not None:
                 self.extensions.encode(self, own)  # may be collective, so it follows the announcement
             if self._is_left:
-                self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
-                return Pending(what)
+                return self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
 
         what = f"the gather of unit {self.unit_name or 'root'!r}"
