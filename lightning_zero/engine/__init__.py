@@ -33,7 +33,6 @@ from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor import sharded_tree
-from lightning_zero.engine.tensor.identity import inner_of, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, flat_range
 from lightning_zero.engine.tensor.wrapper import WrapperTensor

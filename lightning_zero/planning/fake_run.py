@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
-from lightning_zero.engine import Ledger, compat, inner_of, process_group, set_contents, tensor_parallel
+from lightning_zero.engine import Ledger, compat, deferred_param, process_group, tensor_parallel
 from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event
 from lightning_zero.planning.tracking import Observer
@@ -60,7 +60,7 @@ class _Planned:
         for mode in self.modes:
             self.leave_modes.enter_context(mode)
         assert self.model is not None
-        leave_meta(self.model)
+        deferred_param.leave_meta(self.model)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         if self._until_second_step == 0:
@@ -396,10 +396,3 @@ def _left_out(module: nn.Module, base: type) -> list[str]:
     own = {name for cls in type(module).__mro__ if not issubclass(base, cls) for name in vars(cls)}
     names = sorted(name for name in own if hasattr(base, name) and beside.search(name))
     return [f"training needs the most memory ({', '.join(names)} did not run)"] if names else []
-
-
-def leave_meta(module: nn.Module) -> None:
-    """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
-    for tensor in map(inner_of, (*module.parameters(), *module.buffers())):
-        values = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)

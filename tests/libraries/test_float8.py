@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import lightning_zero
 from lightning_zero.engine import Engine, ShardedTensor
 from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, weights
 from tests.fabric.training import train as train_with_fabric
@@ -267,9 +268,13 @@ def writes_and_reads(strategy):
     with torch.inference_mode():
         losses.append(model(*batch(3)).clone())
     step(4)
+    streamed = {}
     if engine is not None:
+        streamed = dict(lightning_zero.iter_full_parameters(module))
         engine.close()
-    return losses, {name: unwrapped(value) for name, value in module.state_dict().items()}
+    found = {name: unwrapped(value) for name, value in module.state_dict().items()}
+    same_tensors(streamed or found, found, 0)
+    return losses, found
 
 
 @pytest.mark.exhaustive

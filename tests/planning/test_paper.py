@@ -12,7 +12,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.compat import FakeTensorMode
-from lightning_zero.planning.fake_run import leave_meta
+from lightning_zero.engine.init import deferred_param
 from lightning_zero.planning.paper import TABLE_1_RANKS, TABLE_1_SIZES, engine_bytes, formula_bytes
 
 # GB by ranks: 7.5 B, 128 B and 1 T parameters, each at stages 1, 2 and 3 (Rajbhandari et al., SC20, Table 1).
@@ -55,7 +55,7 @@ def bytes_on_fake_tensors(parameters: float, ranks: int, stage: int) -> int:
         module = Rows(parameters)
     held: dict[str, int] = {}
     with process_group.simulated(0, ranks), FakeTensorMode(allow_non_fake_inputs=True):
-        leave_meta(module)
+        deferred_param.leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
         # Reduce in one chunk: thousands of chunks are slow on fake tensors, and do not change the model states.
         whole = max(parameter.numel() for parameter in module.parameters())

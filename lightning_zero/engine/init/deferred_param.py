@@ -40,6 +40,13 @@ def leave_in_files(module: nn.Module) -> None:
             defer(parameter, parameter)
 
 
+def leave_meta(module: nn.Module) -> None:
+    """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
+    for tensor in map(inner_of, (*module.parameters(), *module.buffers())):
+        values = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)
+
+
 def is_on_meta(tensor: Tensor) -> bool:
     return tensor.device.type == "meta"
 
