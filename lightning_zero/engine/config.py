@@ -28,6 +28,12 @@ _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters whose master weights and gradients are in fp32."""
 
+
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of a parameter's dtype are accumulated and updated: fp32 for low precision."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
+
+
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -65,6 +71,10 @@ class EngineConfig:
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
         partition_activations: ``True``: if a checkpointed module's inputs are the same on all tensor-parallel ranks,
             each rank keeps only an equal part, on the device or where ``offload`` puts activations.
+        state_dtype: ``"bf16"`` keeps the floating-point states of elementwise optimizers, such as Adam's moments, in
+            bf16. They are updated in fp32 and rounded stochastically. ``None`` keeps them in the dtype of the update.
+        masters: ``False`` keeps no fp32 master weights of bf16 parameters, and their reduced gradients in bf16. The
+            parameters are updated in fp32 and rounded stochastically.
         whole_parameters: whether optimizers of unknown classes need whole parameters. ``True``: yes, so each
             parameter is updated by one rank; ``False``: no, they are elementwise; or a predicate of (name, parameter).
             ``None`` accepts only known classes.
@@ -89,6 +99,8 @@ class EngineConfig:
     bucket_numel: int = field(default=2**25, metadata={"least": 1})
     activation_checkpointing: Modules | None = None
     partition_activations: bool = False
+    state_dtype: torch.dtype | None = field(default=None, metadata={"given": str})
+    masters: bool = True
     whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
     compute_dtype: torch.dtype | None = None
     handshake_timeout: float = field(default=600.0, metadata={"least": 0})
@@ -99,6 +111,7 @@ class EngineConfig:
             "offload": offload_config(self.offload),
             "compression": compression_config(self.compression),
             "reduce_dtype": wire_dtype_of(self.reduce_dtype),
+            "state_dtype": state_dtype_of(self.state_dtype),
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -126,6 +139,11 @@ class EngineConfig:
                 )
         if compression is not None:
             compression.check(self)
+        if self.rounding_option is not None and self.offloads_to_disk:
+            raise ValueError(
+                f"{self.rounding_option} rounds the results of updates, which is not supported for states on a disk. "
+                f"Write offload='cpu', or leave {self.rounding_option} out."
+            )
         if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
             raise ValueError(
                 f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, but no "
@@ -145,6 +163,13 @@ class EngineConfig:
     @property
     def offloads_to_disk(self) -> bool:
         return self.offload is not None and self.offload.optimizer == "nvme"
+
+    @property
+    def rounding_option(self) -> str | None:
+        """The option by which results of updates are rounded stochastically; None if they are not rounded."""
+        if not self.masters:
+            return "masters=False"
+        return "state_dtype='bf16'" if self.state_dtype is not None else None
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
         """Raise a ValueError if the options do not allow this number of tensor-parallel ranks (None: no mesh)."""
@@ -357,6 +382,16 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
     raise ValueError(
         f"reduce_dtype={shown(reduce_dtype)} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None "
         "for the dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."
+    )
+
+
+def state_dtype_of(state_dtype: torch.dtype | str | None) -> torch.dtype | None:
+    """Convert the option ``state_dtype`` to a torch dtype. Raises a ValueError for any value but bf16 and None."""
+    if state_dtype is None or (isinstance(state_dtype, (str, torch.dtype)) and state_dtype in ("bf16", torch.bfloat16)):
+        return torch.bfloat16 if state_dtype is not None else None
+    raise ValueError(
+        f"state_dtype={shown(state_dtype)} must be 'bf16', torch.bfloat16, or None for the dtype in which updates are "
+        "computed."
     )
 
 

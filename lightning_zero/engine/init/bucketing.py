@@ -197,11 +197,14 @@ def assign_to_buckets(
             dtype=kind.dtype,
             compute_dtype=kind.compute_dtype,
             trains=kind.trains,
+            keeps_masters=config.masters,
+            state_dtype=config.state_dtype,
         )
         parameters = [p for _, p in part]
         fields = {}
         if kind.trains and residency.is_offloaded:
-            fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
+            fields = fields_of(parameters, residency.update_dtype, whole=kind.is_whole)
+            fields = {name: residency.state_dtype_of(dtype) for name, dtype in fields.items()}
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
         units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec))
     return units

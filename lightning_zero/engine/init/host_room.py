@@ -82,7 +82,7 @@ def check_room(
     for bucket in buckets:
         states = [dtype.itemsize for dtype in bucket.fields.values()]
         if not has_optimizers:
-            states = 2 * [bucket.plan.master_dtype.itemsize]
+            states = 2 * [bucket.plan.state_dtype_of(bucket.plan.update_dtype).itemsize]
         shards.append((bucket.plan, states if bucket.parameters[0].requires_grad else None))
     freed = 0
     if communicator.device.type != "cpu":

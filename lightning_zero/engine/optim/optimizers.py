@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,7 +30,7 @@ class Optimizers:
 
     def __init__(self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets) -> None:
         self.buckets, self.communicator = buckets, shared.communicator
-        self.background, self.ledger = shared.updates, shared.ledger
+        self.background, self.ledger, self._rounding = shared.updates, shared.ledger, shared.rounding
         self._config, self._module = config, weakref.ref(module)
         self.masters: list[Masters] = []
         self._group_sizes: list[int] = []
@@ -72,6 +73,7 @@ class Optimizers:
     def before_forward(self) -> None:
         """Before a step, recover from a failed update, and reshard for parameters that were added to an optimizer."""
         self.recover()
+        self._rounding.restore(self._groups)
         if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
             self._give_owners()
 
@@ -111,13 +113,22 @@ class Optimizers:
         check_not_divided(optimizers, self._config, [(slot.name, slot.parameter, slot.share) for slot in slots])
 
     def _sizes_of_groups(self) -> list[int]:
-        return [len(group["params"]) for optimizer in self.alive for group in optimizer.param_groups]
+        return [len(group["params"]) for group in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.alive for group in optimizer.param_groups]
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
         """Mark the start of an update: until ``updated`` is called, only some master weights may have been updated."""
         self._is_updating = True
+
+    def count_update(self, groups: list[dict[str, Any]]) -> None:
+        """Count an update of param groups whose results are rounded stochastically."""
+        self._rounding.restore(self._groups)  # a checkpoint may have been loaded since the forward
+        self._rounding.advance(groups)
 
     def updated(self, buckets: list[Bucket]) -> None:
         """Count an update, which may still run in the background, and call ``show`` for its buckets."""

@@ -49,6 +49,7 @@ from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
+from lightning_zero.engine.state.rounding import Rounding, random_bits
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.unsharded_param import View, show
 
@@ -80,6 +81,7 @@ class SharedByBuckets(NamedTuple):
     ledger: Ledger
     phases: Phases
     updates: Updates
+    rounding: Rounding
 
 
 class Bucket:
@@ -119,7 +121,7 @@ class Bucket:
         self.gradient_codec = gradient_codec
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
+        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates, self.rounding = shared
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -168,6 +170,10 @@ class Bucket:
     def master_dtype(self) -> torch.dtype:
         return self.residency.plan.master_dtype
 
+    def random_bits(self, part: slice, what: str, device: torch.device) -> Tensor:
+        """``random_bits`` for a range of this rank's shard, at the number of updates so far."""
+        return random_bits(self.rounding.key, self.layout, part, what, device)
+
     @property
     def is_in_buffer(self) -> bool:
         """Whether the master weights are a slice of ``full``."""
@@ -202,8 +208,11 @@ class Bucket:
             self._buffer.masters.add(master)
 
     def promote(self) -> None:
-        """Keep master weights in fp32 from now on, because parameters frozen in low precision start to train."""
-        if self.master_dtype in LOW_PRECISION:
+        """Keep master weights in fp32 from now on, because parameters frozen in low precision start to train.
+
+        No effect without master weights (``masters=False``).
+        """
+        if self.master_dtype in LOW_PRECISION and self.residency.plan.keeps_masters:
             self.wait()
             self.residency.promote()
             self._buffer.masters.clear()

@@ -1,0 +1,105 @@
+"""Stochastic rounding to bf16, with random bits that do not depend on the stage, the ranks or restarts.
+
+An update by less than half of bf16's spacing would be lost in rounding to nearest: with ``betas=(0.9, 0.999)``, Adam's
+second moment would hardly ever decrease. A value is therefore rounded up or down at random, such that the expected
+result is the value itself. The bits are a hash of the seed, the number of updates so far, the parameter's name, the
+rounded entry's name and the element's index in the parameter.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_zero.engine.compat import FakeTensor
+from lightning_zero.engine.plan.layout import BucketLayout
+
+GROUP_KEY = "stochastic_rounding"
+"""The entry of param groups with the seed and the number of updates, so that checkpoints contain both."""
+
+CHUNK_NUMEL, CHUNK_NUMEL_ON_DEVICE = 2**18, 2**22
+"""Sizes of a chunk in elements, multiples of ``ALIGNMENT``. In fp32, each tensor of a chunk takes 1 MiB, or 16 MiB on
+devices other than the CPU, which need large kernels."""
+
+
+def chunks(tensor: Tensor) -> list[slice]:
+    """The chunks of a flattened tensor that are updated one after another; one empty chunk for an empty tensor."""
+    is_on_cpu = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)  # plans are for devices
+    size = CHUNK_NUMEL if is_on_cpu else CHUNK_NUMEL_ON_DEVICE
+    return [slice(start, min(start + size, tensor.numel())) for start in range(0, max(tensor.numel(), 1), size)]
+
+
+class Rounding:
+    """The seed and the count from which the random bits of an engine's roundings are computed.
+
+    Attributes:
+        key: (seed, number of updates so far).
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.key = seed, 0
+
+    def restore(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Continue from the latest entry in param groups, which may have been loaded; unchanged if there is none."""
+        entries = [group[GROUP_KEY] for group in groups if GROUP_KEY in group]
+        seed, updates = max(entries, key=lambda entry: entry[1], default=self.key)
+        self.key = int(seed), int(updates)
+
+    def advance(self, groups: Iterable[dict[str, Any]]) -> None:
+        """Count an update, and note it in the param groups that are updated."""
+        seed, updates = self.key
+        self.key = seed, updates + 1
+        for group in groups:
+            group[GROUP_KEY] = self.key
+
+
+def random_bits(
+    key: tuple[int, int], layout: BucketLayout, part: slice, what: str, device: torch.device | str
+) -> Tensor:
+    """Return one number from 0 to 2**16 - 1 for each element in a range of this rank's shard of a bucket, as int32.
+
+    Args:
+        key: ``Rounding.key``.
+        what: the name of what is rounded, such as an optimizer state.
+    """
+    bits = torch.zeros(part.stop - part.start, dtype=torch.int32, device=device)
+    position = 0
+    for numel, index, first in layout.spans_of(layout.rank):
+        start, stop = max(position, part.start), min(position + numel, part.stop)
+        if index is not None and start < stop:
+            segment = layout.segments[index]
+            share = segment.share.index if segment.share.is_divided else None  # shares have different elements
+            text = repr((*key, segment.name, share, what))
+            own = bits[start - part.start : stop - part.start]
+            own.copy_(_hashed(text, first + start - position, stop - start, device))
+        position += numel
+    return bits
+
+
+def _hashed(key: str, first: int, numel: int, device: torch.device | str) -> Tensor:
+    """Hash the numbers from ``first`` on: the mixing steps of "lowbias32" (C. Wellons), keyed before and within."""
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
+    before, within = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
+    x = torch.arange(numel, dtype=torch.int32, device=device)
+    x += (first + 2**31) % 2**32 - 2**31  # as int32, which wraps around
+    x ^= before
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x7FEB352D
+    x ^= (x >> 15) & 0x1FFFF
+    x ^= within
+    x *= 0x846CA68B - 2**32
+    return (x >> 16) & 0xFFFF
+
+
+def round_stochastically(values: Tensor, target: Tensor, bits: Tensor) -> None:
+    """Write fp32 values to a bf16 tensor, with the random bits of ``random_bits``.
+
+    A bf16 number is the upper half of an fp32 number. Adding a random number of 16 bits carries into the upper half
+    with the probability that makes the mean equal the value.
+    """
+    rounded = values.view(torch.int32).add(bits).bitwise_and_(-(2**16)).view(torch.float32)
+    target.copy_(torch.where(values.isnan(), values, rounded))
