@@ -99,7 +99,7 @@ class EngineConfig:
     bucket_numel: int = field(default=2**25, metadata={"least": 1})
     activation_checkpointing: Modules | None = None
     partition_activations: bool = False
-    state_dtype: torch.dtype | None = field(default=None, metadata={"given": str})
+    state_dtype: Literal["bf16"] | None = None
     masters: bool = True
     whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
     compute_dtype: torch.dtype | None = None
@@ -111,7 +111,6 @@ class EngineConfig:
             "offload": offload_config(self.offload),
             "compression": compression_config(self.compression),
             "reduce_dtype": wire_dtype_of(self.reduce_dtype),
-            "state_dtype": state_dtype_of(self.state_dtype),
         }
         for name, value in resolved.items():
             object.__setattr__(self, name, value)
@@ -382,16 +381,6 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
     raise ValueError(
         f"reduce_dtype={shown(reduce_dtype)} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None "
         "for the dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."
-    )
-
-
-def state_dtype_of(state_dtype: torch.dtype | str | None) -> torch.dtype | None:
-    """Convert the option ``state_dtype`` to a torch dtype. Raises a ValueError for any value but bf16 and None."""
-    if state_dtype is None or (isinstance(state_dtype, (str, torch.dtype)) and state_dtype in ("bf16", torch.bfloat16)):
-        return torch.bfloat16 if state_dtype is not None else None
-    raise ValueError(
-        f"state_dtype={shown(state_dtype)} must be 'bf16', torch.bfloat16, or None for the dtype in which updates are "
-        "computed."
     )
 
 

@@ -198,13 +198,11 @@ def assign_to_buckets(
             compute_dtype=kind.compute_dtype,
             trains=kind.trains,
             keeps_masters=config.masters,
-            state_dtype=config.state_dtype,
+            state_dtype=torch.bfloat16 if config.state_dtype is not None else None,
         )
         parameters = [p for _, p in part]
-        fields = {}
-        if kind.trains and residency.is_offloaded:
-            fields = fields_of(parameters, residency.update_dtype, whole=kind.is_whole)
-            fields = {name: residency.state_dtype_of(dtype) for name, dtype in fields.items()}
+        has_fields = kind.trains and residency.is_offloaded
+        fields = fields_of(parameters, residency.update_dtype, whole=kind.is_whole) if has_fields else {}
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
         units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec))
     return units

@@ -143,7 +143,7 @@ class Masters:
         for master in gradients:
             master.bucket.note_update(slot.index for slot in master.slots)
         if any(master.rounds for master in gradients):
-            self.states.engines[0].count_update(groups)
+            self.states.engines[0].rounding.advance(groups)
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         masters_in = {bucket: self._arranged_in[bucket] for bucket in buckets}
         update_offloaded(self.states.optimizer, masters_in, gradients, self._own_entries)

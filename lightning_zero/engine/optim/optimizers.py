@@ -30,7 +30,7 @@ class Optimizers:
 
     def __init__(self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets) -> None:
         self.buckets, self.communicator = buckets, shared.communicator
-        self.background, self.ledger, self._rounding = shared.updates, shared.ledger, shared.rounding
+        self.background, self.ledger, self.rounding = shared.updates, shared.ledger, shared.rounding
         self._config, self._module = config, weakref.ref(module)
         self.masters: list[Masters] = []
         self._group_sizes: list[int] = []
@@ -73,7 +73,7 @@ class Optimizers:
     def before_forward(self) -> None:
         """Before a step, recover from a failed update, and reshard for parameters that were added to an optimizer."""
         self.recover()
-        self._rounding.restore(self._groups)
+        self.rounding.restore(self._groups)
         if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
             self._give_owners()
 
@@ -124,11 +124,6 @@ class Optimizers:
     def begin_update(self) -> None:
         """Mark the start of an update: until ``updated`` is called, only some master weights may have been updated."""
         self._is_updating = True
-
-    def count_update(self, groups: list[dict[str, Any]]) -> None:
-        """Count an update of param groups whose results are rounded stochastically."""
-        self._rounding.restore(self._groups)  # a checkpoint may have been loaded since the forward
-        self._rounding.advance(groups)
 
     def updated(self, buckets: list[Bucket]) -> None:
         """Count an update, which may still run in the background, and call ``show`` for its buckets."""

@@ -49,7 +49,7 @@ from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
-from lightning_zero.engine.state.rounding import Rounding, random_bits
+from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.unsharded_param import View, show
 
@@ -169,10 +169,6 @@ class Bucket:
     @property
     def master_dtype(self) -> torch.dtype:
         return self.residency.plan.master_dtype
-
-    def random_bits(self, part: slice, what: str, device: torch.device) -> Tensor:
-        """``random_bits`` for a range of this rank's shard, at the number of updates so far."""
-        return random_bits(self.rounding.key, self.layout, part, what, device)
 
     @property
     def is_in_buffer(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.flat_buffer import fill
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
+from lightning_zero.engine.state.rounding import random_bits
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -342,6 +344,7 @@ class BucketGradients:
                 spans = self.bucket.layout.spans_of(self.bucket.layout.rank)
                 totals, reduced = [total], [(slots, spans, 0)]
             totals = [total.to(self._dtype_at_rest) for total in totals]
+            bits = partial(random_bits, self.bucket.rounding.key, self.bucket.layout)
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
@@ -349,7 +352,7 @@ class BucketGradients:
             for total, (members, spans, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
                 if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
-                    shard.add(total, arrival, self.bucket.random_bits)
+                    shard.add(total, arrival, bits)
                 else:
                     shard = GradientShard(total, spans, start, arrival, self.bucket.ledger)
                     shard.take_over(members)

@@ -120,7 +120,7 @@ class GradientShard:
         """Add the result of another reduction. Valid only if a ``.grad`` refers to each range of this shard.
 
         Args:
-            bits: ``Bucket.random_bits``, for sums in bf16: rounded to nearest, they would lose small gradients.
+            bits: ``random_bits`` of (part, what, device), for sums in bf16, which would otherwise lose small gradients.
         """
         if arrival is not None:
             arrival.wait()

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -34,27 +35,25 @@ def chunks(tensor: Tensor) -> list[slice]:
 
 
 class Rounding:
-    """The seed and the count from which the random bits of an engine's roundings are computed.
+    """The seed and the number of updates from which an engine computes random bits, kept in param groups.
 
     Attributes:
-        key: (seed, number of updates so far).
+        key: (seed, number of updates so far), as of the last ``restore``.
     """
 
     def __init__(self, seed: int) -> None:
         self.key = seed, 0
 
     def restore(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Continue from the latest entry in param groups, which may have been loaded; unchanged if there is none."""
+        """Continue from the largest entry in param groups, which may have been loaded; from ``key`` if there is none."""
         entries = [group[GROUP_KEY] for group in groups if GROUP_KEY in group]
-        seed, updates = max(entries, key=lambda entry: entry[1], default=self.key)
-        self.key = int(seed), int(updates)
+        self.key = max(entries, key=itemgetter(1), default=self.key)
 
     def advance(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Count an update, and note it in the param groups that are updated."""
-        seed, updates = self.key
-        self.key = seed, updates + 1
+        """Count an update in param groups."""
         for group in groups:
-            group[GROUP_KEY] = self.key
+            seed, updates = group.get(GROUP_KEY, self.key)
+            group[GROUP_KEY] = seed, updates + 1
 
 
 def random_bits(
@@ -63,7 +62,7 @@ def random_bits(
     """Return one number from 0 to 2**16 - 1 for each element in a range of this rank's shard of a bucket, as int32.
 
     Args:
-        key: ``Rounding.key``.
+        key: (seed, number of updates).
         what: the name of what is rounded, such as an optimizer state.
     """
     bits = torch.zeros(part.stop - part.start, dtype=torch.int32, device=device)
