@@ -119,7 +119,8 @@ def test_all_stages_and_numbers_of_ranks_give_the_same_bits(run_on, optimizer, o
     reference = run_on(1, trained, optimizer=optimizer, stage=1, **OPTIONS[options])[0]
     dtypes = {value.dtype for state in reference[1]["state"].values() for value in state.values() if value.dim()}
     assert dtypes == {torch.float32 if options == "no masters" else BF16}
-    offloaded = [(1, 1, "cpu"), (2, 3, "cpu"), (3, 2, "cpu")]
+    everything = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
+    offloaded: list[Any] = [(1, 1, "cpu"), (2, 3, everything), (3, 2, "cpu")]
     for size, stage, offload in [*itertools.product((1, 2, 3), (1, 2, 3), [None]), *offloaded]:
         weights, state = run_on(size, trained, optimizer=optimizer, stage=stage, offload=offload, **OPTIONS[options])[0]
         same_values(weights, reference[0], f"weights of {size} ranks at stage {stage}")
@@ -158,6 +159,51 @@ def test_the_second_moment_decays_where_rounding_to_nearest_would_freeze_it(run_
     """Each of 300 roundings of 4,096 elements has a relative standard deviation of at most 2**-8 / 2."""
     error = math.sqrt(300 / 4096) * 2**-9
     assert all(abs(ratio - 1) < 4 * error for ratio in run_on(2, decay_a_moment))
+
+
+class Subclass(AdamW):
+    """Calls its base class's ``step``, which torch also wraps with hooks once an AdamW has been made."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def step_by_a_subclass() -> None:
+    assert AdamW([nn.Parameter(torch.ones(1))])
+    found = trained(**LEAN)
+    OPTIMIZERS["subclass"] = partial(Subclass, lr=0.01, weight_decay=0.1)
+    same_values(trained("subclass", **LEAN), found, "a subclass")
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_step_that_calls_its_base_classs_step_updates_once(run_on, size):
+    run_on(size, step_by_a_subclass)
+
+
+def unfreeze_and_clip() -> None:
+    """A bf16 parameter unfrozen in mid-run gets no master either, and gradients can be clipped."""
+    started = Started(stage=3, **LEAN)
+    parameters = list(started.module.parameters())
+    parameters[0].requires_grad_(False)
+    for step in range(4):
+        if step == 2:
+            parameters[0].requires_grad_(True)
+        before = parameters[0].detach().clone()
+        started.module(step).backward()
+        norm = nn.utils.clip_grad_norm_(started.module.parameters(), 0.5)
+        assert norm > 1 and nn.utils.get_total_norm(p.grad for p in parameters if p.grad is not None) < 0.505
+        started.optimizer.step()
+        started.optimizer.zero_grad()
+        assert torch.equal(parameters[0].detach() + 0, before + 0) == (step < 2)
+    assert started.engine.masters_by_name() == {}
+    numel = sum(bucket.layout.padded_numel for bucket in started.engine.buckets)
+    assert started.engine.report().at_rest["parameters"] == 2 * numel // world_size()
+    started.end()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_parameters_without_masters_can_be_unfrozen_and_their_gradients_clipped(run_on, size):
+    run_on(size, unfreeze_and_clip)
 
 
 # -- gradients and accumulation ---------------------------------------------------------------------------------------

@@ -45,7 +45,7 @@ class Rounding:
         self.key = seed, 0
 
     def restore(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Continue from the largest entry in param groups, which may have been loaded; from ``key`` if there is none."""
+        """Continue from the largest entry in param groups, which may have been loaded; otherwise keep ``key``."""
         entries = [group[GROUP_KEY] for group in groups if GROUP_KEY in group]
         self.key = max(entries, key=itemgetter(1), default=self.key)
 
