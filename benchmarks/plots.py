@@ -26,6 +26,9 @@ NAMES = {
     "fsdp2": "FSDP2",
     "deepspeed2": "DeepSpeed 2",
     "deepspeed3": "DeepSpeed 3",
+    "zero1_gloo": "zero1, over Gloo",
+    "zero2_gloo": "zero2, over Gloo",
+    "zero3_gloo": "zero3, over Gloo",
     "zero1": "zero1",
     "zero2": "zero2",
     "zero3": "zero3",
@@ -68,7 +71,7 @@ def step_time(read: Any) -> Figure:
     result = read("peers_25m")
     seconds = {label: result["systems"][name]["median_seconds"] for name, label in NAMES.items()}
     title = "Time of a training step: GPT of 25 M parameters, fp32, 2 CPU processes"
-    return bars(seconds, "{:.2f}", "seconds a step (less is better)", title, result, height=3.1)
+    return bars(seconds, "{:.2f}", "seconds a step (less is better)", title, result, height=3.7)
 
 
 def memory(read: Any) -> Figure:
@@ -76,7 +79,7 @@ def memory(read: Any) -> Figure:
     result = read("peers_25m")
     mebibytes = {label: result["systems"][name]["resident_bytes"] / 2**20 for name, label in NAMES.items()}
     title = "Memory of a rank: GPT of 25 M parameters, fp32, 2 CPU processes"
-    return bars(mebibytes, "{:.0f}", "MiB a rank at the peak (less is better)", title, result, height=3.1)
+    return bars(mebibytes, "{:.0f}", "MiB a rank at the peak (less is better)", title, result, height=3.7)
 
 
 def bars(
