@@ -26,7 +26,7 @@ OffloadTarget = Literal["cpu", "nvme"]
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Dtypes of parameters whose master weights and gradients are in fp32."""
+"""Dtypes of parameters whose master weights and gradients are in fp32, unless ``masters=False``."""
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
@@ -138,10 +138,10 @@ class EngineConfig:
                 )
         if compression is not None:
             compression.check(self)
-        if self.rounding_option is not None and self.offloads_to_disk:
+        if self.rounding_options is not None and self.offloads_to_disk:
             raise ValueError(
-                f"{self.rounding_option} rounds the results of updates, which is not supported for states on a disk. "
-                f"Write offload='cpu', or leave {self.rounding_option} out."
+                f"With {self.rounding_options}, results of updates are rounded, which is not supported for states on a "
+                f"disk. Write offload='cpu', or leave {self.rounding_options} out."
             )
         if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
             raise ValueError(
@@ -164,11 +164,10 @@ class EngineConfig:
         return self.offload is not None and self.offload.optimizer == "nvme"
 
     @property
-    def rounding_option(self) -> str | None:
-        """The option by which results of updates are rounded stochastically; None if they are not rounded."""
-        if not self.masters:
-            return "masters=False"
-        return "state_dtype='bf16'" if self.state_dtype is not None else None
+    def rounding_options(self) -> str | None:
+        """The options by which results of updates are rounded stochastically; None if they are not rounded."""
+        options = {"state_dtype='bf16'": self.state_dtype is not None, "masters=False": not self.masters}
+        return " and ".join(option for option, is_set in options.items() if is_set) or None
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
         """Raise a ValueError if the options do not allow this number of tensor-parallel ranks (None: no mesh)."""

@@ -197,7 +197,7 @@ class Engine:
 
     def _rounding(self) -> Rounding:
         """Make the source of random bits from rank 0's seed of torch. Collective if the options require bits."""
-        if self.config.rounding_option is None:
+        if self.config.rounding_options is None:
             return Rounding(0)
         seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
         (agreed,) = self.communicator.everyone.control.numbers_of(0, [seed], "the seed of stochastic rounding")

@@ -368,6 +368,7 @@ NVME = OffloadConfig(optimizer="nvme", path=".")
         {**STATES, "optimizer": Adafactor, "says": "Adafactor cannot be used with state_dtype='bf16'"},
         {**NO_MASTERS, "optimizer": Adafactor, "says": "Adafactor cannot be used with masters=False"},
         {**STATES, "offload": NVME, "says": "not supported for states on a disk. Write offload='cpu'"},
+        {**LEAN, "offload": NVME, "says": "or leave state_dtype='bf16' and masters=False out"},
     ],
     ids=str,
 )

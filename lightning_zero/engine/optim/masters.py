@@ -164,7 +164,7 @@ class Masters:
         """Update a master in chunks if that is needed or faster; otherwise return it for ``step``, with a gradient."""
         optimizer, states, tensor = self.states.optimizer, self.states.by_master, master.tensor
         if gradient is not None and (master.rounds or gains_by_chunks(type(optimizer), group, tensor)):
-            update = Update.of(optimizer, group, torch.device("cpu"), self._own_entries)  # with unchanged options
+            update = Update.of(optimizer, group, torch.device("cpu"), self._own_entries)  # leaves options as they are
             with master.bucket.phases("update", master.bucket.unit_name):
                 states[tensor] = updated(update, master, tensor.detach(), gradient, dict.get(states, tensor, {}))
             return []

@@ -51,6 +51,7 @@ def updated(
     small = {key: value for key, value in state.items() if key not in fields}
     after, new_fields = dict(state), dict(fields)
     parts = rounding.chunks(values)
+    # one chunk at a time where chunks are copied, so that little memory is needed; otherwise all in one ``step``
     for together in [[part] for part in parts] if master.rounds else [parts]:
         own = [_widened(flat[part], plan.update_dtype) for part in together]
         given = [{key: _widened(value[part], plan.update_dtype) for key, value in fields.items()} for part in together]
@@ -80,8 +81,7 @@ def _write(update: Update, master: Master, part: slice, values: Tensor, target: 
     """Write new values of a chunk to a master or its state, rounded stochastically if the target is in bf16."""
     target = target[part]
     if target.dtype in LOW_PRECISION:
-        start = master.range.start
-        place = slice(start + part.start, start + part.stop)
+        place = slice(master.range.start + part.start, master.range.start + part.stop)
         bits = rounding.random_bits(update.group[rounding.GROUP_KEY], master.bucket.layout, place, what, target.device)
         rounding.round_stochastically(values.float(), target, bits)
     else:

@@ -9,6 +9,8 @@ stage and state                 masters                ``full``              ``v
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
+Without master weights (``masters=False``), low-precision parameters are kept as those in fp32 are.
+
 If each machine has all parameters (``shard_within``), masters in ``full``'s dtype are a slice of ``part`` instead.
 
 ``residency`` describes where the master weights are stored. The state of ``full`` is a ``BucketState``::
