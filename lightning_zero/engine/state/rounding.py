@@ -65,33 +65,41 @@ def random_bits(
         key: (seed, number of updates).
         what: the name of what is rounded, such as an optimizer state.
     """
-    bits = torch.zeros(part.stop - part.start, dtype=torch.int32, device=device)
-    position = 0
+    pieces, position = [torch.empty(0, dtype=torch.int32, device=device)], 0
     for numel, index, first in layout.spans_of(layout.rank):
         start, stop = max(position, part.start), min(position + numel, part.stop)
-        if index is not None and start < stop:
-            segment = layout.segments[index]
-            share = segment.share.index if segment.share.is_divided else None  # shares have different elements
-            text = repr((*key, segment.name, share, what))
-            own = bits[start - part.start : stop - part.start]
-            own.copy_(_hashed(text, first + start - position, stop - start, device))
+        if start < stop:
+            name = None  # of a gap, where bits do not matter
+            if index is not None:
+                segment = layout.segments[index]
+                share = segment.share.index if segment.share.is_divided else None  # shares have different elements
+                name = segment.name, share
+            pieces.append(_hashed(repr((*key, name, what)), first + start - position, stop - start, device))
         position += numel
-    return bits
+    return pieces[-1] if len(pieces) <= 2 else torch.cat(pieces)
 
 
 def _hashed(key: str, first: int, numel: int, device: torch.device | str) -> Tensor:
-    """Hash the numbers from ``first`` on: the mixing steps of "lowbias32" (C. Wellons), keyed before and within."""
+    """Hash the numbers from ``first`` on by the rounds of "triple32" (C. Wellons), with a key at two places.
+
+    With one multiplication fewer, bits of elements at a distance of 64 would depend on each other.
+    """
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     before, within = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
     x = torch.arange(numel, dtype=torch.int32, device=device)
-    x += (first + 2**31) % 2**32 - 2**31  # as int32, which wraps around
-    x ^= before
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x7FEB352D
-    x ^= (x >> 15) & 0x1FFFF
-    x ^= within
-    x *= 0x846CA68B - 2**32
-    return (x >> 16) & 0xFFFF
+    x += _as_int32(first + before)  # int32 wraps around
+    x ^= (x >> 17).bitwise_and_(2**15 - 1)  # shifted without the sign
+    x *= _as_int32(0xED5AD4BB)
+    x ^= (x >> 11).bitwise_and_(2**21 - 1)
+    x += within
+    x *= _as_int32(0xAC4C1B51)
+    x ^= (x >> 15).bitwise_and_(2**17 - 1)
+    x *= 0x31848BAB
+    return x.bitwise_right_shift_(16).bitwise_and_(2**16 - 1)
+
+
+def _as_int32(number: int) -> int:
+    return (number + 2**31) % 2**32 - 2**31
 
 
 def round_stochastically(values: Tensor, target: Tensor, bits: Tensor) -> None:
@@ -101,4 +109,5 @@ def round_stochastically(values: Tensor, target: Tensor, bits: Tensor) -> None:
     with the probability that makes the mean equal the value.
     """
     rounded = values.view(torch.int32).add(bits).bitwise_and_(-(2**16)).view(torch.float32)
-    target.copy_(torch.where(values.isnan(), values, rounded))
+    nan = values.clamp(max=-float("inf"))  # minus infinity, or NaN, which the carry may have turned into a number
+    target.copy_(torch.maximum(rounded, nan, out=rounded))
