@@ -22,11 +22,7 @@ def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
 
 
 def engine_bytes(parameters: float, ranks: int, stage: int, *, lean: bool = False) -> int:
-    """Bytes of model states per rank at the end of backward, with Adam and bf16 parameters.
-
-    Args:
-        lean: whether ``masters=False`` and ``state_dtype="bf16"`` keep all of them in bf16.
-    """
+    """Bytes of model states per rank at the end of backward, with Adam and bf16 parameters; ``lean``: all in bf16."""
     # by then, stage 1 also has only shards of gradients: it keeps full gradients only while micro-batches accumulate
     placements = placement.placements_of(max(stage, 2))
     mesh, width = placement.Mesh.flat(ranks), 2 if lean else 4

@@ -69,12 +69,10 @@ def random_bits(
     for numel, index, first in layout.spans_of(layout.rank):
         start, stop = max(position, part.start), min(position + numel, part.stop)
         if start < stop:
-            name = None  # of a gap, where bits do not matter
-            if index is not None:
-                segment = layout.segments[index]
-                share = segment.share.index if segment.share.is_divided else None  # shares have different elements
-                name = segment.name, share
-            pieces.append(_hashed(repr((*key, name, what)), first + start - position, stop - start, device))
+            segment = layout.segments[index or 0]  # in a gap, bits do not matter
+            share = segment.share.index if segment.share.is_divided else None  # shares have different elements
+            text = repr((*key, segment.name, share, what))
+            pieces.append(_hashed(text, first + start - position, stop - start, device))
         position += numel
     return pieces[-1] if len(pieces) <= 2 else torch.cat(pieces)
 
@@ -87,19 +85,15 @@ def _hashed(key: str, first: int, numel: int, device: torch.device | str) -> Ten
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     before, within = (int.from_bytes(half, "little", signed=True) for half in (digest[:4], digest[4:]))
     x = torch.arange(numel, dtype=torch.int32, device=device)
-    x += _as_int32(first + before)  # int32 wraps around
+    x += (first + before + 2**31) % 2**32 - 2**31  # as int32, which wraps around
     x ^= (x >> 17).bitwise_and_(2**15 - 1)  # shifted without the sign
-    x *= _as_int32(0xED5AD4BB)
+    x *= 0xED5AD4BB - 2**32
     x ^= (x >> 11).bitwise_and_(2**21 - 1)
     x += within
-    x *= _as_int32(0xAC4C1B51)
+    x *= 0xAC4C1B51 - 2**32
     x ^= (x >> 15).bitwise_and_(2**17 - 1)
     x *= 0x31848BAB
     return x.bitwise_right_shift_(16).bitwise_and_(2**16 - 1)
-
-
-def _as_int32(number: int) -> int:
-    return (number + 2**31) % 2**32 - 2**31
 
 
 def round_stochastically(values: Tensor, target: Tensor, bits: Tensor) -> None:
