@@ -78,12 +78,15 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
 class Started:
     """A module under an engine, with small chunks, so that a parameter has several."""
 
-    def __init__(self, optimizer: str = "AdamW", stage: int = 3, low: bool = False, **options: Any) -> None:
+    def __init__(
+        self, optimizer: str = "AdamW", stage: int = 3, low: bool = False, engine_seed: int = 0, **options: Any
+    ) -> None:
         rounding.CHUNK_NUMEL = 64
         torch.manual_seed(0)
         self.module = Layers()
         if options.get("masters") is False or low:
             self.module = self.module.bfloat16()
+        torch.manual_seed(engine_seed)
         self.optimizer = OPTIMIZERS[optimizer](self.module.parameters())
         self.engine = Engine(self.module, [self.optimizer], stage=stage, units=[Layer], **options)
 
@@ -138,6 +141,11 @@ def test_results_are_near_those_of_fp32_states_and_masters(run_on, options):
         difference = weights[name].float() - value.float()
         assert difference.abs().max() < 4.5 * error, name
         assert difference.mean().abs() < 4 * error / math.sqrt(value.numel()), name
+
+
+def test_another_seed_gives_other_bits(run_on):
+    (weights, _), (others, _) = (run_on(1, trained, engine_seed=seed, **LEAN)[0] for seed in (0, 1))
+    assert any(not torch.equal(weights[name], others[name]) for name in weights)
 
 
 def decay_a_moment() -> float:
@@ -260,8 +268,7 @@ def test_accumulated_gradients_have_the_same_bits_after_a_restart(run_on, size):
 
 
 def resumed(saved: Any, stage: int, **options: Any) -> Any:
-    later = Started(stage=stage, **options)
-    torch.manual_seed(99)  # the seed is in the checkpoint
+    later = Started(stage=stage, engine_seed=99, **options)  # the checkpoint's seed takes precedence
     later.module.load_state_dict(saved[0])
     later.optimizer.load_state_dict(saved[1])
     return later.train(range(STEPS // 2, STEPS)).end()
