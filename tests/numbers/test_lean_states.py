@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
+from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
 from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.engine import Engine
@@ -63,6 +63,12 @@ def adamw(parameters: Any) -> Optimizer:
     return AdamW(parameters, lr=0.01, weight_decay=0.1)
 
 
+def of_another_package(name: str, parameters: Any) -> Optimizer:
+    import pytorch_optimizer
+
+    return getattr(pytorch_optimizer, name)(parameters, lr=0.01)
+
+
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "AdamW": adamw,
     "amsgrad": partial(Adam, lr=0.01, amsgrad=True),
@@ -72,6 +78,9 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "Adagrad": partial(Adagrad, lr=0.01, initial_accumulator_value=0.1),
     "RMSprop": partial(RMSprop, lr=0.01, centered=True, momentum=0.5),
     "NAdam": partial(NAdam, lr=0.01),
+    "Rprop": partial(Rprop, lr=0.01),
+    "Lion": partial(of_another_package, "Lion"),
+    "ScheduleFreeAdamW": partial(of_another_package, "ScheduleFreeAdamW"),
 }
 
 
