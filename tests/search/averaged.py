@@ -125,11 +125,12 @@ class Averaged:
         self.gradients: list[list[Tensor] | None] = [None] * len(self.parameters)
         self.is_local = [False] * len(self.parameters)
 
-    def backward(self, local: Callable[[int], None], *, sync: bool) -> None:
+    def backward(self, local: Callable[[int], None], *, sync: list[bool]) -> None:
         """Run one backward pass on every rank.
 
         Args:
             local: runs a rank's forward and backward on the net, whose gradients are None before.
+            sync: by parameter, whether the backward averages its gradients.
         """
         ranks = self.setup.ranks
         found: list[list[Tensor | None]] = []
@@ -138,14 +139,16 @@ class Averaged:
                 parameter.grad = None
             local(rank)
             found.append([p.grad for p in self.parameters])
-        averaged = self._in_one_engine_with({i for grads in found for i, grad in enumerate(grads) if grad is not None})
+        averaged = self.in_one_engine_with({i for grads in found for i, grad in enumerate(grads) if grad is not None})
         for index in range(len(self.parameters)):
             own = [gradients[index] for gradients in found]
             # Local gradients of ``no_sync`` are averaged by their engine's next synchronised backward, even if unused
             # in it. DDP would leave unused ones as they are, so that ranks diverge.
-            if all(gradient is None for gradient in own) and not (sync and self.is_local[index] and index in averaged):
+            if all(gradient is None for gradient in own) and not (
+                sync[index] and self.is_local[index] and index in averaged
+            ):
                 continue
-            if not sync:
+            if not sync[index]:
                 self._add_local(index, own)
                 continue
             before, nothing = self.gradients[index], torch.zeros_like(self.parameters[index])
@@ -158,7 +161,7 @@ class Averaged:
                     tensor.copy_(mean)
             self.is_local[index] = False
 
-    def _in_one_engine_with(self, used: set[int]) -> set[int]:
+    def in_one_engine_with(self, used: set[int]) -> set[int]:
         """The indices of all parameters of the engines that have any of some parameters."""
         number_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
         engines = [{number_of[id(parameter)] for parameter in part.parameters()} for part in self.net.parts()]

@@ -304,7 +304,7 @@ class Execution:
             return
         groups = [[f] for f in range(len(op.uses))] if op.each else [list(range(len(op.uses)))]
         times = 2 if op.twice else 1
-        sync = op.sync or not self._accumulates_locally
+        sync = [op.sync or not accumulates for accumulates in self._accumulates_locally()]
         with self._frozen(self.parameters, trained), self.window() if op.window else contextlib.nullcontext():
             with contextlib.nullcontext() if op.sync else self.no_sync():
                 for forwards in groups:
@@ -325,13 +325,18 @@ class Execution:
                         sync=sync,
                     )
 
-    @property
-    def _accumulates_locally(self) -> bool:
-        """Whether ``no_sync`` postpones anything: at stage 1 on several ranks, if no ``.grad`` is reduced already."""
+    def _accumulates_locally(self) -> list[bool]:
+        """By parameter, whether its engine postpones reductions under ``no_sync``.
+
+        Engines at stage 1 do so on several ranks, if no ``.grad`` of theirs is reduced already.
+        """
         from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
-        is_reduced = any(isinstance(parameter.grad, ShardedTensor) for parameter in self.parameters)
-        return self.setup.stage == 1 and self.setup.ranks > 1 and not is_reduced
+        if self.setup.stage != 1 or self.setup.ranks == 1:
+            return [False] * len(self.parameters)
+        reduced = {i for i, parameter in enumerate(self.parameters) if isinstance(parameter.grad, ShardedTensor)}
+        are_reduced = self.reference.in_one_engine_with(reduced)
+        return [index not in are_reduced for index in range(len(self.parameters))]
 
     def _trained(self, op: Backward) -> list[bool]:
         """By parameter, whether it requires a gradient in this backward."""
@@ -364,9 +369,10 @@ class Execution:
         all_reached = [[reached(uses) for uses in by_rank] for by_rank in op.uses]
         if self.setup.has_unit_per_block and any(row != by_rank[0] for by_rank in all_reached for row in by_rank):
             return False
-        if self.setup.stage == 3:
-            if op.twice and any(row != by_rank[0] for by_rank in op.uses for row in by_rank):
-                return False  # only ranks whose layers need released units gather them for the second backward
+        if self.setup.stage == 3 and (op.twice or op.penalty):
+            # Only ranks whose layers need released units gather them for the second backward.
+            if any(row != by_rank[0] for by_rank in op.uses for row in by_rank):
+                return False
         reaches = [[scaled or direct or any(row) for row in by_rank] for by_rank in all_reached]
         if op.each:
             return all(all(by_rank) for by_rank in reaches)
