@@ -52,6 +52,7 @@ def test_fake_tensors_take_as_many_bytes_as_real_tensors(stage, offload):
     assert runs[0].events == runs[1].events
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize(("stage", "offload"), [(1, "cpu"), (3, None)])
 def test_fake_states_in_bf16_take_as_many_bytes_as_real_ones(stage, offload):
     """At this width, an update on the CPU is one chunk, as it is on the devices that plans are for."""
