@@ -13,6 +13,7 @@ from lightning_zero import fabric as fabric
 from lightning_zero import monitoring as monitoring
 from lightning_zero import pruning as pruning
 from lightning_zero.callbacks.restarts import ResilienceConfig
+from lightning_zero.checkpoint.exporting import export_weights
 from lightning_zero.checkpoint.weights import load_weights
 from lightning_zero.engine import (
     CompressionConfig,
@@ -20,6 +21,7 @@ from lightning_zero.engine import (
     full_grad,
     full_optimizer_state,
     full_parameters,
+    iter_full_parameters,
     shard_of,
     uneven_forwards,
 )
@@ -34,9 +36,11 @@ __all__ = [
     "ZeroAutoStrategy",
     "ZeroStrategy",
     "__version__",
+    "export_weights",
     "full_grad",
     "full_optimizer_state",
     "full_parameters",
+    "iter_full_parameters",
     "load_weights",
     "shard_of",
     "uneven_forwards",

@@ -12,17 +12,21 @@ import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import torch
 from fsspec.core import url_to_fs
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.checkpoint.reading import OpenedCheckpoint
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, configs_of_models
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
+from lightning_zero.checkpoint.saving import on_every_rank
 from lightning_zero.checkpoint.trees import identity, is_dense
-from lightning_zero.engine import LazyTensor, flat_range
+from lightning_zero.engine import LazyTensor, flat_range, streaming
+from lightning_zero.io.labels import new_label
 from lightning_zero.io.names import listed
 
 DTYPES = {
@@ -96,16 +100,19 @@ class Export:
         return sum(weight.bytes for weight in self.weights)
 
 
-def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: str | None = None) -> Export:
+def export(
+    checkpoint: Mapping[str, Any], path: str, dtype: torch.dtype | None = None, prefix: str | None = None
+) -> Export:
     """Determine what to export, without reading values.
 
     Args:
+        path: the checkpoint's path, for errors.
         dtype: the dtype of exported floating-point weights; None keeps saved dtypes. Conversions start from the fp32
             master weights if the checkpoint has them.
         prefix: export only names with this prefix, and remove it. None means the name of the transformers model within
             the module if there is exactly one, otherwise no prefix.
     """
-    ours = opened.checkpoint.get(CHECKPOINT_KEY) or {}
+    ours = checkpoint.get(CHECKPOINT_KEY) or {}
     models = {name.rstrip("."): config for name, config in (ours.get("transformers") or {}).items()}
     if prefix is None:
         prefix = next(iter(models)) if len(models) == 1 else ""
@@ -113,7 +120,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
     config = json.loads(models[prefix]) if prefix in models else None
     start = f"{prefix}." if prefix else ""
 
-    state, masters_by_name = _weights(opened.checkpoint, ours.get("masters") or {})
+    state, masters_by_name = _weights(checkpoint, ours.get("masters") or {})
     masters = {identity(state[name]): master for name, master in masters_by_name.items() if name in state}
     found = Export([], config=config)
     names: dict[Any, str] = {}
@@ -126,7 +133,7 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
             kind = "nested" if values.is_nested else str(values.layout).removeprefix("torch.")
             dense = "to_padded_tensor(0)" if values.is_nested else "to_dense()"
             raise ValueError(
-                f"{opened.path}: safetensors has no form for {whole_name}, which is a {kind} tensor. Save it as an "
+                f"{path}: safetensors has no form for {whole_name}, which is a {kind} tensor. Save it as an "
                 f"ordinary tensor: .{dense}."
             )
         if (memory := identity(values)) in names:
@@ -141,13 +148,13 @@ def export(opened: OpenedCheckpoint, dtype: torch.dtype | None = None, prefix: s
         found.weights.append(weight)
     if not found.weights:
         raise ValueError(
-            f"{opened.path} has no weights whose names begin with {start!r}; its names are {listed(list(state))}"
+            f"{path} has no weights whose names begin with {start!r}; its names are {listed(list(state))}"
             if state
-            else f"{opened.path} has no weights in its state_dict."
+            else f"{path} has no weights in its state_dict."
         )
     for weight in found.weights:
         if weight.dtype not in DTYPES:
-            raise ValueError(f"{opened.path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
+            raise ValueError(f"{path}: safetensors has no dtype for {weight.name}, which is {weight.dtype}.")
     dtypes = {weight.dtype for weight in found.weights if weight.dtype.is_floating_point}
     if config is not None and len(dtypes) == 1:  # the dtype in which `from_pretrained` loads weights
         config["torch_dtype" if "torch_dtype" in config else "dtype"] = str(dtypes.pop()).removeprefix("torch.")
@@ -198,42 +205,131 @@ class ExportPaths:
         return sorted(name for file in files if ours.fullmatch(name := os.path.basename(file.rstrip("/"))))
 
 
+def _all_values(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
+    return ((number, weight, weight.values) for number, weights in enumerate(shards) for weight in weights)
+
+
 def write_safetensors(
-    content: Export, paths: ExportPaths, *, most_bytes: int, advance: Callable[[int], Any] = lambda _: None
+    content: Export,
+    paths: ExportPaths,
+    *,
+    most_bytes: int,
+    advance: Callable[[int], Any] = lambda _: None,
+    values_of: Callable[[list[list[Weight]]], Iterator[tuple[int, Weight, Tensor]]] = _all_values,
+    ranks: Ranks = ONE_RANK,
 ) -> list[str]:
-    """Write an export, replacing any earlier export at its paths; return the paths of the written files."""
+    """Write an export, replacing any earlier export at its paths; return the paths of the written files.
+
+    Args:
+        values_of: given each file's weights, returns those that this rank writes, with the file's number and values.
+    """
     shards = list(_shards(content.weights, most_bytes))
     names = paths.names(len(shards))
     texts: dict[str, Any] = {} if content.config is None else {"config.json": content.config}
     if len(shards) > 1:
         places = {weight.name: name for name, weights in zip(names, shards) for weight in weights}
         texts[paths.index] = {"metadata": {"total_size": content.bytes}, "weight_map": places}
-    written = {name: Destination(paths.beside(name)) for name in (*names, *texts)}
-    before = paths.existing()
-    try:
-        written[names[0]].clear_leftovers()
-        for name, weights in zip(names, shards):
-            with written[name].writing() as stream:
-                stream.write(_header(weights, content.tied))
-                for weight in weights:
-                    write_values(stream, weight.values, advance, weight.converted)
+    labels = ranks.gather(new_label())
+    written = {name: Destination(paths.beside(name), labels[0]) for name in (*names, *texts)}
+    values = values_of(shards)
+
+    def write() -> None:
+        try:
+            for number, of_file in groupby(values, itemgetter(0)):
+                with written[names[number]].writing() as stream:
+                    stream.write(_header(shards[number], content.tied))
+                    for _, weight, tensor in of_file:
+                        write_values(stream, tensor, advance, weight.converted)
+        finally:
+            for _ in values:  # after an error, too: the other ranks need this rank's shards
+                pass
+
+    def complete() -> None:
         for name, text in texts.items():
             with written[name].writing() as stream:
                 stream.write(f"{json.dumps(text, indent=2)}\n".encode())
-        # If the process dies from here on, readers find the old weights, the new weights or none, never a mixture.
-        if len(shards) > 1:
-            for name in (paths.name, paths.index):
-                Destination(paths.beside(name)).remove()
-        for destination in written.values():
-            destination.put_in_place()
+        _put_in_place(written, paths, has_index=len(shards) > 1)
+
+    try:
+        for act in (write, complete if ranks.rank == 0 else list):
+            act() if len(labels) == 1 else on_every_rank(act, ranks, paths.out)
     except BaseException:
         for destination in written.values():
             destination.discard()
         raise
+    return [destination.path for destination in written.values()]
+
+
+def _put_in_place(written: dict[str, Destination], paths: ExportPaths, has_index: bool) -> None:
+    """Replace an earlier export. If the process dies, readers find old weights, new weights or none, no mixture."""
+    next(iter(written.values())).clear_leftovers()
+    before = paths.existing()
+    if has_index:
+        for name in (paths.name, paths.index):
+            Destination(paths.beside(name)).remove()
+    for destination in written.values():
+        destination.put_in_place()
     for name in before:
         if name not in written:
             Destination(paths.beside(name)).remove()
-    return [destination.path for destination in written.values()]
+
+
+def export_weights(
+    module: nn.Module,
+    folder: str | os.PathLike[str],
+    *,
+    max_shard_bytes: int = 5 * 10**9,
+    max_bytes: int = 2**30,
+    dtype: torch.dtype | None = None,
+    merge_adapters: bool = False,
+) -> list[str]:
+    """Write a module's weights to ``model.safetensors``, or to several files, which the ranks share. Collective.
+
+    If the module is or contains one transformers model, only that model is written, under its own names and with its
+    ``config.json``: ``from_pretrained`` loads the folder. The files do not depend on the number of ranks.
+
+    Args:
+        module, max_bytes, merge_adapters: see ``iter_full_parameters``. Tied parameters are written once.
+        folder: a path or fsspec URL that all ranks can write to; an earlier export is replaced.
+        max_shard_bytes: the size of a file, unless one tensor is larger. Ranks write different files at the same time.
+        dtype: converts floating-point weights of 16 bits or more, from the state dict's values rather than from fp32
+            master weights; by default, weights keep their dtypes.
+
+    Returns:
+        The paths of the written files.
+
+    Raises:
+        ValueError: if a tensor has no form in safetensors, or adapters cannot be merged; nothing has been written.
+        OSError: on every rank, if a rank cannot write; an earlier export is then unchanged.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> lightning_zero.export_weights(model, "exported", dtype=torch.bfloat16)
+        ['exported/model.safetensors']
+        >>> engine.close()
+    """
+    parts = streaming.parts_of(module, merge_adapters)
+    rank, size, gather = streaming.ranks_of(parts)
+    part_of = {id(value): part for part in parts for _, value in part.results}
+    state = {name: value for part in parts for name, value in part.results}
+    models = {CHECKPOINT_KEY: {"transformers": configs_of_models(streaming.unwrapped(module))}}
+    content = export({"state_dict": state, **models}, os.fspath(folder), dtype)
+
+    def values_of(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
+        # The first tensors of the first files, then their second tensors, ...: so ranks write at the same time.
+        places = [(file // size, place, file) for file, weights in enumerate(shards) for place in range(len(weights))]
+        order = [(file, shards[file][place]) for _, place, file in sorted(places)]
+        whole = streaming.stream([part_of[id(weight.values)] for _, weight in order], max_bytes)
+        for file, weight in order:
+            for (_, wanted), (_, value) in zip(part_of[id(weight.values)].results, whole):
+                if wanted is weight.values and file % size == rank:
+                    yield file, weight, value
+
+    paths = ExportPaths(os.path.join(folder, "model.safetensors"))
+    ranks = Ranks(rank, gather)
+    return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
 
 
 def write_values(
@@ -250,7 +346,7 @@ def write_values(
     for start in range(0, tensor.numel(), _PART):
         values = convert(flat_range(flat, start, min(start + _PART, tensor.numel())), start)
         values = values.resolve_conj().resolve_neg().contiguous()
-        advance(stream.write(values.view(torch.uint8).numpy()))
+        advance(stream.write(values.view(torch.uint8).cpu().numpy()))
 
 
 def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:

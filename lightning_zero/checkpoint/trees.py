@@ -147,7 +147,7 @@ def identity(tensor: Tensor) -> Any:
     """Return a key that is equal for tied tensors (the same memory), and different for all other tensors."""
     if isinstance(tensor, ShardedTensor):
         return sharded_tree.identity(tensor)
-    if isinstance(tensor, LazyTensor) or not is_dense(tensor) or not tensor.numel():
+    if isinstance(tensor, LazyTensor) or tensor.is_meta or not is_dense(tensor) or not tensor.numel():
         return id(tensor)
     return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
 

@@ -110,7 +110,7 @@ def _export(options: Any) -> None:
     _refuse_existing(map(paths.beside, paths.existing()), options)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
     opened = _open(options)
-    content = export(opened, dtype, options.strip_prefix)
+    content = export(opened.checkpoint, opened.path, dtype, options.strip_prefix)
     models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
     if options.strip_prefix is None and len(models) > 1:
         _say(f"exporting several transformers models ({', '.join(models)}): --strip-prefix exports only one")

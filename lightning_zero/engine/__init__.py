@@ -5,8 +5,15 @@ names in ``__all__`` are public.
 """
 # ruff: noqa: F401  (other rooms import these names from here)
 
-from lightning_zero.engine import compat, config, places
-from lightning_zero.engine.access import full_grad, full_optimizer_state, full_parameters, shard_of, uneven_forwards
+from lightning_zero.engine import compat, config, places, streaming
+from lightning_zero.engine.access import (
+    full_grad,
+    full_optimizer_state,
+    full_parameters,
+    iter_full_parameters,
+    shard_of,
+    uneven_forwards,
+)
 from lightning_zero.engine.comm import failures, process_group, tensor_parallel
 from lightning_zero.engine.comm.attempts import store_of_attempt
 from lightning_zero.engine.comm.background_work import BackgroundWork

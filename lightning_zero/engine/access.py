@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine import streaming
 from lightning_zero.engine.engine import engines
 from lightning_zero.engine.optim.masters import masters_that_hold
 from lightning_zero.engine.state.slot import slot_of
@@ -59,6 +60,37 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
         with torch.no_grad():
             for parameter, value in {id(p): (p, value) for _, _, p, value in swapped}.values():
                 parameter.copy_(value)
+
+
+def iter_full_parameters(
+    module: nn.Module, max_bytes: int = 2**30, merge_adapters: bool = False
+) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the names and whole tensors of ``module.state_dict()``, a few gathered at a time. Collective.
+
+    The next tensors are gathered while the loop's body works with the last ones. Every rank must iterate, also if only
+    one rank uses the tensors; a rank that leaves the loop early causes an error on ranks that go on. Do not change
+    parameters in the loop.
+
+    Args:
+        module: a sharded, partly sharded or unsharded module. Parameters and persistent buffers keep their names and
+            dtypes; tied parameters are yielded under each name. Each tensor is new memory that belongs to the caller.
+        max_bytes: limits the memory of the tensors gathered ahead and of the last one yielded. Tensors above a third of
+            it may not be gathered ahead; one above the limit is gathered alone.
+        merge_adapters: whether to yield the weights that ``merge_and_unload`` of peft would return, under the base
+            model's names, for which one layer at a time needs additional memory. The module does not change.
+
+    Raises:
+        ValueError: if ``merge_adapters``, and adapters cannot be merged into weights.
+
+    Example:
+        >>> model = torch.nn.Linear(3, 2)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> engine = Engine(model, [optimizer], stage=3)  # as a strategy does before a run
+        >>> [(name, tensor.shape) for name, tensor in lightning_zero.iter_full_parameters(model)]
+        [('weight', torch.Size([2, 3])), ('bias', torch.Size([2]))]
+        >>> engine.close()
+    """
+    return streaming.stream(streaming.parts_of(module, merge_adapters), max_bytes)
 
 
 def _taker_of_gradients(parameter: ShardedTensor) -> Callable[[Tensor], None]:

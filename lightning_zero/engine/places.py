@@ -72,7 +72,7 @@ def gather_at(place: Place) -> Callable[[], Any] | None:
 
 def collected(tensor: ShardedTensor) -> Tensor:
     """The full value of a tensor. Collective."""
-    return tensor.slot.collect(tensor.local).to(tensor.dtype)
+    return tensor.slot.collect(tensor.local.to(tensor.dtype))
 
 
 def _of_slot(slot: BucketSlot, kind: str, key: Any = None, remembered: int | None = None) -> Tensor | None:

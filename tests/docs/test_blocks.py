@@ -7,6 +7,7 @@ import logging
 import shlex
 import sys
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import pytest
@@ -80,7 +81,7 @@ def names() -> dict[str, Any]:
     trainer.fit(model, data())
     trainer.save_checkpoint("last.ckpt")
     dist.barrier()
-    user = {"Block": Block, "Model": Model, "model": model, "data": data(), "trainer": trainer}
+    user = {"Block": Block, "Model": Model, "model": model, "data": data(), "trainer": trainer, "server": SimpleQueue()}
     return user | {"Trainer": small_trainer, "torch": torch, "lightning_zero": lightning_zero}
 
 
@@ -115,6 +116,7 @@ def run_plain_torch(folder: str) -> None:
 def run_checkpoints(folder: str) -> None:
     namespace = run_page("how-to/checkpoints.md", folder)
     assert namespace["strategy"].last_report.stage == 3
+    assert namespace["average"].keys() == (Model().state_dict().keys() if rank() == 0 else set())
 
 
 def run_transformers(folder: str) -> None:

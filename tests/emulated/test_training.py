@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
-from lightning_zero.engine import Engine
+import lightning_zero
+from lightning_zero.engine import Engine, OffloadConfig
 from tests.emulated import device
 from tests.emulated.device import NAME, in_order
 from tests.numbers.test_offload import EACH, ON_BOTH, Wide, is_as_without
 from tests.support import models
-from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, train_ddp, train_zero
+from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
@@ -47,6 +50,30 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 @RANKS
 def test_a_run_equals_ddps(run_on_device, ranks, stage):
     run_on_device(ranks, is_ddps, recipe=Recipe(steps=4, device=NAME), stage=stage)
+
+
+@in_order
+def streams(folder: Path, stage: int, **options: Any) -> None:
+    module, optimizer = prepare(Recipe(device=NAME))
+    engine = Engine(module, [optimizer], stage=stage, **options)
+    for index in range(3):
+        module(*batch(index, device=NAME)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = {name: value.cpu() for name, value in lightning_zero.iter_full_parameters(module, 4000)}
+        same_tensors(found, engine.full_state_dict(), bound=0)
+    lightning_zero.export_weights(module, folder, max_shard_bytes=2000, dtype=torch.float16)
+    files = (load_file(file) for file in folder.glob("*.safetensors"))
+    exported = {name: value for weights in files for name, value in weights.items()}
+    same_tensors({name: exported[name] for name in found}, {name: value.half() for name, value in found.items()}, 0)
+    engine.close()
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize("options", [{}, {"offload": OffloadConfig(optimizer="cpu")}], ids=["", "offloaded"])
+@pytest.mark.parametrize("stage", [3, 1])
+def test_whole_tensors_are_streamed_and_exported_in_order(run_on_device, tmp_path, stage, options):
+    run_on_device(2, streams, folder=tmp_path, stage=stage, **options)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_zero import full_grad, uneven_forwards
+from lightning_zero import full_grad, iter_full_parameters, uneven_forwards
 from lightning_zero.engine import Engine, EngineConfig
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.plan.mesh import Topology
@@ -561,6 +561,7 @@ def write_by(write: Callable[[nn.Module], None], options: dict[str, Any]) -> Non
         with torch.no_grad():
             write(module)
         same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
+        same_tensors(dict(iter_full_parameters(module, 4000)), dict(plain.state_dict()), bound=0)
         parts_are_those_of(module, engine)
         module(*batch(0)).backward()
         optimizer.step()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero import iter_full_parameters
 from lightning_zero.engine import Engine
 from tests.support.training import same_tensors
 from tests.support.workers import rank, world_size
@@ -193,6 +194,7 @@ def read_and_write() -> None:
                 parameter.data[..., 0] = 0.25
                 parameter.add_(torch.arange(float(parameter.numel())).view(parameter.shape) / 1000)
     same_tensors(engine.full_state_dict(), plain.state_dict(), bound=0)
+    same_tensors(dict(iter_full_parameters(model, 4000)), plain.state_dict(), bound=0)
     engine.close()
     for own, expected in zip(model.parameters(), plain.parameters(), strict=True):
         own = own.full_tensor() if hasattr(own, "full_tensor") else own

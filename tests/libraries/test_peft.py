@@ -147,3 +147,88 @@ def in_the_midst():
 @pytest.mark.behaviour("The module", "PEFT: saving only the adapters during training")
 def test_adapters_made_in_configure_model_are_saved_alone_during_training(run_on):
     run_on(2, in_the_midst)
+
+
+# -- weights with the adapters merged, during training -----------------------------------------------------------------
+
+
+def kinds_of_adapters():
+    from peft import AdaLoraConfig, IA3Config, LoHaConfig, LoraConfig, OFTConfig, VeraConfig
+
+    layers = {"target_modules": ["q_proj", "down_proj"]}
+    return {
+        "LoRA": LoraConfig(r=2, modules_to_save=["lm_head"], **layers),
+        "DoRA": LoraConfig(r=2, use_dora=True, use_rslora=True, **layers),
+        "embedding": LoraConfig(r=2, target_modules=["embed_tokens"]),
+        "tokens": LoraConfig(r=2, trainable_token_indices=[1, 5], **layers),
+        "AdaLoRA": AdaLoraConfig(init_r=2, target_r=1, total_step=10, **layers),
+        "IA3": IA3Config(feedforward_modules=["down_proj"], **layers),
+        "LoHa": LoHaConfig(r=2, **layers),
+        "OFT": OFTConfig(oft_block_size=4, **layers),
+        "VeRA": VeraConfig(r=2, save_projection=False, target_modules=["q_proj", "o_proj"]),
+    }
+
+
+class Nested(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.network, self.head = model, torch.nn.Linear(2, 2)
+
+
+def merged_while_sharded(kind, stage):
+    from peft import get_peft_model
+
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    model = MODELS["Llama"].make()
+    names = set(model.state_dict())
+    module = Nested(get_peft_model(model, kinds_of_adapters()[kind])).eval()
+    for parameter in module.network.parameters():  # adapters begin as zeros
+        if parameter.requires_grad:
+            torch.nn.init.uniform_(parameter, 0.1, 0.5)
+    engine = lightning_zero.engine.Engine(module, stage=stage)
+    before = engine.full_state_dict()
+    found = dict(lightning_zero.iter_full_parameters(module, 10_000, merge_adapters=True))
+    inner = dict(lightning_zero.iter_full_parameters(module.network, merge_adapters=True))
+    same_tensors(engine.full_state_dict(), before, 0)
+    engine.close()
+    expected = module.network.merge_and_unload().state_dict()
+    assert set(expected) == names
+    same_tensors(inner, expected, 0)
+    expected = {f"network.{name}": value for name, value in expected.items()}
+    same_tensors(found, expected | {f"head.{name}": value for name, value in module.head.state_dict().items()}, 0)
+
+
+@pytest.mark.exhaustive(but=3)
+@pytest.mark.behaviour("The module", "PEFT: weights with the adapters merged, during training")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("kind", kinds_of_adapters())
+def test_merged_weights_are_streamed_as_merge_and_unload_computes_them(run_on, kind, stage):
+    run_on(2, merged_while_sharded, kind=kind, stage=stage)
+
+
+def refused_merges():
+    from peft import LoraConfig, PromptTuningConfig, get_peft_model
+
+    warnings.simplefilter("ignore")
+    tied = MODELS["Llama"].make(tie_word_embeddings=True)
+    on_head = get_peft_model(tied, LoraConfig(r=2, target_modules=["lm_head"]))
+    prompts = get_peft_model(
+        MODELS["Llama"].make(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, token_dim=16)
+    )
+    odd = get_peft_model(MODELS["Llama"].make(), LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True))
+    said = {
+        on_head: "lm_head change a weight that is tied to base_model.model.model.embed_tokens.weight",
+        prompts: "has adapters that are not part of layers",
+        odd: "q_proj cannot be merged .*lora_bias",
+    }
+    for module, text in said.items():
+        engine = lightning_zero.engine.Engine(module, stage=3)
+        with pytest.raises(ValueError, match=f"{text}.*leave out merge_adapters=True"):
+            lightning_zero.iter_full_parameters(module, merge_adapters=True)
+        assert dict(lightning_zero.iter_full_parameters(module)).keys() == module.state_dict().keys()
+        engine.close()
+
+
+def test_adapters_that_cannot_be_merged_are_refused_before_anything_is_gathered(run_on):
+    run_on(2, refused_merges)

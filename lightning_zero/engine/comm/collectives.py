@@ -290,17 +290,19 @@ class Communicator:
 
     # -- other values on the group's device -------------------------------------------------------------------------
 
-    def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> None:
-        """Fill each ``ranges[r]`` of ``flat`` from its owner, rank r, with one broadcast per rank. Slow."""
-        if self.watch is None:
-            return
+    def broadcast_ranges(self, flat: Tensor, ranges: list[tuple[int, int]], what: str) -> Pending:
+        """Start to fill each ``ranges[r]`` of ``flat`` from its owner, rank r, with one broadcast per rank. Slow.
+
+        ``wait()`` returns ``flat``.
+        """
         waits = []
         for source, (start, stop) in enumerate(ranges):
-            if stop > start:
+            if stop > start and self.watch is not None:
                 part = flat[start:stop]
                 self.counters.add("control", part.numel(), part.nbytes)
-                waits.append(dist.broadcast(part, self._ranks[source], self.group, async_op=True).wait)
-        Pending(what, Started(waits, [flat]), self.watch).wait()
+                sent = part.view(torch.uint8)  # backends lack dtypes
+                waits.append(dist.broadcast(sent, self._ranks[source], self.group, async_op=True).wait)
+        return Pending(what, Started(waits, [flat], lambda: flat), self.watch)
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place over all ranks, via the device, since NCCL cannot reduce CPU tensors."""

@@ -275,8 +275,7 @@ class Bucket:
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
             if self._is_left:
-                self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
-                return Pending(what)
+                return self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
 
         what = f"the gather of unit {self.unit_name or 'root'!r}"

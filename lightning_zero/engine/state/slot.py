@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -215,14 +216,18 @@ class BucketSlot:
 
     def collect_share(self, local: Tensor) -> Tensor:
         """Like ``collect``, but only for this rank's tensor-parallel share. Collective if the share is sharded."""
+        return self.begin_share(local)()
+
+    def begin_share(self, local: Tensor) -> Callable[[], Tensor]:
+        """Begin ``collect_share``; the result ends it."""
         bucket, local = self.bucket, local.to(self.device)
         if bucket.layout.world_size == 1:
-            return local.view(self.share.own_shape)
+            return partial(local.view, self.share.own_shape)
         bucket.rendezvous.meet(f"'{self.name}'")
         flat = local.new_empty(self.share.own_shape.numel())
         flat[self.offset : self.offset + self.local_numel] = local
-        bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
-        return flat.view(self.share.own_shape)
+        gather = bucket.communicator.broadcast_ranges(flat, self.ranges(), f"the gather of '{self.name}'")
+        return lambda: gather.wait().view(self.share.own_shape)
 
     def accumulate(self, gradient: Tensor) -> bool:
         """Take over a local gradient that autograd adds to ``.grad``; False if the slot reduces no gradients."""

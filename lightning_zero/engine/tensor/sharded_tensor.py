@@ -106,7 +106,7 @@ class ShardedTensor(WrapperTensor):
 
     def whole(self) -> Tensor:
         value = self.whole_at_hand()
-        return self.slot.collect(self.local).to(self.dtype) if value is None else value
+        return self.slot.collect(self.local.to(self.dtype)) if value is None else value
 
     def alias(self) -> Tensor:
         kind = ShardedDTensor if isinstance(self, ShardedDTensor) else ShardedTensor  # not the project's own class

@@ -1,0 +1,66 @@
+"""Adapters of the package peft, merged into one layer's weights at a time, without changing the layer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_ADVICE = "leave out merge_adapters=True, or call peft's merge_and_unload after the run"
+
+
+def adapters_in(module: nn.Module) -> tuple[list[str], dict[str, nn.Module]]:
+    """The prefixes of names within peft's models, and the outermost layers with adapters by their prefixes.
+
+    Raises:
+        ValueError: if there are adapters that no layer's weights can include.
+    """
+    wrappers: list[str] = []
+    layers: dict[str, nn.Module] = {}
+    owners: dict[int, str] = {}  # the prefix of the layer that changes a parameter
+    for name, inner in module.named_modules():
+        prefix = f"{name}." if name else ""
+        if any(map(prefix.startswith, layers)):
+            continue
+        if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+            wrappers.append(f"{prefix}base_model.model.")
+            if not hasattr(inner, "merge_and_unload"):
+                raise ValueError(f"{type(inner).__name__} has adapters that are not part of layers: {_ADVICE}.")
+        if hasattr(inner, "get_base_layer"):
+            owners |= dict.fromkeys(map(id, inner.parameters()), prefix)
+        if hasattr(inner, "get_base_layer") or hasattr(inner, "unload_and_optionally_merge_module"):
+            layers[prefix] = inner
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        if not name.startswith(prefix := owners.get(id(parameter), "")):
+            raise ValueError(f"The adapters of {prefix[:-1]} change a weight that is tied to {name}: {_ADVICE}.")
+    return wrappers, layers
+
+
+def merged(layer: nn.Module, prefix: str, names: Sequence[str], values: Sequence[Tensor]) -> dict[str, Tensor]:
+    """The state dict of a layer's base after the adapters have been merged, in a copy of the layer.
+
+    Args:
+        prefix: of the names, and of the result's.
+        values: the whole tensors of the layer's state dict, which may be overwritten.
+    """
+    memo: dict[int, Any] = {id(buffer): buffer.to(values[0].device) for buffer in layer.buffers()}
+    state = layer.state_dict(prefix=prefix, keep_vars=True)
+    for name, value in zip(names, values):
+        memo[id(state[name])] = nn.Parameter(value, False) if isinstance(state[name], nn.Parameter) else value
+    try:
+        copied: Any = copy.deepcopy(layer, memo)
+        with torch.no_grad():
+            if hasattr(copied, "unload_and_optionally_merge_module"):
+                base = copied.unload_and_optionally_merge_module(merge=True, safe_merge=False, adapter_names=None)
+            else:
+                copied.merge()
+                base = copied.get_base_layer()
+        found = base.state_dict(prefix=prefix)
+        if not all(value.is_floating_point() for value in found.values()):
+            raise TypeError("its weights are quantised")
+    except Exception as error:
+        raise ValueError(f"The adapters of {prefix[:-1]} cannot be merged ({error}): {_ADVICE}.") from error
+    return found

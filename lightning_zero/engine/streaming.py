@@ -1,0 +1,134 @@
+"""Stream of whole tensors: the next tensors are gathered while user code works with the last ones."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext, suppress
+from functools import partial
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lightning_zero.engine.adapters import adapters_in, merged
+from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.tensor_parallel import in_full
+from lightning_zero.engine.compat import nbytes_of
+from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
+from lightning_zero.engine.tensor.sharded_tree import gathered
+
+Named = tuple[str, Tensor]
+
+
+class Part(NamedTuple):
+    """Tensors of a state dict that are gathered together.
+
+    Attributes:
+        results: names, and tensors with the shapes and dtypes, of what ``compute`` makes of the whole sources.
+        compute: returns the results in a dict; None if the sources are the results.
+    """
+
+    sources: Sequence[Named]
+    results: Sequence[Named]
+    compute: Callable[[list[Tensor]], dict[str, Tensor]] | None = None
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module inside a wrapper that has the same state dict but other names of modules, such as Fabric's."""
+    inner = getattr(module, "module", None)
+    return inner if isinstance(inner, nn.Module) and [*inner.state_dict()] == [*module.state_dict()] else module
+
+
+def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:
+    """The parts of a module's state dict: each tensor, or all tensors of a layer whose adapters are merged.
+
+    Raises:
+        ValueError: if adapters cannot be merged.
+    """
+    state = [(name, value) for name, value in module.state_dict().items() if isinstance(value, Tensor)]
+    wrappers, layers = adapters_in(unwrapped(module)) if merge_adapters else ([], {})
+
+    def original(name: str) -> str:
+        for wrapper in reversed(wrappers):  # from the innermost
+            name = name.replace(wrapper, wrapper.removesuffix("base_model.model."), 1)
+        return name
+
+    parts = []
+    for prefix, run in groupby(state, lambda item: next(filter(item[0].startswith, layers), None)):
+        if prefix is None:
+            parts += [Part([(name, value)], [(original(name), value)]) for name, value in run]
+            continue
+        sources = list(run)
+        compute = partial(merged, layers[prefix], prefix, [name for name, _ in sources])
+        on_meta = compute([torch.empty(value.shape, dtype=value.dtype, device="meta") for _, value in sources])
+        parts.append(Part(sources, [(original(name), value) for name, value in on_meta.items()], compute))
+    return parts
+
+
+def stream(parts: Sequence[Part], max_bytes: int) -> Iterator[Named]:
+    """Yield the results of parts, in new memory. Collective; see ``iter_full_parameters``."""
+    whole = _whole([source for part in parts for source in part.sources], max_bytes)
+    for part in parts:
+        made = list(islice(whole, len(part.sources)))
+        if part.compute is not None:
+            made = list(part.compute(made).values())
+        for name, _ in part.results:
+            yield name, made.pop(0)
+
+
+def ranks_of(parts: Sequence[Part]) -> tuple[int, int, Callable[[Any], list[Any]]]:
+    """This rank among the ranks that stream the parts, the number of these ranks, and their all-gather of objects."""
+    if (bucket := _bucket_of(source for part in parts for _, source in part.sources)) is not None:
+        everyone = bucket.communicator.everyone
+        return everyone.rank, everyone.size, everyone.control.gather_objects
+    size = process_group.world_size()
+    return process_group.rank(), size, process_group.all_gather_objects if size > 1 else lambda value: [value]
+
+
+def _bucket_of(tensors: Iterable[Tensor]) -> Bucket | None:
+    return next((tensor.slot.bucket for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
+
+
+def _whole(tensors: Sequence[Named], max_bytes: int) -> Iterator[Tensor]:
+    """Yield the whole tensors, in new memory. Each begins to be gathered as soon as ``max_bytes`` allows."""
+    bucket, left = _bucket_of(tensor for _, tensor in tensors), deque(tensors)
+    ledger = bucket.ledger if bucket is not None else Ledger()
+    begun: deque[tuple[int, Callable[[], Tensor]]] = deque()
+    held = last = 0  # bytes of the tensors begun and of the last one yielded, to which the caller still refers
+    try:
+        while left or begun:
+            if not begun:  # the next tensor is large, or the first
+                ledger.add("gathered", -last)
+                held = last = 0
+            if left and (len(begun) < 2 or held <= max_bytes // 2):  # several at once, since the ranks meet before
+                what = f"the stream of weights from '{left[0][0]}'"
+                with bucket.rendezvous.met(what) if bucket is not None else nullcontext(), torch.no_grad():
+                    while left and (not begun or held + nbytes_of(left[0][1]) <= max_bytes):
+                        _, tensor = left.popleft()
+                        begun.append((nbytes_of(tensor), _begin(tensor)))
+                        held += nbytes_of(tensor)
+                        ledger.add("gathered", nbytes_of(tensor))
+            held -= last
+            ledger.add("gathered", -last)
+            last, wait = begun.popleft()
+            yield wait()
+    finally:
+        for _, wait in begun:  # other ranks depend on gathers that have begun
+            with suppress(RuntimeError):
+                wait()
+        ledger.add("gathered", -held)
+
+
+def _begin(tensor: Tensor) -> Callable[[], Tensor]:
+    """Begin to copy or gather a tensor into new memory; the result ends it."""
+    value = tensor.whole_at_hand() if isinstance(tensor, ShardedTensor) else in_full(gathered(tensor))
+    if value is None:
+        slot: Any = tensor.slot  # type: ignore[attr-defined]
+        share = slot.begin_share(tensor.local.to(tensor.dtype))  # type: ignore[attr-defined]
+        return lambda: slot.bucket.communicator.tensor.whole(share(), slot.share)
+    copied = value.detach().clone()
+    return lambda: copied
