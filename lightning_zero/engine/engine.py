@@ -35,6 +35,7 @@ from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     agree_on_sources,
+    check_dtypes,
     check_frozen,
     check_ordinary,
     first_device,
@@ -62,6 +63,7 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
@@ -158,7 +160,14 @@ class Engine:
             self.phases = Phases(device)
             self._connect(group, device, simulation)
             self._shared = SharedByBuckets(
-                self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background, Scales()
+                self.communicator,
+                self.rendezvous,
+                Streams(device),
+                self.ledger,
+                self.phases,
+                self.background,
+                Scales(),
+                self._rounding(),
             )
             activations = activation_store(config, self.communicator, self.ledger)
             self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
@@ -181,6 +190,7 @@ class Engine:
         self.config.check_mesh(self._mesh[TENSOR].size() if self._mesh is not None else None)
         check_optimizers(optimizers, self.config, ranks=ranks)
         check_ordinary(module, may_be_divided=self._mesh is not None)
+        check_dtypes(module, self.config)
         check_memory(module, optimizers)
         check_frozen(self._scripted)
 
@@ -190,6 +200,14 @@ class Engine:
         self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
+
+    def _rounding(self) -> Rounding:
+        """Make the source of random bits from rank 0's seed of torch. Collective if the options require bits."""
+        if self.config.rounding_options is None:
+            return Rounding(0)
+        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
+        (agreed,) = self.communicator.everyone.control.numbers_of(0, [seed], "the seed of stochastic rounding")
+        return Rounding(agreed)
 
     def _shard(
         self,

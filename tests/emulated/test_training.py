@@ -123,6 +123,19 @@ def test_offload_changes_nothing_in_low_precision(run_on_device, stage, offload)
 
 
 @in_order
+def rounds_alike(stage: int, **options: Any) -> None:
+    recipe = Recipe(Wide, sgd, steps=4, micro_batches=3, dtype=torch.bfloat16, device=NAME)
+    options |= {"state_dtype": "bf16", "masters": False}
+    same_runs(train_zero(recipe, stage, **options), train_zero(recipe, stage, overlap=False, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": {"optimizer": "cpu", "gradients": "cpu"}}], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_stochastic_rounding_is_the_same_without_overlap(run_on_device, stage, options):
+    run_on_device(2, rounds_alike, stage=stage, **options)
+
+
+@in_order
 def evaluate_before_each_step(**options: Any) -> None:
     module, optimizer = prepare(Recipe(Wide, sgd, device=NAME))
     engine = Engine(module, [optimizer], units=[nn.Linear], **options)

@@ -33,6 +33,7 @@ from tests.planning.projects import (
 from tests.support.trainer import make_trainer
 from tests.support.transports import in_use
 
+LEAN: dict[str, Any] = {"state_dtype": "bf16", "masters": False}
 REAL = in_use()  # the transport of the real ranks
 
 
@@ -50,6 +51,28 @@ def test_fake_tensors_take_as_many_bytes_as_real_tensors(stage, offload):
     assert runs[0].disk_bytes == runs[1].disk_bytes and bool(runs[0].disk_bytes) == (offload == "nvme")
     assert runs[0].traffic_bytes == runs[1].traffic_bytes
     assert runs[0].events == runs[1].events
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize(("stage", "offload"), [(1, "cpu"), (3, None)])
+def test_fake_states_in_bf16_take_as_many_bytes_as_real_ones(stage, offload):
+    """At this width, an update on the CPU is one chunk, as it is on the devices that plans are for."""
+    full, fake, real = (
+        fake_run(
+            partial(Net, width=128),
+            torch.randn(4, 4, 128),
+            ranks=2,
+            stage=stage,
+            offload=offload,
+            precision="bf16-true",
+            **options,
+        )
+        for options in ({}, LEAN, {**LEAN, "with_values": True})
+    )
+    assert fake.peak_bytes == real.peak_bytes and fake.host_bytes == real.host_bytes
+    assert fake.events == real.events
+    assert fake.peak_bytes["optimizer"] == full.peak_bytes["optimizer"] // 2
+    assert fake.total_bytes + fake.host_bytes < 0.75 * (full.total_bytes + full.host_bytes)
 
 
 @pytest.mark.exhaustive

@@ -202,11 +202,12 @@ def assign_to_buckets(
             compute_dtype=kind.compute_dtype,
             extension_dtype=kind.extension_dtype,
             trains=kind.trains,
+            keeps_masters=config.masters,
+            state_dtype=torch.bfloat16 if config.state_dtype is not None else None,
         )
         parameters = [p for _, p in part]
-        fields = {}
-        if kind.trains and residency.is_offloaded:
-            fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
+        has_fields = kind.trains and residency.is_offloaded
+        fields = fields_of(parameters, residency.update_dtype, whole=kind.is_whole) if has_fields else {}
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
         extensions = [extension_of[p] for p in parameters if p in extension_of]
         units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions))

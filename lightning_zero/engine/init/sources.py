@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
+from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.extensions import Extension
@@ -77,6 +78,18 @@ def check_frozen(scripted: Mapping[str, Tensor]) -> None:
             "they cannot be sharded. Freeze them, with parameter.requires_grad_(False) for each; or train the original "
             "module, and call torch.jit.script or torch.jit.trace after the run; or use strategy='ddp'."
         )
+
+
+def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
+    """Raise a ValueError if ``masters=False`` has no effect on a module, or if parameters are in fp16."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if config.masters or not dtypes or (torch.bfloat16 in dtypes and torch.float16 not in dtypes):
+        return
+    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    raise ValueError(
+        f"masters=False updates bf16 parameters in place, but the module's parameters are in {found}. Write "
+        "precision='bf16-true' (in plain torch, module.bfloat16()), or leave masters=False out."
+    )
 
 
 def first_device(plans: list[UnitPlan]) -> torch.device:

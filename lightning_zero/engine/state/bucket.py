@@ -9,6 +9,8 @@ stage and state                 masters                ``full``              ``v
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
+Without master weights (``masters=False``), low-precision parameters are kept as those in fp32 are.
+
 If each machine has all parameters (``shard_within``), masters in ``full``'s dtype are a slice of ``part`` instead.
 
 ``residency`` describes where the master weights are stored. The state of ``full`` is a ``BucketState``::
@@ -50,6 +52,7 @@ from lightning_zero.engine.state.extensions import Extension, Extensions, Scales
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
+from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.unsharded_param import View, show
 
@@ -82,6 +85,7 @@ class SharedByBuckets(NamedTuple):
     phases: Phases
     updates: Updates
     scales: Scales
+    rounding: Rounding
 
 
 class Bucket:
@@ -123,7 +127,8 @@ class Bucket:
         self.gradient_codec = gradient_codec
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates, scales = shared
+        self.communicator, self.rendezvous, self.streams, self.ledger = shared[:4]
+        self.phases, updates, scales, self.rounding = shared[4:]
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -202,8 +207,11 @@ class Bucket:
             self._buffer.masters.add(master)
 
     def promote(self) -> None:
-        """Keep master weights in fp32 from now on, because parameters frozen in low precision start to train."""
-        if self.master_dtype in LOW_PRECISION:
+        """Keep master weights in fp32 from now on, because parameters frozen in low precision start to train.
+
+        No effect without master weights (``masters=False``).
+        """
+        if self.master_dtype in LOW_PRECISION and self.residency.plan.keeps_masters:
             self.wait()
             self.residency.promote()
             self._buffer.masters.clear()
