@@ -1,6 +1,7 @@
-"""Loss of quality by compression between machines: a GPT on text, trained on two simulated machines with each kind.
+"""Loss of quality by fewer bits: a GPT on text, trained on two machines with each kind of compression and state.
 
     python benchmarks/neutrality.py
+    python benchmarks/neutrality.py --name neutrality_states --systems "fp32,bf16 states,bf16 true,bf16 true lean"
     python benchmarks/neutrality.py --steps 50 --seeds 0 --systems fp32,int8 --output FOLDER
 
 The machines are network namespaces, which needs root. A system passes if its mean is as close to fp32's as fp32's own
@@ -28,14 +29,19 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": True},
     "bf16 int8": {"bf16": True, "compression": {"gradients": "int8"}},
     "bf16 int4": {"bf16": True, "compression": {"gradients": "int4"}},
+    "bf16 states": {"state_dtype": "bf16"},
+    "bf16 true": {"true": True},  # parameters in bf16, with fp32 master weights and states
+    "bf16 true lean": {"true": True, "state_dtype": "bf16", "masters": False},
 }
+COMPRESSED = [system for system in SYSTEMS if "states" not in system and "true" not in system]
 BASE = "fp32"
 """The system with which the others are compared."""
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--systems", default=",".join(SYSTEMS))
+    parser.add_argument("--systems", default=",".join(COMPRESSED), help=f"some of {', '.join(SYSTEMS)}")
+    parser.add_argument("--name", default="neutrality", help="name of the files with results")
     parser.add_argument("--seeds", default="0,1,2", help="seeds of the weights and the data order")
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
@@ -82,6 +88,8 @@ def work(arguments: argparse.Namespace) -> None:
         for seed in arguments.seeds.split(","):
             torch.manual_seed(int(seed))
             model = GPT(**SIZES, context=CONTEXT, tied=False)
+            if chosen.get("true", False):
+                model = model.bfloat16()
             optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.1)
             schedule = torch.optim.lr_scheduler.LambdaLR(
                 optimizer,
@@ -89,7 +97,9 @@ def work(arguments: argparse.Namespace) -> None:
                     min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / arguments.steps))
                 ),
             )
-            options = {"compute_dtype": torch.bfloat16} if bf16 else {}
+            options = {name: chosen[name] for name in ("state_dtype", "masters") if name in chosen}
+            if bf16:
+                options["compute_dtype"] = torch.bfloat16
             engine = Engine(model, [optimizer], stage=2, compression=compression, **options)
             order = torch.Generator().manual_seed(1000 + int(seed))
             for _ in range(arguments.steps):
@@ -147,7 +157,7 @@ def main() -> None:
     ]
     write_results(
         arguments.output,
-        "neutrality",
+        arguments.name,
         {"about": describe(__file__, ("torch",)), "systems": found, "spread": spread},
         lines,
     )

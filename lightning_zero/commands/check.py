@@ -52,6 +52,10 @@ _ABOVE_0: _Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 
 
 RULES: dict[str, _Rule] = {
     "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "an integer from 0 to 4294967295"),
+    "model.float8": (
+        lambda v: v in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        "null or a recipe of torchao: tensorwise, rowwise or rowwise_with_gw_hp",
+    ),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.val_check_interval": _ABOVE_0,
@@ -154,6 +158,8 @@ def _check_packages(config: DictConfig) -> None:
     """Check that the packages the config needs are installed. If TensorBoard is missing, log to a CSV file instead."""
     from lightning.pytorch.utilities import rank_zero_info
 
+    if config.model.get("float8") is not None and importlib.util.find_spec("torchao") is None:
+        raise ConfigError('precision: the package torchao is missing: pip install "lightning_zero[optimizers]"')
     for group in ("data", "logger", "optimizer"):
         target = config[group].get("_target_")
         package, extra = EXTRAS.get(target, (None, None))

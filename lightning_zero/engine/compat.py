@@ -146,8 +146,10 @@ def storage_use_count(tensor: torch.Tensor) -> int:
 
 
 def local_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor that holds the memory of ``tensor``: for a DTensor, this rank's share; otherwise ``tensor``."""
-    return getattr(tensor, "_local_tensor", tensor)
+    """The tensor with the memory of ``tensor``: ``tensor`` itself, or the first of those that it is made of."""
+    while is_made_of_tensors(tensor):
+        tensor = getattr(tensor, tensor.__tensor_flatten__()[0][0])
+    return tensor
 
 
 class SlotsOfDTensor(torch.Tensor):

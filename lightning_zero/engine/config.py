@@ -26,7 +26,13 @@ OffloadTarget = Literal["cpu", "nvme"]
 _STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
-"""Dtypes of parameters whose master weights and gradients are in fp32."""
+"""Dtypes of parameters whose master weights and gradients are in fp32, unless ``masters=False``."""
+
+
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which values of a parameter's dtype are accumulated and updated: fp32 for low precision."""
+    return torch.float32 if dtype in LOW_PRECISION else dtype
+
 
 _WIRE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -65,6 +71,10 @@ class EngineConfig:
             predicate choose other modules, as for ``units``. ``None`` adds no checkpointing.
         partition_activations: ``True``: if a checkpointed module's inputs are the same on all tensor-parallel ranks,
             each rank keeps only an equal part, on the device or where ``offload`` puts activations.
+        state_dtype: ``"bf16"`` keeps the floating-point states of elementwise optimizers, such as Adam's moments, in
+            bf16. They are updated in fp32 and rounded stochastically. ``None`` keeps them in the dtype of the update.
+        masters: ``False`` keeps no fp32 master weights of bf16 parameters, and their reduced gradients in bf16. The
+            parameters are updated in fp32 and rounded stochastically.
         whole_parameters: whether optimizers of unknown classes need whole parameters. ``True``: yes, so each
             parameter is updated by one rank; ``False``: no, they are elementwise; or a predicate of (name, parameter).
             ``None`` accepts only known classes.
@@ -89,6 +99,8 @@ class EngineConfig:
     bucket_numel: int = field(default=2**25, metadata={"least": 1})
     activation_checkpointing: Modules | None = None
     partition_activations: bool = False
+    state_dtype: Literal["bf16"] | None = None
+    masters: bool = True
     whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
     compute_dtype: torch.dtype | None = None
     handshake_timeout: float = field(default=600.0, metadata={"least": 0})
@@ -126,6 +138,11 @@ class EngineConfig:
                 )
         if compression is not None:
             compression.check(self)
+        if self.rounding_options is not None and self.offloads_to_disk:
+            raise ValueError(
+                f"With {self.rounding_options}, results of updates are rounded, which is not supported for states on a "
+                f"disk. Write offload='cpu', or leave {self.rounding_options} out."
+            )
         if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
             raise ValueError(
                 f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, but no "
@@ -145,6 +162,12 @@ class EngineConfig:
     @property
     def offloads_to_disk(self) -> bool:
         return self.offload is not None and self.offload.optimizer == "nvme"
+
+    @property
+    def rounding_options(self) -> str | None:
+        """The options by which results of updates are rounded stochastically; None if they are not rounded."""
+        options = {"state_dtype='bf16'": self.state_dtype is not None, "masters=False": not self.masters}
+        return " and ".join(option for option, is_set in options.items() if is_set) or None
 
     def check_mesh(self, tensor_parallel_size: int | str | None) -> None:
         """Raise a ValueError if the options do not allow this number of tensor-parallel ranks (None: no mesh)."""

@@ -31,11 +31,12 @@ from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compre
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import initialisers_of
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
-from lightning_zero.engine.init.quantised_layers import QuantisedLayers, prepare
+from lightning_zero.engine.init.quantised_layers import QuantisedLayers
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     agree_on_sources,
+    check_dtypes,
     check_frozen,
     check_ordinary,
     first_device,
@@ -61,7 +62,9 @@ from lightning_zero.engine.runtime.schedule import Schedule, Unit
 from lightning_zero.engine.runtime.windows import Windows
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
+from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
@@ -144,30 +147,39 @@ class Engine:
         self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
         self._scripted = torchscript_parameters(module)
-        self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
-        if device is not None:
-            device = torch.device(device)
+        device = torch.device(device) if device is not None else None
+        with without_extensions(module, device) as extension_of:
+            self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
             move_own_kinds(module, device)
-        prepare(module, device)
-        plans = plan_units(module, config.units, config.unit_numel)
-        device = device or first_device(plans)
-        checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
-        if device.type == "cpu":
-            let_freed_memory_stay()
-        self.ledger = Ledger()
-        self.phases = Phases(device)
-        self._connect(group, device, simulation)
-        self._shared = SharedByBuckets(
-            self.communicator, self.rendezvous, Streams(device), self.ledger, self.phases, self.background
-        )
-        activations = activation_store(config, self.communicator, self.ledger)
-        self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
-        self.units = self._shard(module, plans, optimizers, simulation)
-        self._share_unsharded(module)
-        self._install(module, plans, optimizers, checkpointed, activations)
-        _engines[module] = weakref.ref(self)
-        for patch in _NOT_COPIED:
-            patch.hold(self)
+            plans = plan_units(module, config.units, config.unit_numel)
+            device = device or first_device(plans)
+            checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
+            if device.type == "cpu":
+                let_freed_memory_stay()
+            self.ledger = Ledger()
+            self.phases = Phases(device)
+            self._connect(group, device, simulation)
+            self._shared = SharedByBuckets(
+                self.communicator,
+                self.rendezvous,
+                Streams(device),
+                self.ledger,
+                self.phases,
+                self.background,
+                Scales(),
+                self._rounding(),
+            )
+            activations = activation_store(config, self.communicator, self.ledger)
+            self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
+            self.units = self._shard(module, plans, optimizers, simulation, extension_of)
+            for bucket in self.buckets:
+                if bucket.extensions is not None and bucket.is_replicated:
+                    bucket.gather(refresh=True)
+            self._share_unsharded(module)
+            self._install(module, plans, optimizers, checkpointed, activations)
+            _engines[module] = weakref.ref(self)
+            for patch in _NOT_COPIED:
+                patch.hold(self)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -178,6 +190,7 @@ class Engine:
         self.config.check_mesh(self._mesh[TENSOR].size() if self._mesh is not None else None)
         check_optimizers(optimizers, self.config, ranks=ranks)
         check_ordinary(module, may_be_divided=self._mesh is not None)
+        check_dtypes(module, self.config)
         check_memory(module, optimizers)
         check_frozen(self._scripted)
 
@@ -188,18 +201,27 @@ class Engine:
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
 
+    def _rounding(self) -> Rounding:
+        """Make the source of random bits from rank 0's seed of torch. Collective if the options require bits."""
+        if self.config.rounding_options is None:
+            return Rounding(0)
+        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
+        (agreed,) = self.communicator.everyone.control.numbers_of(0, [seed], "the seed of stochastic rounding")
+        return Rounding(agreed)
+
     def _shard(
         self,
         module: nn.Module,
         plans: list[UnitPlan],
         optimizers: Sequence[Optimizer],
         simulation: Simulation | None,
+        extension_of: dict[nn.Parameter, Extension],
     ) -> list[Unit]:
         """Shard the module, and return its units. Collective. Nothing is changed before memory and disks are checked.
 
         The original values are freed on return; the buckets then hold the values.
         """
-        sources = agree_on_sources(module, self.communicator)
+        sources = agree_on_sources(module, self.communicator, extension_of)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload
@@ -209,7 +231,9 @@ class Engine:
         # At most a quarter of a small model should be reduced at once.
         share = share_of(module) // self.communicator.tensor.size
         try:
-            unsharded = assign_to_buckets(self.config, self.placements, plans, share, optimizers, self._shared)
+            unsharded = assign_to_buckets(
+                self.config, self.placements, plans, share, optimizers, self._shared, extension_of
+            )
             check_compression(self.config, unsharded, self.communicator)
             if offload is not None and simulation is None:  # a simulation may be of another host
                 check_room(offload, sources, unsharded, self.communicator, has_optimizers=bool(optimizers))

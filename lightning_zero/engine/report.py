@@ -170,6 +170,7 @@ def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:
             bucket.communicator.mesh,
             parameter_bytes=bucket.full.element_size(),
             master_bytes=bucket.master_dtype.itemsize,
+            state_bytes=bucket.residency.plan.state_dtype_of(bucket.residency.plan.update_dtype).itemsize,
             trains=bucket.views[0].requires_grad,
         )
         for bucket in buckets

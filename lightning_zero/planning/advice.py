@@ -191,7 +191,8 @@ def advise(plans: list[Plan], memory: float | None) -> list[str]:
             f"Nothing fits: the smallest plan is {best.name}, which needs {in_gb(best.total_bytes)}; a device "
             f"has {in_gb(ROOM * memory)} of usable memory. The largest category is {largest} "
             f"({in_gb(best.peak_bytes[largest])}). Use smaller micro-batches (--micro-batch), activation checkpointing "
-            "(--checkpointing on), stage 3 (--stage 3), offload (--offload cpu), or more ranks."
+            "(--checkpointing on), stage 3 (--stage 3), bf16 states (--option state_dtype=bf16, with bf16-true also "
+            "masters=False), offload (--offload cpu), or more ranks."
         ]
     if best.seconds_per_step is None:
         says = "takes the least memory,"

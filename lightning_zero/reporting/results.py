@@ -27,11 +27,12 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
         expected = placements.communicated_psi(trainer.accumulate_grad_batches, trainer.world_size, within)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")
+    recipe = getattr(trainer.lightning_module, "float8", None)  # of the zoo's models
     communicated = None if monitor.elements_per_step is None else monitor.elements_per_step / monitor.numel
     return {
         "strategy": f"ZeRO stage {stage}" if stage else type(trainer.strategy).__name__,
         "processes": trainer.world_size,
-        "precision": str(trainer.precision),
+        "precision": ", float8 ".join(filter(None, (str(trainer.precision), recipe))),
         "parameters": monitor.numel,
         "steps": trainer.global_step,
         "training_loss": monitor.loss_curve[-1][1] if monitor.loss_curve else None,

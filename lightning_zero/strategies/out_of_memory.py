@@ -40,6 +40,8 @@ def _remedies(engine: Engine, optimizer: int, rest: int) -> str:
     if optimizer:
         place = "nvme" if engine.device.type == "cpu" else "cpu"
         remedies.append((optimizer, f'offload="{place}" frees {in_gb(optimizer)}'))
+        if engine.config.state_dtype is None and not any(engine.owned_numels()):
+            remedies.append((optimizer // 2, f'state_dtype="bf16" frees {in_gb(optimizer // 2)}'))
     if engine.config.activation_checkpointing is None:
         remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))
     remedies.append((rest // 2, f"half the batch size with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))

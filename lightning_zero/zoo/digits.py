@@ -47,7 +47,7 @@ class DigitClassifier(Supervised):
     Arguments:
         width: Number of features per patch.
         depth, heads: See ``lightning_zero.zoo.gpt.GPT``.
-        optimizer, warmup_steps: See ``Supervised``.
+        optimizer, warmup_steps, float8: See ``Supervised``.
     """
 
     def __init__(
@@ -57,11 +57,13 @@ class DigitClassifier(Supervised):
         heads: int = 4,
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         warmup_steps: int = 20,
+        float8: str | None = None,
     ) -> None:
         super().__init__("accuracy", MulticlassAccuracy(num_classes=10, average="micro"), optimizer, warmup_steps)
         if width % heads:
             raise ValueError(f"heads={heads} must divide width={width}")
         self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects
+        self.float8 = float8
         self.patches = nn.Conv2d(1, width, kernel_size=2, stride=2)
         self.position = nn.Parameter(0.5 * torch.randn(16, width))
         self.blocks = nn.ModuleList(

@@ -100,7 +100,7 @@ class LanguageModel(Supervised):
 
     Arguments:
         width, depth, heads, context, tied: See ``GPT``.
-        optimizer, warmup_steps: See ``Supervised``.
+        optimizer, warmup_steps, float8: See ``Supervised``.
         prompt: The text that ``sample`` continues.
     """
 
@@ -116,11 +116,12 @@ class LanguageModel(Supervised):
         optimizer: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW,
         warmup_steps: int = 100,
         prompt: str = "def ",
+        float8: str | None = None,
     ) -> None:
         super().__init__("perplexity", Perplexity(), optimizer, warmup_steps)
         self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects
         self.gpt = GPT(width, depth, heads, context, tied)
-        self.prompt = prompt
+        self.prompt, self.float8 = prompt, float8
 
     def forward(self, tokens: Tensor) -> Tensor:
         return self.gpt(tokens)

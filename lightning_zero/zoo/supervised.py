@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
 
+from lightning_zero.zoo.float8 import compute_in_float8
+
 
 class Supervised(LightningModule):
     """Trains on batches of (inputs, class indices). ``forward`` returns logits; classes are the last dimension.
@@ -21,12 +23,21 @@ class Supervised(LightningModule):
         name, metric: The name to log the validation metric under, and the metric, computed from logits and targets.
         optimizer: Creates the optimizer from parameter groups, for example ``partial(torch.optim.AdamW, lr=1e-3)``.
         warmup_steps: Optimizer steps until the learning rate peaks. It then decays along a cosine to a twentieth.
+
+    Attributes:
+        float8: The recipe by which linear layers compute in float8, see ``compute_in_float8``; None if they do not.
     """
+
+    float8: str | None = None
 
     def __init__(self, name: str, metric: Metric, optimizer: Callable[..., Optimizer], warmup_steps: int) -> None:
         super().__init__()
         self.metric_name, self.metric = name, metric
         self.optimizer, self.warmup_steps = optimizer, warmup_steps
+
+    def configure_model(self) -> None:
+        if self.float8 is not None:
+            compute_in_float8(self, self.float8, self.trainer.strategy.root_device)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         inputs, targets = batch

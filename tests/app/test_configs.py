@@ -142,6 +142,15 @@ def test_tensorboard_is_the_default_logger_and_a_csv_file_the_fallback_without_i
     assert check(config).logger == composed("logger=csv", folder=tmp_path).logger
 
 
+def test_precision_float8_converts_the_model_and_needs_torchao(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = composed("precision=float8", "data.max_bytes=500_000", folder=tmp_path)
+    assert (config.trainer.precision, config.model.float8) == ("bf16-mixed", "tensorwise")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torchao" else find_spec(name))
+    message = 'precision: the package torchao is missing: pip install "lightning_zero[optimizers]"'
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
+        check(config)
+
+
 def test_accelerator_auto_uses_the_gpus_or_two_processes_on_the_cpu(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -267,3 +267,11 @@ def test_killing_the_command_leaves_no_ranks(endless: tuple[subprocess.Popen[str
     _, alive = psutil.wait_procs(ranks, timeout=20)
     assert not alive
     finish(process)
+
+
+@pytest.mark.exhaustive
+def test_a_job_in_float8_says_so_in_its_results(tmp_path: Path) -> None:
+    pytest.importorskip("torchao.float8")
+    output = succeed("train", *TINY, "precision=float8", "hydra.run.dir=job", folder=tmp_path)
+    assert results(tmp_path / "job")["precision"] == "bf16-mixed, float8 tensorwise"
+    assert "2 processes, bf16-mixed, float8 tensorwise" in output

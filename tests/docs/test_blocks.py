@@ -25,7 +25,10 @@ from tests.docs.pages import blocks
 from tests.support import rank
 from tests.support.trainer import make_trainer
 
-HERE = (("devices=8", "devices=2"), ('accelerator="gpu"', 'accelerator="cpu"'), ('"cuda"', '"cpu"'))
+HERE = (
+    *(("devices=8", "devices=2"), ('accelerator="gpu"', 'accelerator="cpu"'), ('"cuda"', '"cpu"')),
+    ("enable_fsdp_float8_all_gather=True", "enable_fsdp_float8_all_gather=True, emulate=True"),
+)
 
 
 class Block(nn.Module):
@@ -150,6 +153,11 @@ def run_fabric(folder: str) -> None:
     assert namespace["norm"] > 0
 
 
+def run_precision(folder: str) -> None:
+    namespace = run_page("reference/precision.md", folder)
+    assert type(namespace["model"].blocks[0].up.weight).__name__ == "WeightWithDynamicFloat8CastTensor"
+
+
 def run_big_models(folder: str) -> None:
     namespace = run_page("how-to/big-models.md", folder)
     assert not any(p.is_meta for p in namespace["module"].parameters())
@@ -205,6 +213,7 @@ PAGES = [
     run_offload,
     run_two_dimensions,
     run_fabric,
+    run_precision,
     run_big_models,
     run_troubleshooting,
     move_a_folder_of_fsdp2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import lightning_zero
 from lightning_zero.engine import Engine, OffloadConfig
 from tests.emulated import device
 from tests.emulated.device import NAME, in_order
+from tests.libraries import test_float8
 from tests.numbers.test_offload import EACH, ON_BOTH, Wide, is_as_without
 from tests.support import models
 from tests.support.training import CLOSE, Recipe, batch, prepare, same_runs, same_tensors, train_ddp, train_zero
@@ -121,6 +123,19 @@ def test_offload_changes_nothing_in_low_precision(run_on_device, stage, offload)
 
 
 @in_order
+def rounds_alike(stage: int, **options: Any) -> None:
+    recipe = Recipe(Wide, sgd, steps=4, micro_batches=3, dtype=torch.bfloat16, device=NAME)
+    options |= {"state_dtype": "bf16", "masters": False}
+    same_runs(train_zero(recipe, stage, **options), train_zero(recipe, stage, overlap=False, **options))
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": {"optimizer": "cpu", "gradients": "cpu"}}], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+def test_stochastic_rounding_is_the_same_without_overlap(run_on_device, stage, options):
+    run_on_device(2, rounds_alike, stage=stage, **options)
+
+
+@in_order
 def evaluate_before_each_step(**options: Any) -> None:
     module, optimizer = prepare(Recipe(Wide, sgd, device=NAME))
     engine = Engine(module, [optimizer], units=[nn.Linear], **options)
@@ -213,3 +228,17 @@ def test_low_precision_within_groups_equals_stage_3(run_on_device):
 @in_order
 def is_as_flat(recipe: Recipe) -> None:
     same_runs(train_zero(recipe, 3, shard_within=2), train_zero(recipe, 3), CLOSE)
+
+
+@pytest.mark.parametrize("options", [{}, {"offload": "cpu"}, {"offload": {"fraction": 0.5}}], ids=str)
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.exhaustive(but=1)
+def test_weights_gathered_in_float8_are_in_order(run_on_device, stage, options):
+    recipe = Recipe(partial(test_float8.converted, "gathered"), sgd, steps=4, device=NAME)
+    run_on_device(2, is_as_without_float8, recipe=recipe, stage=stage, units=test_float8.is_block, **options)
+
+
+@in_order
+def is_as_without_float8(recipe, stage, **options):
+    plain = replace(recipe, model=partial(test_float8.converted, "tensorwise"))
+    same_runs(train_zero(recipe, stage, **options), train_zero(plain, stage, **options))

@@ -124,6 +124,10 @@ def test_each_stage_shards_one_more_kind_of_state():
         (1, 8, 8, 8 * 800 + 8 * 800 + 16 * 100),
         (2, 8, 8, 8 * 800 + 8 * 100 + 16 * 100),
         (3, 8, 8, 32 * 100),
+        # bf16 without masters, with bf16 states: 2 of everything; at stage 1, gradients accumulate in fp32
+        (1, 2, 2, 2 * 800 + 4 * 800 + 4 * 100),
+        (2, 2, 2, 2 * 800 + 6 * 100),
+        (3, 2, 2, 8 * 100),
     ],
 )
 def test_model_state_bytes_follow_the_formula_of_each_stage(stage, width, master, expected):

@@ -65,6 +65,7 @@ def train_in_bf16(options: dict[str, Any], dtype: torch.dtype) -> None:
         ({"compute_dtype": torch.bfloat16}, torch.float32),
         ({"reduce_dtype": "bf16"}, torch.float32),
         ({"offload": "cpu"}, torch.bfloat16),
+        ({"state_dtype": "bf16", "masters": False}, torch.bfloat16),
         ({"offload": {"optimizer": "cpu", "gradients": "cpu"}, "compute_dtype": torch.bfloat16}, torch.float32),
     ],
     ids=str,

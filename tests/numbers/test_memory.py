@@ -26,6 +26,12 @@ PSI = LAYERS * UNIT
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 SIZES = pytest.mark.parametrize("size", [2, 4])
 KINDS = pytest.mark.parametrize("kind", ["fp32", "mixed", "true"])
+ROUNDED: dict[str, dict[str, Any]] = {
+    "states": {"state_dtype": "bf16"},
+    "no masters": {"masters": False},
+    "lean": {"state_dtype": "bf16", "masters": False},
+}
+"""Kinds whose states or parameters are in bf16 and rounded stochastically: "lean" has 8 bytes an element at stage 3."""
 
 
 def wide() -> nn.Module:
@@ -36,15 +42,17 @@ def make(stage: int, kind: str = "fp32", **options: Any) -> tuple[nn.Module, tor
     """A model of 8 equal layers and no root unit, in fp32, in fp32 computed in bf16, in pure bf16, or in fp64."""
     from lightning_zero.engine import Engine
 
-    dtype = {"true": torch.bfloat16, "fp64": torch.float64}.get(kind, torch.float32)
+    low = dict.fromkeys(("true", "no masters", "lean"), torch.bfloat16)
+    dtype = {**low, "fp64": torch.float64}.get(kind, torch.float32)
     module, optimizer = prepare(Recipe(wide, adam, dtype=dtype))
     if kind == "mixed":
         options["compute_dtype"] = torch.bfloat16
+    options |= ROUNDED.get(kind, {})
     return module, optimizer, Engine(module, [optimizer], stage=stage, **options)
 
 
 def loss_of(module: nn.Module, index: int, kind: str = "fp32") -> torch.Tensor:
-    with torch.autocast("cpu", torch.bfloat16, enabled=kind in ("mixed", "true")):
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind not in ("fp32", "fp64", "states")):
         return module(*batch(index))
 
 
@@ -57,15 +65,20 @@ def expected_at_rest(stage: int, kind: str) -> dict[str, int]:
     ranks, master = world_size(), master_bytes(kind)
     if stage == 3:
         parameters = master * PSI // ranks  # the masters; a bf16 copy exists only while it is gathered
-    elif kind in ("fp32", "fp64"):
+    elif kind not in ("mixed", "true"):
         parameters = master * PSI  # the masters are this rank's slice of the parameters
     else:
         parameters = 2 * PSI + master * PSI // ranks
-    return {"parameters": parameters, "optimizer": 2 * master * PSI // ranks}
+    return {"parameters": parameters, "optimizer": 2 * state_bytes(kind) * PSI // ranks}
 
 
 def master_bytes(kind: str) -> int:
-    return 8 if kind == "fp64" else 4
+    """Of masters, or of the parameters if there are none, and of gradients."""
+    return {"fp64": 8, "no masters": 2, "lean": 2}.get(kind, 4)
+
+
+def state_bytes(kind: str) -> int:
+    return {"fp64": 8, "states": 2, "lean": 2}.get(kind, 4)
 
 
 def measure_at_rest(stage: int, kind: str) -> None:
@@ -83,7 +96,9 @@ def measure_at_rest(stage: int, kind: str) -> None:
         optimizer.zero_grad()
         assert held(engine) == expected, f"{held(engine)} instead of {expected}"
     # The formula includes gradients: a shard, or at stage 1 all of them, which accumulation at that stage requires.
-    formula = sum(expected.values()) + master_bytes(kind) * PSI // (1 if stage == 1 else world_size())
+    # Without masters, they are accumulated in fp32 there.
+    gradients = max(master_bytes(kind), 4) * PSI if stage == 1 else master_bytes(kind) * PSI // world_size()
+    formula = sum(expected.values()) + gradients
     assert engine.report().formula == formula, f"{engine.report().formula} instead of {formula}"
     engine.close()
 
@@ -93,6 +108,11 @@ def measure_at_rest(stage: int, kind: str) -> None:
 @SIZES
 @pytest.mark.parametrize("kind", ["fp32", "mixed", "true", "fp64"])
 def test_the_memory_of_a_rank_at_rest_equals_the_papers_formula(run_on, stage, size, kind):
+    run_on(size, measure_at_rest, stage=stage, kind=kind)
+
+
+@pytest.mark.parametrize(("stage", "kind", "size"), one_at_a_time([3, 1, 2], ["lean", "states", "no masters"], [2, 4]))
+def test_states_and_parameters_in_bf16_take_two_bytes_an_element(run_on, stage, kind, size):
     run_on(size, measure_at_rest, stage=stage, kind=kind)
 
 

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.planning.fake_run import fake_run
+from lightning_zero.zoo.float8 import compute_in_float8
 from tests.engine.test_growth import NEARLY, count
 from tests.planning.projects import (
     GPT2,
@@ -33,6 +34,7 @@ from tests.planning.projects import (
 from tests.support.trainer import make_trainer
 from tests.support.transports import in_use
 
+LEAN: dict[str, Any] = {"state_dtype": "bf16", "masters": False}
 REAL = in_use()  # the transport of the real ranks
 
 
@@ -50,6 +52,28 @@ def test_fake_tensors_take_as_many_bytes_as_real_tensors(stage, offload):
     assert runs[0].disk_bytes == runs[1].disk_bytes and bool(runs[0].disk_bytes) == (offload == "nvme")
     assert runs[0].traffic_bytes == runs[1].traffic_bytes
     assert runs[0].events == runs[1].events
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize(("stage", "offload"), [(1, "cpu"), (3, None)])
+def test_fake_states_in_bf16_take_as_many_bytes_as_real_ones(stage, offload):
+    """At this width, an update on the CPU is one chunk, as it is on the devices that plans are for."""
+    full, fake, real = (
+        fake_run(
+            partial(Net, width=128),
+            torch.randn(4, 4, 128),
+            ranks=2,
+            stage=stage,
+            offload=offload,
+            precision="bf16-true",
+            **options,
+        )
+        for options in ({}, LEAN, {**LEAN, "with_values": True})
+    )
+    assert fake.peak_bytes == real.peak_bytes and fake.host_bytes == real.host_bytes
+    assert fake.events == real.events
+    assert fake.peak_bytes["optimizer"] == full.peak_bytes["optimizer"] // 2
+    assert fake.total_bytes + fake.host_bytes < 0.75 * (full.total_bytes + full.host_bytes)
 
 
 @pytest.mark.exhaustive
@@ -284,6 +308,26 @@ def test_a_quantised_model_is_planned(run_on, stage):
 def test_fake_codes_take_as_many_bytes_as_real_ones(stage, kind):
     runs = [fake_run(partial(Quantised, kind=kind), batch(), ranks=2, stage=stage, with_values=real) for real in (0, 1)]
     assert runs[0].peak_bytes == runs[1].peak_bytes
+
+
+class Float8Net(Net):
+    """Gathers the weights of its linear layers in float8."""
+
+    def configure_model(self):
+        compute_in_float8(self, "tensorwise", self.device)
+
+
+@pytest.mark.exhaustive
+def test_weights_gathered_in_float8_are_planned_with_one_byte_an_element(run_on):
+    pytest.importorskip("torchao.float8")
+    samples = list(torch.randn(4, 16, 256))
+    compare_with_real_ranks(run_on, 2, partial(Float8Net, width=256), samples, [(1, None), (3, None), (3, "cpu")])
+    of_float8, of_fp32 = (
+        fake_run(partial(kind, width=256), torch.stack(samples), ranks=2, stage=3, unit_numel=0)
+        for kind in (Float8Net, Net)
+    )
+    share = of_float8.traffic_bytes["all_gather"] / of_fp32.traffic_bytes["all_gather"]
+    assert share == pytest.approx(1 / 4, abs=0.02)  # biases and norms stay in fp32
 
 
 SHARING = {"gpt2": (GPT2, tokens), "t5": (T5, tokens), "sharing": (Sharing, batch)}

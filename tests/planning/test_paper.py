@@ -12,7 +12,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.compat import FakeTensorMode
-from lightning_zero.engine.init.deferred_param import leave_meta
+from lightning_zero.engine.init import deferred_param
 from lightning_zero.planning.paper import TABLE_1_RANKS, TABLE_1_SIZES, engine_bytes, formula_bytes
 
 # GB by ranks: 7.5 B, 128 B and 1 T parameters, each at stages 1, 2 and 3 (Rajbhandari et al., SC20, Table 1).
@@ -49,17 +49,18 @@ class Rows(nn.ModuleList):
         return torch.stack([layer(row).float().mean() for layer, row in zip(layers, rows)]).sum()
 
 
-def bytes_on_fake_tensors(parameters: float, ranks: int, stage: int) -> int:
+def bytes_on_fake_tensors(parameters: float, ranks: int, stage: int, **options: Any) -> int:
     """Run two engine steps on fake tensors; return the bytes of model states on a rank at the end of backward."""
     with torch.device("meta"):
         module = Rows(parameters)
     held: dict[str, int] = {}
     with process_group.simulated(0, ranks), FakeTensorMode(allow_non_fake_inputs=True):
-        leave_meta(module)
+        deferred_param.leave_meta(module)
         optimizer = torch.optim.AdamW(module.parameters())
         # Reduce in one chunk: thousands of chunks are slow on fake tensors, and do not change the model states.
         whole = max(parameter.numel() for parameter in module.parameters())
-        engine = Engine(module, [optimizer], stage=stage, device="cpu", bucket_numel=whole, simulation=Simulation())
+        options |= {"stage": stage, "device": "cpu", "bucket_numel": whole, "simulation": Simulation()}
+        engine = Engine(module, [optimizer], **options)
         for _ in range(2):
             module().backward()
             engine.report()
@@ -78,3 +79,12 @@ def test_the_engine_takes_as_many_bytes_as_the_table_says(parameters, ranks):
     for stage, expected in own.items():
         assert engine_bytes(parameters, ranks, stage) == pytest.approx(expected, rel=1e-6)
         assert bytes_on_fake_tensors(parameters, ranks, stage) == pytest.approx(expected, rel=0.001)
+
+
+def test_bf16_states_without_masters_take_eight_bytes_instead_of_sixteen():
+    """Bytes at the end of backward, with 2 bytes for each gradient and each of Adam's moments."""
+    shard = 7.5e9 / 16
+    for stage, expected in {1: 15e9 + 6 * shard, 2: 15e9 + 6 * shard, 3: 8 * shard}.items():
+        found = bytes_on_fake_tensors(7.5e9, 16, stage, state_dtype="bf16", masters=False)
+        assert found == pytest.approx(expected, rel=0.001)
+        assert engine_bytes(7.5e9, 16, stage, lean=True) == pytest.approx(expected, rel=1e-6)

@@ -30,6 +30,7 @@ from lightning_zero.engine.plan.placement import Placements
 from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
+from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
@@ -54,6 +55,7 @@ class UnshardedBucket:
     Attributes:
         fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
         gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
+        extensions: those of the parameters; empty if the parameters are not extended.
     """
 
     parameters: list[nn.Parameter]
@@ -63,13 +65,14 @@ class UnshardedBucket:
     unit_name: str
     shared: SharedByBuckets
     gradient_codec: Codec | None
+    extensions: Sequence[Extension] = ()
 
     def __post_init__(self) -> None:
         self.layout = self.plan.layout
         self._states: DiskStates | None = None
         self._flat: Tensor | None = None  # full values, allocated on first use
         # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
-        self._full = without_memory(self.layout.padded_numel, self.plan.compute_dtype, self.plan.device)
+        self._full = without_memory(self.layout.padded_numel, self.plan.gathered_dtype, self.plan.device)
 
     def reserve(self, swap: Swap) -> None:
         """Reserve disk space for the master weights and their optimizer states, if the plan puts them on a disk."""
@@ -130,7 +133,8 @@ class UnshardedBucket:
             full = flat
         elif plan.is_replicated:
             full.untyped_storage().resize_(full.numel() * full.element_size())
-            full.copy_(flat)
+            if not self.extensions:  # otherwise, the first gather fills it
+                full.copy_(flat)
         self._flat = None
         bucket = Bucket(
             self.parameters,
@@ -141,6 +145,7 @@ class UnshardedBucket:
             unit_name=self.unit_name,
             shared=self.shared,
             gradient_codec=self.gradient_codec,
+            extensions=self.extensions,
         )
         make_sharded(bucket, self.parameters)
         return bucket
@@ -153,6 +158,7 @@ def assign_to_buckets(
     most_numel: int,
     optimizers: Sequence[Optimizer],
     shared: SharedByBuckets,
+    extension_of: Mapping[nn.Parameter, Extension],
 ) -> list[list[UnshardedBucket]]:
     """Make each unit's buckets, each for parameters of one kind, such as one dtype and one optimizer.
 
@@ -166,17 +172,15 @@ def assign_to_buckets(
     )
     # element counts of the largest shares, so that tensor-parallel ranks make the same decisions
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
-    numel_that_stay = 0
-    if config.offload is not None:
-        trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
-        numel_that_stay = round((1 - config.offload.fraction) * trained)
+    numel_that_stay = _numel_that_stays(config, plans, numels)
     over = placements.optimizer.over
     ranks, order = mesh.size(over), mesh.order(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
     may_fuse = not placements.parameters.is_sharded and device.type == "cpu"
-    kind_of = partial(_kind_of, config, kept_whole(optimizers, config, ranks=ranks), compression, may_fuse)
+    is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
+    kind_of = partial(_kind_of, config, is_kept_whole, compression, may_fuse, extension_of)
     parts = list(_parts(plans, optimizers, kind_of, numels, min(config.bucket_numel, most_numel)))
     whole = [number for number, (_, kind, _) in enumerate(parts) if kind.is_whole]
     to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
@@ -196,15 +200,26 @@ def assign_to_buckets(
             device=device,
             dtype=kind.dtype,
             compute_dtype=kind.compute_dtype,
+            extension_dtype=kind.extension_dtype,
             trains=kind.trains,
+            keeps_masters=config.masters,
+            state_dtype=torch.bfloat16 if config.state_dtype is not None else None,
         )
         parameters = [p for _, p in part]
-        fields = {}
-        if kind.trains and residency.is_offloaded:
-            fields = fields_of(parameters, residency.master_dtype, whole=kind.is_whole)
+        has_fields = kind.trains and residency.is_offloaded
+        fields = fields_of(parameters, residency.update_dtype, whole=kind.is_whole) if has_fields else {}
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
-        units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec))
+        extensions = [extension_of[p] for p in parameters if p in extension_of]
+        units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions))
     return units
+
+
+def _numel_that_stays(config: EngineConfig, plans: Sequence[UnitPlan], numels: Mapping[str, int]) -> int:
+    """The number of trained elements that the offload option leaves on the device; 0 without this option."""
+    if config.offload is None:
+        return 0
+    trained = sum(numels[name] for plan in plans for name, p in plan.parameters.items() if p.requires_grad)
+    return round((1 - config.offload.fraction) * trained)
 
 
 class _Kind(NamedTuple):
@@ -215,6 +230,8 @@ class _Kind(NamedTuple):
     trains: bool
     gradient_codec: Codec | None
     is_whole: bool
+    extended: type | None = None  # the tensor subclass of extended parameters
+    extension_dtype: torch.dtype | None = None
 
 
 def _kind_of(
@@ -222,13 +239,16 @@ def _kind_of(
     is_kept_whole: Callable[[str, Tensor], bool],
     compression: CompressionConfig | None,
     may_fuse: bool,
+    extension_of: Mapping[nn.Parameter, Extension],
     name: str,
     parameter: nn.Parameter,
     owners: Sequence[Owner],
 ) -> _Kind:
-    compute_dtype = _compute_dtype_of(parameter, owners, config.compute_dtype, may_fuse)
     codec, is_whole = _gradient_codec_of(parameter, compression), is_kept_whole(name, parameter)
-    return _Kind(compute_dtype, parameter.dtype, parameter.requires_grad, codec, is_whole)
+    of_all = parameter.dtype, parameter.requires_grad, codec, is_whole
+    if (extension := extension_of.get(parameter)) is not None:
+        return _Kind(parameter.dtype, *of_all, extension.kind, extension.dtype)
+    return _Kind(_compute_dtype_of(parameter, owners, config.compute_dtype, may_fuse), *of_all)
 
 
 def _parts(

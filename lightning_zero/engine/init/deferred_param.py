@@ -23,12 +23,13 @@ from torch.nn.modules.module import (
 )
 
 from lightning_zero.engine.init import quantised_layers
-from lightning_zero.engine.tensor.identity import like, set_contents
+from lightning_zero.engine.tensor.identity import inner_of, like, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
 def defer(tensor: Tensor, values: Tensor) -> None:
     """Turn a tensor into a lazy tensor with the given values; values on the meta device count as missing."""
+    tensor = inner_of(tensor)
     set_contents(tensor, like(tensor, LazyTensor.of(values, tensor.dtype)))
 
 
@@ -38,6 +39,18 @@ def leave_in_files(module: nn.Module) -> None:
     for parameter in module.parameters():
         if _is_plain(type(parameter)) and mapped.range_of(parameter) is not None:
             defer(parameter, parameter)
+
+
+def leave_meta(module: nn.Module) -> None:
+    """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
+    for tensor in map(inner_of, (*module.parameters(), *module.buffers())):
+        values = torch.empty_like(tensor, device="cpu", requires_grad=False)
+        set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)
+    for _, layer in quantised_layers.quantised_layers(module):
+        for holder, name, scale in quantised_layers.scales_of(layer.weight):
+            setattr(holder, name, torch.empty_like(scale))
+        if hasattr(layer, "state"):  # of 8 bits
+            layer.state.CB, layer.state.SCB = layer.weight.detach(), layer.weight.SCB
 
 
 def is_on_meta(tensor: Tensor) -> bool:
@@ -74,7 +87,7 @@ def parameters_await_values(*, only_on_meta: bool = False) -> Iterator[None]:
     def await_values(module: nn.Module, name: str, tensor: Tensor | None) -> None:
         if tensor is None or isinstance(tensor, LazyTensor) or not _is_plain(type(tensor)):
             return
-        if quantised_layers.is_of_bitsandbytes(module):
+        if any(cls.__module__.startswith("bitsandbytes.") for cls in type(module).__mro__):
             return  # its constructor makes a parameter of another class from the tensor
         if tensor.is_meta or (isinstance(tensor, nn.Parameter) and not only_on_meta):
             defer(tensor, torch.empty_like(tensor, device="meta"))
@@ -179,18 +192,6 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
             else:
                 set_contents(tensor, like(tensor, in_memory(values.detach()).to(tensor.dtype)))
             target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once
-
-
-def leave_meta(module: nn.Module) -> None:
-    """Give a module's parameters and buffers uninitialised memory on the CPU; tied tensors stay one object."""
-    for tensor in (*module.parameters(), *module.buffers()):
-        values = torch.empty_like(tensor, device="cpu", requires_grad=False)
-        set_contents(tensor, nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values)
-    for _, layer in quantised_layers.quantised_layers(module):
-        for holder, name, scale in quantised_layers.scales_of(layer.weight):
-            setattr(holder, name, torch.empty_like(scale))
-        if hasattr(layer, "state"):  # of 8 bits
-            layer.state.CB, layer.state.SCB = layer.weight.detach(), layer.weight.SCB
 
 
 class MappedFiles:

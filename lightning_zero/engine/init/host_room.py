@@ -80,9 +80,8 @@ def check_room(
     """
     shards, buckets = [], list(chain.from_iterable(units))
     for bucket in buckets:
-        states = [dtype.itemsize for dtype in bucket.fields.values()]
-        if not has_optimizers:
-            states = 2 * [bucket.plan.master_dtype.itemsize]
+        dtypes = list(bucket.fields.values()) if has_optimizers else 2 * [bucket.plan.update_dtype]
+        states = [bucket.plan.state_dtype_of(dtype).itemsize for dtype in dtypes]
         shards.append((bucket.plan, states if bucket.parameters[0].requires_grad else None))
     freed = 0
     if communicator.device.type != "cpu":

@@ -36,10 +36,6 @@ def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, layer
 
 
-def is_of_bitsandbytes(module: nn.Module) -> bool:
-    return any(cls.__module__.startswith("bitsandbytes.") for cls in type(module).__mro__)
-
-
 def scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
     """The scales of a weight, after the objects and names of the attributes that hold them."""
     if hasattr(weight, "SCB"):
@@ -59,8 +55,8 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
         ModuleNotFoundError: if bitsandbytes is not installed.
         ValueError: if ``kind`` is unknown, or there is no such layer.
     """
-    if kind not in _KINDS:
-        raise ValueError(f"quantize={kind!r} is unknown: write one of {', '.join(map(repr, _KINDS))}.")
+    if kind not in ("nf4", "fp4", "int8"):
+        raise ValueError(f"quantize={kind!r} is unknown: write one of 'nf4', 'fp4', 'int8'.")
     try:
         from bitsandbytes.nn import Linear4bit, Linear8bitLt
     except ImportError:
@@ -90,9 +86,6 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
         setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)  # PEFT reads this
 
 
-_KINDS = ("nf4", "fp4", "int8")
-
-
 def awaits_quantisation(parameter: Any) -> bool:
     """Whether a parameter on the meta device is to be quantised when it receives values."""
     library: Any = sys.modules.get("bitsandbytes.nn")
@@ -107,8 +100,11 @@ def awaits_quantisation(parameter: Any) -> bool:
 def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
     """Give codes to a parameter on the meta device; with ``wait``, values are read and quantised when codes are."""
     codes = _Codes(parameter, values)
-    new = DeferredCodes.of_codes(codes) if wait else codes.made()
-    set_contents(parameter, nn.Parameter(new, requires_grad=False))
+    shown = codes.on_meta() if wait else codes.made()
+    if wait:
+        origin = values.origin if isinstance(values, LazyTensor) else values
+        shown = DeferredCodes("", shown.shape, shown.dtype, codes, origin)
+    set_contents(parameter, nn.Parameter(shown, requires_grad=False))
     if hasattr(parameter, "CB") and not wait:
         parameter.CB = parameter.data
 
@@ -160,12 +156,6 @@ class _Codes:
 
 class DeferredCodes(LazyTensor):
     """Codes of values that stay in a file until the codes are read."""
-
-    @classmethod
-    def of_codes(cls, codes: _Codes) -> Tensor:
-        shown = codes.on_meta()
-        origin = codes.values.origin if isinstance(codes.values, LazyTensor) else codes.values
-        return cls("", shown.shape, shown.dtype, codes, origin)
 
     def alias(self) -> Tensor:
         return DeferredCodes._over(self._source, self.shape, self.dtype)
@@ -254,7 +244,7 @@ def scales_in(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """The entries of a state dict that are scales of quantised layers, which torch would refuse to load."""
     begins: list[str] = []
     for name, _ in quantised_layers(module):
-        begins += [_prefix(name) + key for key in ("weight.", "SCB", "weight_format")]
+        begins += [f"{name}.{key}".lstrip(".") for key in ("weight.", "SCB", "weight_format")]
     return {key: value for key, value in state.items() if key.startswith(tuple(begins))}
 
 
@@ -266,16 +256,13 @@ def without_scales(module: nn.Module, state: Any) -> tuple[Any, dict[str, Any]]:
     return rest, scales
 
 
-def _prefix(name: str) -> str:
-    return f"{name}." if name else ""
-
-
 def load_scales(module: nn.Module, scales: Mapping[str, Any]) -> None:
     """Give quantised layers the scales that were saved beside their codes."""
     for name, layer in quantised_layers(module):
-        found = {key: in_memory(value) for key, value in scales.items() if key.startswith(_prefix(name))}
+        prefix = f"{name}.".lstrip(".")
+        found = {key: in_memory(value) for key, value in scales.items() if key.startswith(prefix)}
         if hasattr(layer, "state") and found:
-            layer.weight.SCB.copy_(found[f"{_prefix(name)}SCB"])
+            layer.weight.SCB.copy_(found[f"{prefix}SCB"])
         elif found:
             library: Any = sys.modules["bitsandbytes.functional"]
             device = layer.weight.quant_state.absmax.device

@@ -11,9 +11,11 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
+from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import MappedFiles, is_deferred, is_on_meta
-from lightning_zero.engine.init.quantised_layers import awaits_quantisation
+from lightning_zero.engine.init.quantised_layers import awaits_quantisation, prepare
 from lightning_zero.engine.plan.units import UnitPlan
+from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -54,7 +56,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
                 f"{name} has no values that could be quantised: load them in configure_model, with "
                 "lightning_zero.load_weights(model, path), or make the layer outside of torch.device('meta')."
             )
-        if (kind := _kind_without_flat_values(parameter)) is not None:
+        if (kind := _kind_without_flat_values(own_share(parameter))) is not None:
             advice = "train ordinary parameters (quantise them after the run, for example), or use strategy='ddp'"
             if type(parameter).__module__.startswith("torchao."):  # DDP cannot broadcast most of these classes
                 advice = (
@@ -67,7 +69,7 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
 def _kind_without_flat_values(parameter: Tensor) -> str | None:
     """Describe a parameter whose values are not just the elements of an ordinary tensor; None for others."""
     cls = type(parameter)
-    is_known = is_dtensor(parameter) or isinstance(parameter, (LazyTensor, FakeTensor))
+    is_known = isinstance(parameter, (LazyTensor, FakeTensor))
     is_plain = cls is Tensor or (issubclass(cls, nn.Parameter) and cls.__torch_dispatch__ is Tensor.__torch_dispatch__)
     if not is_known and not is_plain:
         return f"of the tensor subclass {cls.__module__}.{cls.__qualname__}"
@@ -87,15 +89,28 @@ def check_frozen(scripted: Mapping[str, Tensor]) -> None:
         )
 
 
+def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
+    """Raise a ValueError if ``masters=False`` has no effect on a module, or if parameters are in fp16."""
+    dtypes = {parameter.dtype for parameter in module.parameters()}
+    if config.masters or not dtypes or (torch.bfloat16 in dtypes and torch.float16 not in dtypes):
+        return
+    found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+    raise ValueError(
+        f"masters=False updates bf16 parameters in place, but the module's parameters are in {found}. Write "
+        "precision='bf16-true' (in plain torch, module.bfloat16()), or leave masters=False out."
+    )
+
+
 def first_device(plans: list[UnitPlan]) -> torch.device:
     """The device of the first parameter with values; the CPU if none has values."""
     parameters = (parameter for plan in plans for parameter in plan.parameters.values())
     return next((p.device for p in parameters if not is_on_meta(p)), torch.device("cpu"))
 
 
-def move_own_kinds(module: nn.Module, device: torch.device) -> None:
+def move_own_kinds(module: nn.Module, device: torch.device | None) -> None:
     """Move layers with parameters of the project's own classes, some of which quantise their values when moved."""
-    for layer in module.modules():
+    prepare(module, device)
+    for layer in module.modules() if device is not None else ():
         parameters = list(layer.parameters(recurse=False))
         stay = any(is_deferred(parameter) or isinstance(parameter, FakeTensor) for parameter in parameters)
         if any(map(project_class, parameters)) and not stay:
@@ -108,7 +123,9 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
     return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
 
 
-def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str, Source]:
+def agree_on_sources(
+    module: nn.Module, communicator: Communicator, extension_of: Mapping[nn.Parameter, Extension]
+) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
     Rank 0's values are used, except that each rank itself reads parameters that all ranks have mapped from the same
@@ -128,7 +145,10 @@ def agree_on_sources(module: nn.Module, communicator: Communicator) -> dict[str,
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
         trains = is_parameter and tensor.requires_grad
-        mine[name] = (tuple(tensor.shape), str(tensor.dtype), trains, len(writes[name])), origin, _initialised(tensor)
+        dtype = str(tensor.dtype)
+        if isinstance(tensor, nn.Parameter) and tensor in extension_of:
+            dtype += f" gathered in {extension_of[tensor].dtype}"
+        mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, _initialised(tensor)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)

@@ -128,16 +128,16 @@ def check_optimizers(optimizers: Iterable[Optimizer], config: EngineConfig, *, r
 
     Raises:
         TypeError: if an optimizer needs other parameters to update one, if its class is unknown and
-            ``whole_parameters`` is unset, or if its states cannot be sharded or offloaded.
+            ``whole_parameters`` is unset, or if its states cannot be sharded, offloaded or rounded.
     """
-    if ranks > 1 or config.offloads_optimizer:
+    if ranks > 1 or config.offloads_optimizer or config.rounding_options is not None:
         for optimizer in optimizers:
             _check(optimizer, config, ranks)
 
 
 def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
     name, known, declared = type(optimizer).__name__, _known(optimizer), config.whole_parameters
-    instead = "use strategy='ddp'" if ranks > 1 else "leave offload out"
+    instead = "use strategy='ddp'" if ranks > 1 else f"leave {config.rounding_options or 'offload'} out"
     base = known or known_class(optimizer)
     if base is not None and base.need is Need.MODEL:
         raise TypeError(
@@ -152,6 +152,12 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
                 "parameter from that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): "
                 f"each parameter is then updated by one rank. Otherwise {instead}."
             )
+    if config.rounding_options is not None and _rule(known, declared) is not False:
+        raise TypeError(
+            f"{name} cannot be used with {config.rounding_options}: it needs whole parameters"
+            f"{f' ({known.why})' if known is not None else ''}, but updates are rounded in chunks. Use an elementwise "
+            f"optimizer ({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {config.rounding_options} out."
+        )
     if _rule(known, declared) and config.offloads_to_disk:
         raise TypeError(
             f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "

@@ -45,6 +45,11 @@ class Master:
         return slots_of(self.bucket, self.first, self.last)
 
     @property
+    def rounds(self) -> bool:
+        """Whether updates round the values or their states stochastically."""
+        return self.bucket.residency.plan.rounds
+
+    @property
     def is_here(self) -> bool:
         """Whether this rank updates the master: this rank owns elements of it, or the parameters are empty."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
@@ -110,6 +115,8 @@ def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
     if not is_low and slot.dtype != torch.float32:
         return
     bucket.promote()
+    if bucket.master_dtype in LOW_PRECISION:
+        return  # there are no master weights
     shard = slot.local_parameter()
     digits = local_range_of(saved, slot).to(shard)
     for dtype in (slot.dtype,) if is_low else LOW_PRECISION:

@@ -57,7 +57,7 @@ class Masters:
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
         self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
-        self._begun: set[Bucket] = set()  # offloaded buckets whose update for this step has begun
+        self._begun: set[Bucket] = set()  # buckets whose update for this step has begun outside of ``optimizer.step``
         self._is_in_step = False  # from when masters are swapped in until the step ends; stays True if it raises
         self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
@@ -142,6 +142,8 @@ class Masters:
         gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
         for master in gradients:
             master.bucket.note_update(slot.index for slot in master.slots)
+        if any(master.rounds for master in gradients):
+            self.states.engines[0].rounding.advance(groups)
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         masters_in = {bucket: self._arranged_in[bucket] for bucket in buckets}
         update_offloaded(self.states.optimizer, masters_in, gradients, self._own_entries)
@@ -153,22 +155,21 @@ class Masters:
             for each in arranged:
                 if not isinstance(each, Master):
                     left.append(each)
-                elif each.bucket.updates is None and each.is_here:
-                    left += self._updated_by_optimizer(each.bucket, each.tensor, gradients[each], group)
+                elif each.bucket.updates is None and each.is_here and each in gradients:
+                    left += self._updated_by_optimizer(each, gradients[each], group)
             group["params"][:] = left  # in place, since an optimizer may keep the list (LBFGS)
+        self._begun.update(master.bucket for master in gradients if master.rounds)
 
-    def _updated_by_optimizer(
-        self, bucket: Bucket, master: Tensor, gradient: Tensor | None, group: dict[str, Any]
-    ) -> list[Tensor]:
-        """Update a master in chunks if that is faster; otherwise set its gradient and return it for ``step``."""
-        optimizer, states = self.states.optimizer, self.states.by_master
-        if gradient is not None and gains_by_chunks(type(optimizer), group, master):
-            update = Update.of(optimizer, group, master.device, self._own_entries)
-            with bucket.phases("update", bucket.unit_name):
-                states[master] = updated(update, master.detach(), gradient, dict.get(states, master, {}))
+    def _updated_by_optimizer(self, master: Master, gradient: Tensor | None, group: dict[str, Any]) -> list[Tensor]:
+        """Update a master in chunks if that is needed or faster; otherwise return it for ``step``, with a gradient."""
+        optimizer, states, tensor = self.states.optimizer, self.states.by_master, master.tensor
+        if gradient is not None and (master.rounds or gains_by_chunks(type(optimizer), group, tensor)):
+            update = Update.of(optimizer, group, torch.device("cpu"), self._own_entries)  # leaves options as they are
+            with master.bucket.phases("update", master.bucket.unit_name):
+                states[tensor] = updated(update, master, tensor.detach(), gradient, dict.get(states, tensor, {}))
             return []
-        master.grad = gradient.to(master.dtype) if gradient is not None else None
-        return [master]
+        tensor.grad = gradient.to(tensor.dtype) if gradient is not None else None
+        return [tensor]
 
     def _begin_update(self) -> None:
         """Before the first update of a step, notify the engines, and wait for background work on the masters."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -29,7 +30,7 @@ class Optimizers:
 
     def __init__(self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets) -> None:
         self.buckets, self.communicator = buckets, shared.communicator
-        self.background, self.ledger = shared.updates, shared.ledger
+        self.background, self.ledger, self.rounding = shared.updates, shared.ledger, shared.rounding
         self._config, self._module = config, weakref.ref(module)
         self.masters: list[Masters] = []
         self._group_sizes: list[int] = []
@@ -72,6 +73,7 @@ class Optimizers:
     def before_forward(self) -> None:
         """Before a step, recover from a failed update, and reshard for parameters that were added to an optimizer."""
         self.recover()
+        self.rounding.restore(self._groups)
         if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
             self._give_owners()
 
@@ -111,7 +113,11 @@ class Optimizers:
         check_not_divided(optimizers, self._config, [(slot.name, slot.parameter, slot.share) for slot in slots])
 
     def _sizes_of_groups(self) -> list[int]:
-        return [len(group["params"]) for optimizer in self.alive for group in optimizer.param_groups]
+        return [len(group["params"]) for group in self._groups]
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return [group for optimizer in self.alive for group in optimizer.param_groups]
 
     # -- updates ----------------------------------------------------------------------------------------------------
 

@@ -330,7 +330,7 @@ class MasterStates:
         for parameter in (p for group in groups for p in group["params"]):
             slot, stand_in = slot_of(parameter), parameter
             if slot is not None:
-                value = torch.empty((), dtype=slot.bucket.master_dtype, device=slot.device)
+                value = torch.empty((), dtype=slot.bucket.residency.plan.update_dtype, device=slot.device)
                 stand_in = torch.nn.Parameter(value.expand(slot.shape), parameter.requires_grad)
             parameter_of[stand_in] = parameter
         stand_ins = iter(parameter_of)
@@ -355,7 +355,7 @@ class MasterStates:
 
         Args:
             loaded: whether a state dict is loaded, and ``before_load`` has kept torch from casting its tensors. They
-                are then cast to the master's dtype, as torch would cast them to the parameter's.
+                are then cast to the dtype of the update, as torch would cast them to the parameter's.
         """
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
@@ -399,7 +399,7 @@ class MasterStates:
         def other(key: str, value: Any) -> Any:
             value = _held_here(in_plain_tensors(value))
             if casts and key != "step":
-                value = in_dtype(value, master.tensor.dtype)
+                value = in_dtype(value, master.bucket.residency.plan.update_dtype)
             return as_made_of_tensors(placed(key, value, group, master.device))
 
         return {
@@ -411,10 +411,11 @@ class MasterStates:
 
     def _cut_entry(self, key: str, master: Master, group: dict[str, Any], values: list[Tensor], casts: bool) -> Tensor:
         """A master's entry by element: this rank's parts of ``values``, the entries of the master's parameters."""
-        own, first, on_disk = master.tensor, values[0], master.bucket.states
+        own, first, on_disk, plan = master.tensor, values[0], master.bucket.states, master.bucket.residency.plan
         dtype = first.dtype
         if first.is_floating_point():
-            dtype = own.dtype if casts else torch.promote_types(first.dtype, own.dtype)
+            dtype = plan.update_dtype if casts else torch.promote_types(first.dtype, plan.update_dtype)
+            dtype = plan.state_dtype_of(dtype)
         if on_disk is not None:
             on_disk.add_fields({key: dtype})
         entry = torch.empty(own.shape, dtype=dtype, device=own.device) if on_disk is None else master.stored(key)

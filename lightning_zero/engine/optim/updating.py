@@ -13,15 +13,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
 from lightning_zero.engine.compat import FakeTensor
+from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS
 from lightning_zero.engine.offload.updates import DiskUpdate, Update, Updates, on_own_stream
 from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 from lightning_zero.engine.optim.kinds import copied, is_by_element
 from lightning_zero.engine.optim.master import Master
+from lightning_zero.engine.state import rounding
 from lightning_zero.engine.state.bucket import Bucket
-
-CHUNK_NUMEL = 2**18
-"""Size of a chunk in elements, a multiple of ``ALIGNMENT``. In fp32, values, gradient and each state take 1 MiB."""
 
 
 def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
@@ -30,36 +29,63 @@ def gains_by_chunks(kind: type, group: dict[str, Any], values: Tensor) -> bool:
     A torch optimizer that is not fused passes over a tensor once for each operation (Adam nine times), and reads a
     tensor larger than the cache from memory each time. Fake tensors are not read, so chunks gain nothing.
     """
-    if values.numel() < 2 * CHUNK_NUMEL or values.device.type != "cpu" or isinstance(values, FakeTensor):
+    if values.numel() < 2 * rounding.CHUNK_NUMEL or values.device.type != "cpu" or isinstance(values, FakeTensor):
         return False
     return is_torchs_elementwise(kind) and not any(
         group.get(option) for option in ("fused", "foreach", "differentiable", "capturable")
     )
 
 
-def updated(update: Update, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
-    """Update a tensor as ``update.act`` does, in chunks if that is faster. The results are bitwise equal."""
-    if gradient is None or not gains_by_chunks(update.kind, update.group, values):
+def updated(
+    update: Update, master: Master, values: Tensor, gradient: Tensor | None, state: dict[str, Any]
+) -> dict[str, Any]:
+    """Update values of a master and their state as ``update.act`` does, and return the state.
+
+    If results are rounded stochastically, this is done chunk by chunk, on copies of low-precision values and states in
+    the dtype of the update. Otherwise it is done in chunks if that is faster, with bitwise equal results.
+    """
+    if gradient is None or not (master.rounds or gains_by_chunks(update.kind, update.group, values)):
         return update.act(values, gradient, state)
-    fields = {key: _split(value) for key, value in state.items() if is_by_element(key, value, values.shape)}
-    parts = _split(values)
-    before = [
-        {key: fields[key][number] if key in fields else copied(value) for key, value in state.items()}
-        for number in range(len(parts))
-    ]
-    after = update.act_on(parts, _split(gradient), before)
-    first = dict(after[0])
-    for key, value in first.items():
-        if is_by_element(key, value, parts[0].shape):
-            if all(new[key] is old.get(key) for new, old in zip(after, before)):
-                first[key] = state[key]
-            else:
-                first[key] = torch.cat([new.pop(key) for new in after]).view(values.shape)
-    return first
+    plan, flat, flat_gradient = master.bucket.residency.plan, values.view(-1), gradient.view(-1)
+    fields = {key: value.view(-1) for key, value in state.items() if is_by_element(key, value, values.shape)}
+    small = {key: value for key, value in state.items() if key not in fields}
+    after, new_fields = dict(state), dict(fields)
+    parts = rounding.chunks(values)
+    # one chunk at a time where chunks are copied, so that little memory is needed; otherwise all in one ``step``
+    for together in [[part] for part in parts] if master.rounds else [parts]:
+        own = [_widened(flat[part], plan.update_dtype) for part in together]
+        given = [{key: _widened(value[part], plan.update_dtype) for key, value in fields.items()} for part in together]
+        before = [each | {key: copied(value) for key, value in small.items()} for each in given]
+        results = update.act_on(own, [flat_gradient[part] for part in together], before)
+        for part, chunk, known, result in zip(together, own, given, results):
+            if flat.dtype in LOW_PRECISION:
+                _write(update, master, part, chunk, flat, "parameter")
+            for key, value in result.items():
+                if not is_by_element(key, value, chunk.shape):
+                    after[key] = value
+                    continue
+                if key not in new_fields:
+                    new_fields[key] = flat.new_empty(flat.shape, dtype=plan.state_dtype_of(value.dtype))
+                    after[key] = new_fields[key].view(values.shape)
+                if value is not known.get(key) or new_fields[key].dtype in LOW_PRECISION:
+                    _write(update, master, part, value, new_fields[key], key)
+    return after
 
 
-def _split(tensor: Tensor) -> tuple[Tensor, ...]:
-    return tensor.view(-1).split(CHUNK_NUMEL)
+def _widened(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """A copy of low-precision values in the dtype of the update; other values unchanged."""
+    return values.to(dtype) if values.dtype in LOW_PRECISION else values
+
+
+def _write(update: Update, master: Master, part: slice, values: Tensor, target: Tensor, what: str) -> None:
+    """Write new values of a chunk to a master or its state, rounded stochastically if the target is in bf16."""
+    target = target[part]
+    if target.dtype in LOW_PRECISION:
+        place = slice(master.range.start + part.start, master.range.start + part.stop)
+        bits = rounding.random_bits(update.group[rounding.GROUP_KEY], master.bucket.layout, place, what, target.device)
+        rounding.round_stochastically(values.float(), target, bits)
+    else:
+        target.copy_(values)
 
 
 def update_offloaded(
@@ -125,7 +151,7 @@ class _BucketUpdate(NamedTuple):
             if not only_empty or not master.tensor.numel():
                 values = master.values()
                 with self.phase():
-                    states[master.tensor] = updated(update, values, gradient, states.get(master.tensor, {}))
+                    states[master.tensor] = updated(update, master, values, gradient, states.get(master.tensor, {}))
                 self._show(master.range, values)
 
     def on_disk(self, start: int, stop: int, fields: dict[str, Tensor]) -> None:
@@ -141,7 +167,7 @@ class _BucketUpdate(NamedTuple):
             known = {key: fields[key][inside] if key in fields else copied(value) for key, value in before.items()}
             part = gradient[low - first : high - first] if gradient is not None else None
             with self.phase():
-                after = updated(update, values, part, known)
+                after = updated(update, master, values, part, known)
             for key, value in after.items():
                 if key in fields and value is not known.get(key):
                     fields[key][inside] = value

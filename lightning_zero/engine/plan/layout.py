@@ -196,6 +196,12 @@ class BucketLayout:
         start = max(self.segments[first].start, low)
         return start, max(start, min(self.segments[last].stop, high))
 
+    def range_in_part(self, index: int) -> tuple[int, int]:
+        """``[start, stop)`` of a segment's elements in this rank's part; may be empty."""
+        low, high = self.own_part
+        start = min(max(self.segments[index].start, low), high)
+        return start, max(start, min(self.segments[index].stop, high))
+
     def spans_of(self, rank: int) -> Spans:
         """The spans of a rank's shard."""
         if rank not in self._spans:

@@ -29,7 +29,14 @@ class Placements:
     optimizer: Placement
 
     def model_state_bytes(
-        self, numel: int, mesh: Mesh, *, parameter_bytes: int, master_bytes: int = 4, trains: bool = True
+        self,
+        numel: int,
+        mesh: Mesh,
+        *,
+        parameter_bytes: int,
+        master_bytes: int = 4,
+        state_bytes: int | None = None,
+        trains: bool = True,
     ) -> int:
         """Return the bytes of model states per rank, by the paper's formula for Adam, with this engine's dtypes.
 
@@ -41,7 +48,9 @@ class Placements:
             numel: Psi, the number of parameter elements.
             mesh: the mesh of ranks; the paper's N is the number of ranks along the sharded dimensions.
             parameter_bytes: bytes per parameter element in computation: 4 for fp32, 2 for bf16 and fp16, 8 for fp64.
-            master_bytes: bytes per element of master weights, gradients and each of Adam's moments: 4, or 8 for fp64.
+            master_bytes: bytes per element of master weights and gradients: 4, 8 for fp64, or 2 for bf16 parameters
+                without master weights. Gradients that are not sharded have at least 4.
+            state_bytes: bytes per element of each of Adam's moments; None for ``master_bytes``.
             trains: whether the parameters have gradients and moments.
         """
         kinds = (self.parameters, self.gradients, self.optimizer)
@@ -50,7 +59,8 @@ class Placements:
         if self.parameters != self.optimizer:
             total = parameter_bytes * parameters + (master_bytes * optimizer if parameter_bytes != master_bytes else 0)
         if trains:
-            total += master_bytes * (gradients + 2 * optimizer)
+            gradient_bytes = master_bytes if self.gradients.is_sharded else max(master_bytes, 4)
+            total += gradient_bytes * gradients + 2 * (state_bytes or master_bytes) * optimizer
         return total
 
     def communicated_psi(self, accumulate: int, ranks: int, within: int | None = None) -> float:

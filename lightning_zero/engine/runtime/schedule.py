@@ -199,7 +199,8 @@ class Schedule:
                     scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
             for scope in scopes.values():
                 self._hook(unit, scope)
-                if unit.stays and scope.may_be_fused:
+                is_extended = any(entry.slot.bucket.extensions for entry in scope.entries)  # no kernel takes float8
+                if unit.stays and scope.may_be_fused and not is_extended:
                     self._fused.append((unit, scope))
             self._scopes += scopes.values()
 

@@ -49,6 +49,7 @@ class Scope:
         self.may_be_fused = False  # see ``plan.units.Owner``
         self.entries: list[Entry] = []
         self._entered: list[tuple[BucketSlot, nn.Parameter, Tensor]] = []  # arguments of ``BucketSlot.leave_forward``
+        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # extended parameters and their places
         self.calls: list[Call] = []  # running forwards of the module
         self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
         self.depth = 0
@@ -83,7 +84,13 @@ class Scope:
                 continue  # replaced, within ``full_parameters`` or ``torch.func.functional_call``
             if slot.is_in_forward:
                 continue  # an outer scope, or another name of the parameter, has entered it
-            view = slot.view
+            view, extensions = slot.view, slot.bucket.extensions
+            if extensions is not None:
+                view.grad_dtype = parameter.dtype
+                view.requires_grad_(parameter.requires_grad)
+                holder[attribute] = extensions.computed(slot.index, view, parameter.dtype)
+                self._replaced.append((holder, attribute, parameter))
+                continue
             if view.dtype is not parameter.dtype:
                 if not torch.is_autocast_enabled(view.device.type):
                     continue  # gathered in autocast's dtype; outside autocast, modules use the sharded parameter
@@ -101,6 +108,9 @@ class Scope:
             while self._entered:
                 slot, parameter, stand_in = self._entered.pop()
                 slot.leave_forward(parameter, stand_in)
+            while self._replaced:
+                holder, attribute, parameter = self._replaced.pop()
+                holder[attribute] = parameter
 
     def enter_window(self) -> None:
         """Like ``enter_forward``, but for a whole window, during which the module has only hooks of users."""

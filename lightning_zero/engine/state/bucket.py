@@ -9,6 +9,8 @@ stage and state                 masters                ``full``              ``v
 3 gathered                      the rank's values      all values            ``full``
 ==============================  =====================  ====================  =====================
 
+Without master weights (``masters=False``), low-precision parameters are kept as those in fp32 are.
+
 If each machine has all parameters (``shard_within``), masters in ``full``'s dtype are a slice of ``part`` instead.
 
 ``residency`` describes where the master weights are stored. The state of ``full`` is a ``BucketState``::
@@ -46,9 +48,11 @@ from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
+from lightning_zero.engine.state.extensions import Extension, Extensions, Scales
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
+from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.unsharded_param import View, show
 
@@ -80,6 +84,8 @@ class SharedByBuckets(NamedTuple):
     ledger: Ledger
     phases: Phases
     updates: Updates
+    scales: Scales
+    rounding: Rounding
 
 
 class Bucket:
@@ -87,11 +93,12 @@ class Bucket:
 
     Args:
         parameters: the module's own parameters, in the order of the layout.
-        full: the flat buffer, 1-D, in the compute dtype; without memory unless all values stay gathered at rest.
+        full: the flat buffer, 1-D, in the gathered dtype; without memory unless all values stay gathered at rest.
         part: the values that gathers start from if each machine has all parameters; None if gathers start from the
             values in ``residency``.
         number: the bucket's number among all buckets, the same on every rank.
         gradient_codec: the codec of gradients sent between machines; None if they are only cast to ``reduce_dtype``.
+        extensions: those of the parameters; empty if values are only cast for ``full``.
 
     Attributes:
         update: the last background update, until a gather of its result begins; otherwise None.
@@ -115,11 +122,13 @@ class Bucket:
         unit_name: str,
         shared: SharedByBuckets,
         gradient_codec: Codec | None,
+        extensions: Sequence[Extension] = (),
     ) -> None:
         self.gradient_codec = gradient_codec
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
-        self.communicator, self.rendezvous, self.streams, self.ledger, self.phases, updates = shared
+        self.communicator, self.rendezvous, self.streams, self.ledger = shared[:4]
+        self.phases, updates, scales, self.rounding = shared[4:]
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -127,6 +136,7 @@ class Bucket:
         self.awaits_refresh = False
         self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
+        self.extensions = Extensions(extensions, scales, self) if extensions else None
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self._find_ranges()
         self._pending: list[Pending] = []  # the running gather, if there is one
@@ -145,12 +155,7 @@ class Bucket:
         self.is_data_read = False
 
     def _find_ranges(self) -> None:
-        low, high = self.layout.own_range
-        self._shard, self._gathers_from, self._ranges = (
-            slice(low, high),
-            slice(*self.layout.own_part),
-            self.layout.part_ranges,
-        )
+        self._shard, self._ranges = slice(*self.layout.own_range), self.layout.part_ranges
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -202,8 +207,11 @@ class Bucket:
             self._buffer.masters.add(master)
 
     def promote(self) -> None:
-        """Keep master weights in fp32 from now on, because parameters frozen in low precision start to train."""
-        if self.master_dtype in LOW_PRECISION:
+        """Keep master weights in fp32 from now on, because parameters frozen in low precision start to train.
+
+        No effect without master weights (``masters=False``).
+        """
+        if self.master_dtype in LOW_PRECISION and self.residency.plan.keeps_masters:
             self.wait()
             self.residency.promote()
             self._buffer.masters.clear()
@@ -248,6 +256,12 @@ class Bucket:
             self._mark_seen()
         self.state = BucketState.GATHERING
 
+    def values_to_gather(self) -> Tensor | None:
+        """The values that a gather starts from, after the last update; None if they are already in ``full``."""
+        if self.update is not None:
+            self.update.work.wait()
+        return self._own_values()
+
     def _own_values(self) -> Tensor | None:
         """The values that a gather starts from; None if they are already in ``full``."""
         if self.part is None:
@@ -260,13 +274,15 @@ class Bucket:
         """Copy ``own``, this rank's values, to ``full``, unless ``own`` is None; then start the all-gather."""
 
         def gather() -> Pending:
-            if own is not None:
-                self.full[self._gathers_from].copy_(own, non_blocking=True)
+            if own is not None and self.extensions is None:
+                self.full[slice(*self.layout.own_part)].copy_(own, non_blocking=True)
             if not self.is_replicated:
                 with self.phases("wait for the other ranks", self.unit_name):
                     self.rendezvous.agree_on_gather(self._number, what)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
+            if self.extensions is not None and own is not None:
+                self.extensions.encode(self, own)  # may be collective, so it follows the announcement
             if self._is_left:
                 return self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
@@ -314,7 +330,8 @@ class Bucket:
 
     def may_be_written(self, index: int) -> bool:
         """Whether a module may have written to a parameter since writes were last taken over."""
-        return self.is_data_read or self.views[index]._version != self._versions_seen[index]
+        is_written = self.is_data_read or self.views[index]._version != self._versions_seen[index]
+        return is_written and self.extensions is None
 
     def _mark_seen(self) -> None:
         self._versions_seen = [view._version for view in self.views]
@@ -328,13 +345,20 @@ class Bucket:
         with torch.no_grad():
             self.write_to_masters(slice(0, self._shard.stop - self._shard.start), self.full[self._shard])
             if self.part is not None:
-                self.part.values().copy_(self.full[self._gathers_from])
+                self.part.values().copy_(self.full[slice(*self.layout.own_part)])
         self._mark_seen()
 
     def write_to_masters(self, part: slice, written: Tensor) -> None:
         """Copy ``written``, values that were written to a range of the parameters, to the master weights."""
         synchronize(self.background)
         self.residency.write_to_masters(part, written)
+
+    def encode_again(self) -> None:
+        """After a write to extended parameters, gather ``full`` again if it is filled. Collective in this case."""
+        if self.extensions is not None:
+            self.extensions.scales.are_stale = True
+            if self.is_ready:
+                self.gather(refresh=True)
 
     def _free(self) -> None:
         # Computing with a view that user code still holds must give NaN, not read freed memory.
@@ -350,6 +374,8 @@ class Bucket:
         self.wait()
         self.copy_writes_to_masters()
         self.residency.forget_fetched()
+        if self.extensions is not None:
+            self.extensions.scales.are_stale = True
         if self._left is not None:
             self._left.synchronize()
 
@@ -453,5 +479,5 @@ class Bucket:
     def leave_disk(self, may_read: bool) -> None:
         """Move master weights from a disk to memory, before their file is removed."""
         if self.states is not None:
-            gathered = self.full[self._shard].clone() if self.is_ready else None
+            gathered = self.full[self._shard].clone() if self.is_ready and self.extensions is None else None
             self.residency.leave_disk(gathered, may_read)

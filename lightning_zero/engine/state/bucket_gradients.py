@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -12,12 +13,13 @@ from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.compat import storage_use_count
-from lightning_zero.engine.config import LOW_PRECISION
+from lightning_zero.engine.config import full_precision
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.flat_buffer import fill
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
+from lightning_zero.engine.state.rounding import random_bits
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -46,7 +48,8 @@ class BucketGradients:
     def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
         self.bucket, self.reduces, self.crosses = bucket, True, True
         layout, dtype = bucket.layout, bucket.dtype
-        self._dtype = sent = torch.float32 if dtype in LOW_PRECISION else dtype
+        self._dtype = sent = full_precision(dtype)
+        self._dtype_at_rest = self._dtype if bucket.residency.plan.keeps_masters else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
             sent = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
         self._codec = bucket.gradient_codec or Cast(sent)
@@ -340,6 +343,8 @@ class BucketGradients:
             else:
                 spans = self.bucket.layout.spans_of(self.bucket.layout.rank)
                 totals, reduced = [total], [(slots, spans, 0)]
+            totals = [total.to(self._dtype_at_rest) for total in totals]
+            bits = partial(random_bits, self.bucket.rounding.key, self.bucket.layout)
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
@@ -347,7 +352,7 @@ class BucketGradients:
             for total, (members, spans, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
                 if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
-                    shard.add(total, arrival)
+                    shard.add(total, arrival, bits)
                 else:
                     shard = GradientShard(total, spans, start, arrival, self.bucket.ledger)
                     shard.take_over(members)

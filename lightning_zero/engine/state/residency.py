@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.config import LOW_PRECISION, OffloadConfig
+from lightning_zero.engine.config import LOW_PRECISION, OffloadConfig, full_precision
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.placement import Placements
@@ -44,15 +44,19 @@ class ResidencyPlan:
     """Where one rank's master weights of a bucket are at rest; the plan itself holds no values.
 
     ``copy`` is where the master weights' copy in the compute dtype is at rest; None if there is no copy.
+    ``extension_dtype`` is that of the codes of extended parameters (see ``extensions.py``); None for others.
     """
 
     layout: BucketLayout
     device: torch.device  # the computing device
     master_dtype: torch.dtype
-    compute_dtype: torch.dtype  # of the gathered buffer
+    compute_dtype: torch.dtype  # of the values from which a gather starts
     is_replicated: bool  # whether the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
+    extension_dtype: torch.dtype | None = None
+    keeps_masters: bool = True  # whether low-precision parameters have fp32 master weights while they are trained
+    state_dtype: torch.dtype | None = None  # of the optimizer states by element; None for ``update_dtype``
 
     @classmethod
     def of(
@@ -64,17 +68,20 @@ class ResidencyPlan:
         device: torch.device,
         dtype: torch.dtype,
         compute_dtype: torch.dtype,
+        extension_dtype: torch.dtype | None = None,
         trains: bool,
+        keeps_masters: bool = True,
+        state_dtype: torch.dtype | None = None,
     ) -> ResidencyPlan:
         """Plan where the master weights and their copy are at rest.
 
         ``offload`` is None if the bucket stays on the device. Master weights of frozen parameters keep the parameters'
-        dtype.
+        dtype, as do those of trained ones without ``keeps_masters``.
         """
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
         offloaded_to = _MEDIA[offload.optimizer] if offload is not None and trains else parameters_on
-        master_dtype = torch.float32 if trains and dtype in LOW_PRECISION else dtype
-        is_cast = master_dtype != compute_dtype
+        master_dtype = full_precision(dtype) if trains and keeps_masters else dtype
+        is_cast = master_dtype != compute_dtype or extension_dtype is not None
         is_replicated = not placements.parameters.is_sharded
         # With one rank, the shard is the full bucket: a separate gathered buffer would be a second copy.
         if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
@@ -88,7 +95,37 @@ class ResidencyPlan:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(layout, device, master_dtype, compute_dtype, is_replicated, masters, copy)
+        return cls(
+            layout,
+            device,
+            master_dtype,
+            compute_dtype,
+            is_replicated,
+            masters,
+            copy,
+            extension_dtype,
+            keeps_masters,
+            state_dtype,
+        )
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """The dtype of the gathered buffer."""
+        return self.extension_dtype or self.compute_dtype
+
+    @property
+    def update_dtype(self) -> torch.dtype:
+        """The dtype in which updates are computed."""
+        return full_precision(self.master_dtype)
+
+    def state_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which an optimizer state by element is kept, given that of the update."""
+        return self.state_dtype if self.state_dtype is not None and dtype.is_floating_point else dtype
+
+    @property
+    def rounds(self) -> bool:
+        """Whether updates round their results stochastically: master weights or optimizer states."""
+        return self.state_dtype is not None or self.master_dtype in LOW_PRECISION
 
     @property
     def shard_numel(self) -> int:
@@ -108,13 +145,14 @@ class ResidencyPlan:
         weights in memory that have the compute dtype.
         """
         is_cast = self.master_dtype != self.compute_dtype
-        return self.is_replicated and self.copy is None and (is_cast or self.masters is Medium.DISK)
+        may_write = self.is_replicated and self.copy is None and self.extension_dtype is None
+        return may_write and (is_cast or self.masters is Medium.DISK)
 
     def at_rest(self) -> Iterator[tuple[str, Medium, int]]:
         """Iterate over the tensors that this rank keeps at rest, as (name, medium, bytes)."""
         shard = self.shard_numel
         if self.is_replicated:
-            yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.compute_dtype.itemsize
+            yield "parameters", Medium.BUFFER, self.layout.padded_numel * self.gathered_dtype.itemsize
         elif self.layout.nodes > 1:
             start, stop = self.layout.own_part
             yield "parameters", Medium.PART, (stop - start) * self.compute_dtype.itemsize

@@ -50,6 +50,16 @@ def exchange_memory(tensor: Tensor, other: Tensor) -> None:
     tensor.__class__, other.__class__ = other.__class__, tensor.__class__
 
 
+def inner_of(tensor: Tensor) -> Tensor:
+    """The values of a parameter that extends FSDP2's all-gather (see ``extensions.py``); any other tensor unchanged."""
+    if not hasattr(tensor, "fsdp_pre_all_gather"):
+        return tensor
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    inner: Tensor = getattr(tensor, names[0])
+    has_values = inner.shape == tensor.shape and inner.dtype == tensor.dtype  # quantised tensors have only their codes
+    return inner if has_values else tensor
+
+
 def project_class(tensor: Tensor) -> Any:
     """The project's own subclass of ``nn.Parameter`` that a parameter was constructed with; None if there is none."""
     kind: Any = type(tensor)
