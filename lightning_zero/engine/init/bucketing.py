@@ -182,9 +182,7 @@ def assign_to_buckets(
     is_kept_whole = kept_whole(optimizers, config, ranks=ranks)
     kind_of = partial(_kind_of, config, is_kept_whole, compression, may_fuse, extension_of)
     parts = list(_parts(plans, optimizers, kind_of, numels, min(config.bucket_numel, most_numel)))
-    whole = [number for number, (_, kind, _) in enumerate(parts) if kind.is_whole]
-    to_own = [[p.numel() for _, p in parts[number][2]] for number in whole]
-    owners = dict(zip(whole, balanced_owners(to_own, ranks))) if whole else {}
+    owners = _owners_in(parts, ranks)
     fields_of = fields_by_parameter(optimizers)
     units: list[list[UnshardedBucket]] = [[] for _ in plans]
     for number, (of_unit, kind, part) in enumerate(parts):
@@ -212,6 +210,13 @@ def assign_to_buckets(
         extensions = [extension_of[p] for p in parameters if p in extension_of]
         units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions))
     return units
+
+
+def _owners_in(parts: Sequence[tuple[int, _Kind, Any]], ranks: int) -> dict[int, list[int]]:
+    """The owner of each parameter in the buckets whose parameters stay whole, by the bucket's number."""
+    whole = [number for number, (_, kind, _) in enumerate(parts) if kind.is_whole]
+    numels = [[p.numel() for _, p in parts[number][2]] for number in whole]
+    return dict(zip(whole, balanced_owners(numels, ranks))) if whole else {}
 
 
 def _numel_that_stays(config: EngineConfig, plans: Sequence[UnitPlan], numels: Mapping[str, int]) -> int:
