@@ -66,14 +66,16 @@ from lightning_zero.engine.state.extensions import Extension, Scales, without_ex
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
+from lightning_zero.engine.streaming import reading_ahead
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.sharded_tree import Leaf, identity, in_parts, on_cpu, walk
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
     from lightning_zero.engine.comm.tensor_parallel import DeviceMesh
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
+_AHEAD_BYTES = 2**26  # of the tensors of a state dict that are gathered at once; a larger one is gathered alone
 _NOT_COPIED = not_copied(lambda value: isinstance(value, (OwnHook, JoinedMethod)))
 
 
@@ -502,8 +504,11 @@ class Engine:
                 state.pop(name, None)
             if leaf is in_parts:
                 return state
-            gathers = any(isinstance(v, ShardedTensor) and v.whole_at_hand() is None for v in tree_leaves(state))
-            with self.rendezvous.met("the module's state dict") if gathers else nullcontext():
+            sharded = {identity(each): each for each in tree_leaves(state) if isinstance(each, ShardedTensor)}
+            if all(tensor.whole_at_hand() is not None for tensor in sharded.values()):
+                return walk(state, leaf)
+            ahead = reading_ahead(list(sharded.values()), _AHEAD_BYTES)
+            with self.rendezvous.met("the module's state dict"), ahead:
                 return walk(state, leaf)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import gathered
+from lightning_zero.engine.tensor.wrapper import read_by
 
 Named = tuple[str, Tensor]
 
@@ -80,6 +81,34 @@ def stream(parts: Sequence[Part], max_bytes: int) -> Iterator[Named]:
             yield name, made.pop(0)
 
 
+@contextmanager
+def reading_ahead(tensors: Sequence[ShardedTensor], max_bytes: int) -> Iterator[None]:
+    """Context in which code reads these tensors, each once and in order, while the next are gathered. Collective."""
+    whole = _whole([(tensor.slot.name, tensor) for tensor in tensors], max_bytes)
+    with read_by(_Ahead(deque(tensors), whole)):
+        try:
+            yield
+        finally:
+            whole.close()
+
+
+class _Ahead:
+    """Provides tensors that are gathered ahead; others are gathered when they are read."""
+
+    def __init__(self, tensors: deque[ShardedTensor], whole: Iterator[Tensor]) -> None:
+        self._left, self._whole = tensors, whole
+
+    def whole(self, tensor: ShardedTensor) -> Tensor:
+        with read_by(None):
+            if not self._left or tensor is not self._left[0]:
+                return tensor.whole()
+            self._left.popleft()
+            return next(self._whole)
+
+    def states(self, states: Any) -> dict[Any, dict[str, Any]]:
+        raise NotImplementedError
+
+
 def ranks_of(parts: Sequence[Part]) -> tuple[int, int, Callable[[Any], list[Any]]]:
     """This rank among the ranks that stream the parts, the number of these ranks, and their all-gather of objects."""
     if (bucket := _bucket_of(source for part in parts for _, source in part.sources)) is not None:
@@ -93,7 +122,7 @@ def _bucket_of(tensors: Iterable[Tensor]) -> Bucket | None:
     return next((tensor.slot.bucket for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
-def _whole(tensors: Sequence[Named], max_bytes: int) -> Iterator[Tensor]:
+def _whole(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor, None, None]:
     """Yield the whole tensors, in new memory. Each begins to be gathered as soon as ``max_bytes`` allows."""
     bucket, left = _bucket_of(tensor for _, tensor in tensors), deque(tensors)
     ledger = bucket.ledger if bucket is not None else Ledger()
