@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.engine import Engine
+from lightning_zero.engine.tensor.sharded_tree import on_cpu
 from tests.support import rank, world_size
 from tests.support.models import OddModel
 from tests.support.training import CLOSE, STEPS, Recipe, batch, prepare, same_tensors, train_ddp
@@ -83,6 +84,31 @@ def between_steps(stage: int) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, pytest.param(3, marks=pytest.mark.exhaustive(but=0))])
 def test_whole_tensors_are_those_of_the_state_dict_within_max_bytes_and_training_goes_on(run_on, stage, ranks):
     run_on(ranks, between_steps, stage=stage)
+
+
+def read_as_a_state_dict() -> None:
+    module, optimizer = prepare(Recipe(Mixed))
+    engine = Engine(module, [optimizer], stage=3, units=[type(module.blocks[0])], unit_numel=0)
+    with lightning_zero.full_parameters(module):
+        expected = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    gathered: list[int] = []
+
+    def leaf(tensor: Tensor) -> Tensor:
+        value = on_cpu(tensor)
+        gathered.append(engine.ledger.now["gathered"] - value.nbytes)
+        return value
+
+    rest = engine.ledger.now["gathered"]
+    state = engine.full_state_dict(leaf=leaf)
+    same_tensors(state, expected, bound=0)
+    assert state["blocks.2.squeeze.weight"] is state["blocks.0.squeeze.weight"], "tied weights stay tied"
+    assert gathered[0] > rest, "the next gather begins before the first tensor is converted"
+    assert engine.ledger.now["gathered"] == rest
+    engine.close()
+
+
+def test_a_full_state_dict_is_read_while_the_next_tensors_are_gathered(run_on):
+    run_on(2, read_as_a_state_dict)
 
 
 def ends_early(stage: int) -> None:
