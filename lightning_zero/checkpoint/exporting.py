@@ -25,7 +25,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY, configs_of_models
 from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
 from lightning_zero.checkpoint.saving import on_every_rank
 from lightning_zero.checkpoint.trees import identity, is_dense
-from lightning_zero.engine import LazyTensor, flat_range, streaming
+from lightning_zero.engine import LazyTensor, flat_range, quantised_layers, streaming
 from lightning_zero.io.labels import new_label
 from lightning_zero.io.names import listed
 
@@ -286,7 +286,8 @@ def export_weights(
     """Write a module's weights to ``model.safetensors``, or to several files, which the ranks share. Collective.
 
     If the module is or contains one transformers model, only that model is written, under its own names and with its
-    ``config.json``: ``from_pretrained`` loads the folder. The files do not depend on the number of ranks.
+    ``config.json``: ``from_pretrained`` loads the folder. With PEFT's adapters, this requires ``merge_adapters``. The
+    files do not depend on the number of ranks.
 
     Args:
         module, max_bytes, merge_adapters: see ``iter_full_parameters``. Tied parameters are written once.
@@ -313,9 +314,7 @@ def export_weights(
     parts = streaming.parts_of(module, merge_adapters)
     rank, size, gather = streaming.ranks_of(parts)
     part_of = {id(value): part for part in parts for _, value in part.results}
-    state = {name: value for part in parts for name, value in part.results}
-    models = {CHECKPOINT_KEY: {"transformers": configs_of_models(streaming.unwrapped(module))}}
-    content = export({"state_dict": state, **models}, os.fspath(folder), dtype)
+    content = _content_of(streaming.unwrapped(module), parts, merge_adapters, os.fspath(folder), dtype)
 
     def values_of(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
         # The first tensors of the first files, then their second tensors, ...: so ranks write at the same time.
@@ -330,6 +329,21 @@ def export_weights(
     paths = ExportPaths(os.path.join(folder, "model.safetensors"))
     ranks = Ranks(rank, gather)
     return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
+
+
+def _content_of(
+    module: nn.Module, parts: list[streaming.Part], merge_adapters: bool, folder: str, dtype: torch.dtype | None
+) -> Export:
+    state = {name.replace("_orig_mod.", ""): value for part in parts for name, value in part.results}
+    has_adapters = any(hasattr(each, "peft_config") and hasattr(each, "get_base_model") for each in module.modules())
+    # ``from_pretrained`` would not find weights beside adapters that are not merged
+    models = configs_of_models(module) if merge_adapters or not has_adapters else {}
+    content = export({"state_dict": state, CHECKPOINT_KEY: {"transformers": models}}, folder, dtype)
+    scales = quantised_layers.scales_in(module, dict(source for part in parts for source in part.sources))
+    for weight in content.weights:
+        if any(weight.values is scale for scale in scales.values()):
+            weight.dtype = weight.values.dtype
+    return content
 
 
 def write_values(

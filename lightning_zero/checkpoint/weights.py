@@ -62,8 +62,6 @@ def load_weights(
         6.0
     """
     state = _read(Path(path))
-    if quantize is not None:
-        quantised_layers.replace_linear_layers(module, quantize)
     state, scales = quantised_layers.without_scales(module, state)
     targets, keys, misshapen = _taken(module, state)
     wrong = []
@@ -81,6 +79,9 @@ def load_weights(
         raise ValueError(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
+    if quantize is not None:  # only now, so that a file that does not fit changes nothing
+        quantised_layers.replace_linear_layers(module, quantize)
+        targets, _, _ = _taken(module, state)
     deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
     quantised_layers.load_scales(module, scales)
     return keys

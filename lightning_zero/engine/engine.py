@@ -504,7 +504,10 @@ class Engine:
                 state.pop(name, None)
             if leaf is in_parts:
                 return state
-            sharded = {identity(each): each for each in tree_leaves(state) if isinstance(each, ShardedTensor)}
+            sharded: dict[Any, ShardedTensor] = {}
+            for each in tree_leaves(state):
+                if isinstance(each, ShardedTensor):
+                    sharded.setdefault(identity(each), each)  # ``walk`` reads the first of several aliases
             if all(tensor.whole_at_hand() is not None for tensor in sharded.values()):
                 return walk(state, leaf)
             ahead = reading_ahead(list(sharded.values()), _AHEAD_BYTES)

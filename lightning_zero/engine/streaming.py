@@ -18,6 +18,7 @@ from lightning_zero.engine.comm.tensor_parallel import in_full
 from lightning_zero.engine.compat import nbytes_of
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.tensor.identity import inner_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import gathered
 from lightning_zero.engine.tensor.wrapper import read_by
@@ -100,7 +101,7 @@ class _Ahead:
 
     def whole(self, tensor: ShardedTensor) -> Tensor:
         with read_by(None):
-            if not self._left or tensor is not self._left[0]:
+            if not self._left or tensor is not self._left[0]:  # such as one of which the state dict has a view
                 return tensor.whole()
             self._left.popleft()
             return next(self._whole)
@@ -154,7 +155,7 @@ def _whole(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor, None, 
 
 def _begin(tensor: Tensor) -> Callable[[], Tensor]:
     """Begin to copy or gather a tensor into new memory; the result ends it."""
-    value = tensor.whole_at_hand() if isinstance(tensor, ShardedTensor) else in_full(gathered(tensor))
+    value = tensor.whole_at_hand() if isinstance(tensor, ShardedTensor) else in_full(gathered(inner_of(tensor)))
     if value is None:
         slot: Any = tensor.slot  # type: ignore[attr-defined]
         share = slot.begin_share(tensor.local.to(tensor.dtype))  # type: ignore[attr-defined]

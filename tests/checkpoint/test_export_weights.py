@@ -134,6 +134,32 @@ def test_adapters_are_merged_into_the_exported_weights(run_on, tmp_path):
     run_on(2, export_merged, folder=tmp_path)
 
 
+def export_for_from_pretrained(folder: Path) -> None:
+    from bitsandbytes.nn import Linear4bit
+    from peft import LoraConfig, get_peft_model
+    from safetensors.torch import load_file
+
+    warnings.simplefilter("ignore")
+    compiled = torch.compile(MODELS["Llama"].make(), backend="eager")
+    engine = Engine(compiled, stage=3)
+    lightning_zero.export_weights(compiled, folder / "compiled")
+    engine.close()
+    same_tensors(loaded(folder / "compiled"), compiled._orig_mod.state_dict(), bound=0)
+    adapted = get_peft_model(MODELS["Llama"].make(), LoraConfig(r=2, target_modules=["q_proj"]))
+    lightning_zero.export_weights(adapted, folder / "adapted")
+    assert not (folder / "adapted" / "config.json").exists(), "from_pretrained would start from random weights"
+    layer = nn.Sequential(Linear4bit(64, 64, quant_type="nf4").to("cpu"))
+    lightning_zero.export_weights(layer, folder / "quantised", dtype=torch.bfloat16)
+    found = load_file(folder / "quantised" / "model.safetensors")
+    assert {name: value.dtype for name, value in found.items()} == {
+        name: torch.bfloat16 if name == "0.bias" else value.dtype for name, value in layer.state_dict().items()
+    }
+
+
+def test_exports_are_for_from_pretrained_or_have_no_config(run_on, tmp_path):
+    run_on(1, export_for_from_pretrained, folder=tmp_path)
+
+
 class Adapted(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -99,6 +99,7 @@ def test_a_quantised_model_with_adapters_learns_as_under_ddp(run_on, kind):
 
 def save(kind: str) -> None:
     from peft import PeftModel
+    from transformers import AutoModelForCausalLM
 
     warnings.simplefilter("ignore")
     write_base()
@@ -112,6 +113,10 @@ def save(kind: str) -> None:
         tokens = torch.arange(4, 12)[None]
         torch.testing.assert_close(again(tokens).logits, model(tokens).logits, rtol=0, atol=0)
         merged = model.merge_and_unload()
+        if strategy == "zero3" and rank() == 0:
+            merged.save_pretrained(folder / "merged")
+            loaded_again = as_on_other_cpus(AutoModelForCausalLM.from_pretrained(folder / "merged").eval())
+            torch.testing.assert_close(loaded_again(tokens).logits, merged(tokens).logits, rtol=0, atol=0)
         results[strategy] = {name: value.clone() for name, value in merged.state_dict().items()}
     same_tensors(results["zero3"], results["ddp"], 0)
 

@@ -325,6 +325,24 @@ def test_states_in_bf16_and_fp32_load_into_each_other_and_into_plain_optimizers(
     run_on(size, load_into_other_dtypes)
 
 
+def step_after_the_end() -> None:
+    module = Layers()
+    optimizer = adamw(module.parameters())
+    engine = Engine(module, [optimizer], stage=1, **STATES)
+    for index in range(2):
+        module(index).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.close()
+    assert {state["exp_avg"].dtype for state in optimizer.state.values()} == {torch.float32}
+    module(2).backward()
+    optimizer.step()
+
+
+def test_the_optimizer_continues_without_the_engine(run_on):
+    run_on(2, step_after_the_end)
+
+
 def resume_with_a_trainer(folder: Path, checkpoint: str, precision: str, options: dict[str, Any]) -> None:
     """A fit that is resumed after the first of two epochs equals an uninterrupted one; DDP continues it, too."""
     from tests.numbers.test_checkpoints import SaveAfter

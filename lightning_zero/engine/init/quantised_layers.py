@@ -83,7 +83,13 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
             quantised = make(layer.in_features, layer.out_features, layer.bias is not None)
         module.set_submodule(name, quantised.to(layer.weight.dtype).train(layer.training).requires_grad_(False))
     for model in models:
+        from transformers import BitsAndBytesConfig
+
         setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)  # PEFT reads this
+        options: dict[str, Any] = {"load_in_8bit": True}
+        if kind != "int8":
+            options = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
+        model.config.quantization_config = BitsAndBytesConfig(**options)  # for ``from_pretrained``
 
 
 def awaits_quantisation(parameter: Any) -> bool:
@@ -136,7 +142,7 @@ class _Codes:
     def on_meta(self) -> Tensor:
         """The codes without values. The parameter gets scales of zero."""
         with torch.device("cpu"):  # bitsandbytes keeps the table that its first call makes: it needs values
-            sys.modules["bitsandbytes.functional"].quantize_blockwise(torch.zeros(1))
+            sys.modules["bitsandbytes.functional"].quantize_blockwise(torch.zeros(1, device="cpu"))
         codes = self._quantised(torch.empty(self.values.shape, dtype=self._dtype, device="meta"))
         for holder, name, scale in scales_of(self._parameter()):
             setattr(holder, name, torch.zeros_like(scale, device="cpu"))
@@ -261,6 +267,9 @@ def load_scales(module: nn.Module, scales: Mapping[str, Any]) -> None:
     for name, layer in quantised_layers(module):
         prefix = f"{name}.".lstrip(".")
         found = {key: in_memory(value) for key, value in scales.items() if key.startswith(prefix)}
+        has_all = f"{prefix}SCB" in found or any(key.endswith(".absmax") for key in found)
+        if found and not has_all:
+            raise ValueError(f"The checkpoint has only a part of the scales of {name}, so it is damaged.")
         if hasattr(layer, "state") and found:
             layer.weight.SCB.copy_(found[f"{prefix}SCB"])
         elif found:

@@ -304,9 +304,19 @@ class Masters:
             states: States = {}
             if device is not None:
                 states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
-                states = {p: _as_placed(p, state) for p, state in states.items()}
+                states = {p: _as_placed(p, _in_dtype_of(p, state)) for p, state in states.items()}
             optimizer.state = defaultdict(dict, states)
         self.is_closed = True
+
+
+def _in_dtype_of(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a parameter's state without ``state_dtype``: in the parameter's dtype where that is wider."""
+    return {
+        key: value.to(torch.promote_types(value.dtype, parameter.dtype))
+        if is_by_element(key, value, parameter.shape) and value.is_floating_point()
+        else value
+        for key, value in state.items()
+    }
 
 
 def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
