@@ -40,8 +40,8 @@ def load_weights(
             parameters, it is enough if the file contains one of their names.
         strict: raise an error if a name is only in the file or only in the module. If False, one common name suffices.
         quantize: ``"nf4"``, ``"fp4"`` or ``"int8"`` replaces each ``nn.Linear`` by bitsandbytes' frozen ``Linear4bit``
-            (with double quantisation) or ``Linear8bitLt``, except heads: output embeddings of transformers' models, and
-            layers with tied weights. Each weight is quantised when its shard is read. The same holds, with None, for
+            (with double quantisation) or ``Linear8bitLt``, except heads: output embeddings of transformers' models;
+            layers with tied weights; and layers that the file lacks. Each weight is quantised when its shard is read. The same holds, with None, for
             such layers in a module on the meta device.
 
     Returns:
@@ -80,7 +80,7 @@ def load_weights(
             f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
         )
     if quantize is not None:  # only now, so that a file that does not fit changes nothing
-        quantised_layers.replace_linear_layers(module, quantize)
+        quantised_layers.replace_linear_layers(module, quantize, state)
         targets, _, _ = _taken(module, state)
     deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
     quantised_layers.load_scales(module, scales)

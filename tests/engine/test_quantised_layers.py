@@ -100,7 +100,19 @@ def choose() -> None:
     with pytest.raises(ValueError, match=r"^quantize='nf5' is unknown: write one of 'nf4', 'fp4', 'int8'"):
         load_weights(Net(), "net.pt", quantize="nf5")
     with pytest.raises(ValueError, match=r"Embedding contains no nn\.Linear to replace"):
-        load_weights(nn.Embedding(32, 64), "net.pt", quantize="nf4")
+        torch.save(nn.Embedding(32, 64).state_dict(), "embedding.pt")
+        load_weights(nn.Embedding(32, 64), "embedding.pt", quantize="nf4")
+    module = Net()
+    with pytest.raises(ValueError, match="Nothing was loaded"):
+        load_weights(module.inner, "net.pt", quantize="nf4")
+    module.again = module.inner
+    module.new = nn.Linear(64, 2)
+    module.other = nn.Linear(64, 64)
+    torch.save({name: p for name, p in module.state_dict().items() if not name.startswith("new")}, "more.pt")
+    load_weights(module, "more.pt", quantize="nf4", strict=False)
+    kinds = {name: type(layer).__name__ for name, layer in module.named_modules(remove_duplicate=False)}
+    assert kinds["other"] == "Linear4bit", "the only layer that is in the file, under one name and untied"
+    assert kinds["new"] == kinds["inner"] == "Linear" and module.again is module.inner
 
 
 def test_linear_layers_but_no_heads_are_quantised(run_on):

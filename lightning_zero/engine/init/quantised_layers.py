@@ -48,8 +48,8 @@ def scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
 # -- quantising while loading ------------------------------------------------------------------------------------------
 
 
-def replace_linear_layers(module: nn.Module, kind: str) -> None:
-    """Replace linear layers, except heads, by quantised layers on the meta device; see ``load_weights``.
+def replace_linear_layers(module: nn.Module, kind: str, state: Mapping[str, Any]) -> None:
+    """Replace linear layers with weights in ``state``, except heads, by quantised ones on the meta device.
 
     Raises:
         ModuleNotFoundError: if bitsandbytes is not installed.
@@ -66,13 +66,14 @@ def replace_linear_layers(module: nn.Module, kind: str) -> None:
     make: Any = partial(Linear4bit, quant_type=kind)
     if kind == "int8":
         make = partial(Linear8bitLt, has_fp16_weights=False)
-    uses = Counter(id(p) for inner in module.modules() for p in inner._parameters.values())
+    named = module.named_modules(remove_duplicate=False)  # a layer with two names counts as tied
+    uses = Counter(id(p) for _, inner in named for p in inner._parameters.values())
     models: list[Any] = [inner for inner in module.modules() if hasattr(inner, "get_output_embeddings")]
     heads = [model.get_output_embeddings() for model in models]
     chosen = [
         (name, layer)
         for name, layer in module.named_modules()
-        if type(layer) is nn.Linear and layer not in heads and uses[id(layer.weight)] == 1
+        if type(layer) is nn.Linear and layer not in heads and uses[id(layer.weight)] == 1 and f"{name}.weight" in state
     ]
     if not chosen:
         raise ValueError(
