@@ -40,9 +40,9 @@ def load_weights(
             parameters, it is enough if the file contains one of their names.
         strict: raise an error if a name is only in the file or only in the module. If False, one common name suffices.
         quantize: ``"nf4"``, ``"fp4"`` or ``"int8"`` replaces each ``nn.Linear`` by bitsandbytes' frozen ``Linear4bit``
-            (with double quantisation) or ``Linear8bitLt``, except heads: output embeddings of transformers' models;
-            layers with tied weights; and layers that the file lacks. Each weight is quantised when its shard is read. The same holds, with None, for
-            such layers in a module on the meta device.
+            (with double quantisation) or ``Linear8bitLt``, except heads (output embeddings of transformers' models),
+            layers with tied weights, and layers that the file lacks. Each weight is quantised when its shard is read.
+            The same holds, with None, for such layers in a module on the meta device.
 
     Returns:
         ``missing_keys`` and ``unexpected_keys``, as ``load_state_dict`` does; both are empty if ``strict``.
