@@ -311,6 +311,8 @@ class Masters:
 
 def _in_dtype_of(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state without ``state_dtype``: in the parameter's dtype where that is wider."""
+    if not isinstance(parameter, Tensor):  # an entry that belongs to no parameter
+        return state
     return {
         key: value.to(torch.promote_types(value.dtype, parameter.dtype))
         if is_by_element(key, value, parameter.shape) and value.is_floating_point()
