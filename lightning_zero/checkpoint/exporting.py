@@ -335,13 +335,13 @@ def _content_of(
     module: nn.Module, parts: list[streaming.Part], merge_adapters: bool, folder: str, dtype: torch.dtype | None
 ) -> Export:
     state = {name.replace("_orig_mod.", ""): value for part in parts for name, value in part.results}
-    has_adapters = any(hasattr(each, "peft_config") and hasattr(each, "get_base_model") for each in module.modules())
     # ``from_pretrained`` would not find weights beside adapters that are not merged
-    models = configs_of_models(module) if merge_adapters or not has_adapters else {}
+    models = configs_of_models(module) if merge_adapters or not streaming.has_adapters(module) else {}
     content = export({"state_dict": state, CHECKPOINT_KEY: {"transformers": models}}, folder, dtype)
-    scales = quantised_layers.scales_in(module, dict(source for part in parts for source in part.sources))
+    sources = dict(source for part in parts for source in part.sources)
+    scales = set(map(id, quantised_layers.scales_in(module, sources).values()))
     for weight in content.weights:
-        if any(weight.values is scale for scale in scales.values()):
+        if id(weight.values) in scales:
             weight.dtype = weight.values.dtype
     return content
 

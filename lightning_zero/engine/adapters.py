@@ -12,6 +12,11 @@ from torch import Tensor, nn
 _ADVICE = "leave out merge_adapters=True, or call peft's merge_and_unload after the run"
 
 
+def is_wrapper(module: nn.Module) -> bool:
+    """Whether a module is one of peft's models, around a model whose layers have adapters."""
+    return hasattr(module, "peft_config") and hasattr(module, "get_base_model")
+
+
 def adapters_in(module: nn.Module) -> tuple[list[str], dict[str, nn.Module]]:
     """The prefixes of names within peft's models, and the outermost layers with adapters by their prefixes.
 
@@ -25,7 +30,7 @@ def adapters_in(module: nn.Module) -> tuple[list[str], dict[str, nn.Module]]:
         prefix = f"{name}." if name else ""
         if any(map(prefix.startswith, layers)):
             continue
-        if hasattr(inner, "peft_config") and hasattr(inner, "get_base_model"):
+        if is_wrapper(inner):
             wrappers.append(f"{prefix}base_model.model.")
             if not hasattr(inner, "merge_and_unload"):
                 raise ValueError(f"{type(inner).__name__} has adapters that are not part of layers: {_ADVICE}.")

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.adapters import adapters_in, merged
+from lightning_zero.engine.adapters import adapters_in, is_wrapper, merged
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.tensor_parallel import in_full
 from lightning_zero.engine.compat import nbytes_of
@@ -43,6 +43,11 @@ def unwrapped(module: nn.Module) -> nn.Module:
     """The module inside a wrapper that has the same state dict but other names of modules, such as Fabric's."""
     inner = getattr(module, "module", None)
     return inner if isinstance(inner, nn.Module) and [*inner.state_dict()] == [*module.state_dict()] else module
+
+
+def has_adapters(module: nn.Module) -> bool:
+    """Whether a module contains a model with adapters of peft."""
+    return any(map(is_wrapper, module.modules()))
 
 
 def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:

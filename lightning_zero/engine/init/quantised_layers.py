@@ -84,13 +84,20 @@ def replace_linear_layers(module: nn.Module, kind: str, state: Mapping[str, Any]
             quantised = make(layer.in_features, layer.out_features, layer.bias is not None)
         module.set_submodule(name, quantised.to(layer.weight.dtype).train(layer.training).requires_grad_(False))
     for model in models:
-        from transformers import BitsAndBytesConfig
+        _note_kind(model, kind)
 
-        setattr(model, "is_loaded_in_8bit" if kind == "int8" else "is_loaded_in_4bit", True)  # PEFT reads this
-        options: dict[str, Any] = {"load_in_8bit": True}
-        if kind != "int8":
-            options = {"load_in_4bit": True, "bnb_4bit_quant_type": kind, "bnb_4bit_use_double_quant": True}
-        model.config.quantization_config = BitsAndBytesConfig(**options)  # for ``from_pretrained``
+
+def _note_kind(model: Any, kind: str) -> None:
+    """Record in a transformers model how it is quantised, for PEFT and, once it is saved, ``from_pretrained``."""
+    from transformers import BitsAndBytesConfig
+
+    if kind == "int8":
+        model.is_loaded_in_8bit = True
+        config = BitsAndBytesConfig(load_in_8bit=True)
+    else:
+        model.is_loaded_in_4bit = True
+        config = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=True)
+    model.config.quantization_config = config
 
 
 def awaits_quantisation(parameter: Any) -> bool:

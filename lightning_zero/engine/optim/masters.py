@@ -309,7 +309,7 @@ class Masters:
         self.is_closed = True
 
 
-def _in_dtype_of(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
+def _in_dtype_of(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter's state without ``state_dtype``: in the parameter's dtype where that is wider."""
     if not isinstance(parameter, Tensor):  # an entry that belongs to no parameter
         return state
