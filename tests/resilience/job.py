@@ -174,7 +174,8 @@ class Schedule(GradientAccumulationScheduler):
     """A project's own subclass."""
 
 
-NOT_IN_TRAINING = "validation", "test", "last checkpoint", "end of the script"
+NOT_IN_TRAINING = "validation", "test", "last checkpoint", "end of the script", "copy", "written", "commit"
+"""Moments that need not be in a training batch; a background save may go on during validation."""
 LATER = "forward", "loss", "backward", "update"
 """Moments at which a copy is usually complete: faults wait for it, so that the step to continue from is certain."""
 
