@@ -19,7 +19,7 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(world_siz
     for index, segment in enumerate(layout.segments):
         owned = []
         for rank in range(world_size):
-            start, stop = layout.owned_range(index, index, rank)
+            start, stop = layout.owned_range(index, rank)
             owned.extend(range(start, stop))
         assert owned == list(range(segment.start, segment.stop))
 
@@ -40,7 +40,7 @@ def test_in_a_bucket_of_whole_parameters_each_has_one_owner_and_shards_cover_the
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.padded_numel
     assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:]))
     for index, segment in enumerate(layout.segments):
-        owned = [layout.owned_range(index, index, rank) for rank in range(4)]
+        owned = [layout.owned_range(index, rank) for rank in range(4)]
         for rank, (start, stop) in enumerate(owned):
             expected = (segment.start, segment.stop) if rank == owners[index] else None
             assert (start, stop) == expected or (start == stop and not (expected and segment.numel))

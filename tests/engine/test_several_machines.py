@@ -60,7 +60,7 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, reads_me
     assert isinstance(communicator.along(ALL)._transport, Levels)
     shapes = [(str(n), torch.Size([numel])) for n in range(5)]
     layout = BucketLayout.of(shapes, 4, owners, rank=rank(), order=communicator.mesh.order(ALL))
-    ranges = layout.shard_ranges
+    ranges = layout.part_ranges
     values = torch.randn(4, layout.padded_numel, generator=torch.Generator().manual_seed(1))
 
     start, stop = ranges[rank()]
@@ -102,7 +102,7 @@ def start_many_before_waiting() -> None:
     pending = []
     for number, full in enumerate(buffers):
         full[start:stop] = number + 1.0
-        pending.append(communicator.along(ALL).all_gather(full, layout.shard_ranges, "a gather"))
+        pending.append(communicator.along(ALL).all_gather(full, layout.part_ranges, "a gather"))
         time.sleep(0.002 * rank())
     for number in sorted(range(8), reverse=rank() == 2):
         pending[number].wait()
