@@ -216,8 +216,6 @@ def _align(numel: int) -> int:
 
 # -- owners of segments ------------------------------------------------------------------------------------------------
 
-_SWEEPS = 4
-
 
 def balanced_owners(
     buckets: Sequence[Sequence[int]], ranks: int, loads: Sequence[int] | None = None
@@ -226,7 +224,7 @@ def balanced_owners(
 
     Thus a rank's shard of a bucket is one run of consecutive segments, and segments keep their places. Buckets are
     assigned one after another, those with the largest segments first, so that the largest load is as small as possible
-    for the ranks' current loads. Then all buckets are reassigned several times, since loads have changed.
+    after each bucket.
 
     Args:
         buckets: number of elements in each segment, by bucket.
@@ -238,17 +236,13 @@ def balanced_owners(
     """
     loads = list(loads or [0] * ranks)
     owners: list[list[int]] = [[] for _ in buckets]
-    order = sorted(range(len(buckets)), key=lambda number: -max(buckets[number], default=0))
-    for _ in range(_SWEEPS):
-        for number in order:
-            numels = buckets[number]
-            for rank, numel in zip(owners[number], numels):
-                loads[rank] -= numel
-            limits = range(max(loads) + sum(numels) + 1)
-            limit = bisect_left(limits, len(numels), key=lambda limit: len(_filled(numels, loads, limit)))
-            owners[number] = _filled(numels, loads, limit)
-            for rank, numel in zip(owners[number], numels):
-                loads[rank] += numel
+    for number in sorted(range(len(buckets)), key=lambda number: -max(buckets[number], default=0)):
+        numels = buckets[number]
+        limits = range(max(loads) + sum(numels) + 1)
+        limit = bisect_left(limits, len(numels), key=lambda limit: len(_filled(numels, loads, limit)))
+        owners[number] = _filled(numels, loads, limit)
+        for rank, numel in zip(owners[number], numels):
+            loads[rank] += numel
     return owners
 
 

@@ -64,10 +64,9 @@ class ActivationStore:
         ledger: Ledger,
     ) -> None:
         self.device, self.to_host, self._parts, self.ledger = device, to_host, parts, ledger
-        # streams for copies from and to the device's memory, which is allocated and freed on the current stream
-        self.leaving, self.coming = (torch.Stream(device) if device.type != "cpu" else None for _ in range(2))
+        # for copies from and to the device's memory, which is allocated and freed on the current stream
+        self.copies = torch.Stream(device) if device.type != "cpu" else None
         self._alike: weakref.WeakKeyDictionary[nn.Module, dict[str, frozenset[int]]] = weakref.WeakKeyDictionary()
-        self._has_warned = False
         self.begin_forward()
 
     def begin_forward(self) -> None:
@@ -76,7 +75,7 @@ class ActivationStore:
         Some ranks may still have earlier graphs that other ranks have freed, so collectives must not depend on the
         inputs of earlier graphs.
         """
-        self._last: weakref.ref[_Region] | None = None
+        self._moved: list[weakref.ref[Kept]] = []  # by the last module that had inputs to move
         self._seen = WeakIdKeyDictionary()
 
     def take_out(
@@ -90,18 +89,20 @@ class ActivationStore:
         moved = self._to_move(module, leaves, repr(spec))
         if not moved:
             return module, args, kwargs
-        before = self._last() if self._last is not None else None
-        if before is not None:
-            before.let_go()
-        region = _Region(self._last)
-        self._last = weakref.ref(region)
-        kept: dict[int, Kept] = {}  # by ``id``, since one tensor may be passed as several arguments
+        before, self._moved = self._moved, []
+        for kept in (reference() for reference in before):
+            if kept is not None:
+                kept.let_go()
+        replaced: dict[int, Kept] = {}  # by ``id``, since one tensor may be passed as several arguments
+        previous = before[-1] if before else None
         for number, parts in moved.items():
             leaf = leaves[number]
-            self._seen[leaf] = None
-            if id(leaf) not in kept:
-                kept[id(leaf)] = Kept(leaf, parts, region, self)
-        args, kwargs = tree_unflatten([kept.get(id(leaf), leaf) for leaf in leaves], spec)
+            if id(leaf) not in replaced:
+                replaced[id(leaf)] = Kept(leaf, parts, previous, self)
+                previous = weakref.ref(replaced[id(leaf)])
+                self._moved.append(previous)
+                self._seen[leaf] = None
+        args, kwargs = tree_unflatten([replaced.get(id(leaf), leaf) for leaf in leaves], spec)
         # Checkpointing preserves the random states of the devices that its tensor arguments are on.
         return partial(_recompute, module), (leaf.new_empty(0), *args), kwargs
 
@@ -138,8 +139,7 @@ class ActivationStore:
             if alike is None:
                 return frozenset()
             known[call] = alike
-            if worth and alike.isdisjoint(worth) and parts.is_first and not self._has_warned:
-                self._has_warned = True
+            if worth and alike.isdisjoint(worth) and parts.is_first:
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
                     "ranks, perhaps because sequence parallelism has already divided them. These inputs are not "
@@ -166,39 +166,22 @@ def _recompute(module: nn.Module, _: Tensor, *args: Any, **kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
-class _Region:
-    """Weak references to the tensors moved in one forward of a checkpointed module. Each ``Kept`` holds its region."""
-
-    def __init__(self, previous: weakref.ref[_Region] | None) -> None:
-        self.kept: list[weakref.ref[Kept]] = []  # in the same order on every rank
-        self.previous = previous  # the region of the previous module, which comes next in backward
-
-    def fetch(self) -> None:
-        for kept in self._alive():
-            kept.fetch()
-
-    def let_go(self) -> None:
-        for kept in self._alive():
-            kept.let_go()
-
-    def _alive(self) -> list[Kept]:
-        return [kept for reference in self.kept if (kept := reference()) is not None]
-
-
 class Kept:
     """One moved tensor; it lives as long as the graph that needs it.
 
     Args:
         parts: the ranks of which each keeps one range of the memory; None to keep all of it. The tensor must then be
             dense, and equal on all of them.
+        previous: the tensor that was moved before this one, which backward needs next.
     """
 
-    _arriving: tuple[Tensor, torch.Event | None, Callable[[], Any] | None] | None = None
+    _arriving: tuple[Tensor, Callable[[], Any] | None] | None = None
     _original: Saved | None = None  # the tensor on the device; None once released
 
-    def __init__(self, tensor: Tensor, parts: ActivationParts | None, region: _Region, store: ActivationStore) -> None:
-        self._region, self._store = region, store
-        region.kept.append(weakref.ref(self))
+    def __init__(
+        self, tensor: Tensor, parts: ActivationParts | None, previous: weakref.ref[Kept] | None, store: ActivationStore
+    ) -> None:
+        self._previous, self._store = previous, store
         self._requires_grad, self._form = tensor.requires_grad, _Form(tensor, parts)
         category, nbytes = "host" if store.to_host else "activations", self._form.nbytes
         store.ledger.add(category, nbytes)
@@ -207,64 +190,57 @@ class Kept:
         place = torch.device("cpu") if store.to_host else store.device
         is_pinned = store.to_host and store.device.type != "cpu"  # required for copies that run on their own
         self._room = torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=is_pinned)
-        with at(store.leaving):
+        with at(store.copies):
             self._form.in_place(self._room).copy_(self._form.kept_of(self._original.tensor), non_blocking=True)
 
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
         # First wait, then compare: earlier writes have changed the version, and later writes run after the copy.
-        self._wait([self._store.leaving])
-        if self._original is not None and self._original.is_unchanged:
-            self._original = None
+        if self._original is not None:
+            self._wait_for_copies()
+            if self._original.is_unchanged:
+                self._original = None
 
     def fetch(self) -> None:
         """Start to copy the values back to the device, unless they are already there or on their way."""
         if self._original is not None or self._arriving is not None:
             return
-        target, stream = self._form.empty(), self._store.coming
-        with at(stream):
+        target = self._form.empty()
+        with at(self._store.copies):
             self._form.kept_of(target).copy_(self._form.in_place(self._room), non_blocking=True)
-            wait = self._form.gather_rest(target)
-            if stream is None:
-                self._arriving = target, None, wait
-                return
-            if wait is not None:
-                wait()
-        self._arriving = target, stream.record_event(), None
+            self._arriving = target, self._form.gather_rest(target)
 
     def value(self) -> Tensor:
-        """Return the values on the device, ready for the current stream. Also prefetch the previous region's values.
+        """Return the values on the device, ready for the current stream. Also start to fetch the previous tensor.
 
         Raises:
             RuntimeError: autograd's usual error, if the tensor has been written to since it was moved.
         """
-        if self._original is None and self._arriving is None:
-            self._region.fetch()
-        before = self._region.previous() if self._region.previous is not None else None
-        if before is not None:
-            before.fetch()
+        self.fetch()
         # the original of the last module's input, or of one that has been written to
         value = self._arrive() if self._original is None else self._original.unpack().detach()
+        previous = self._previous() if self._previous is not None else None
+        if previous is not None:
+            previous.fetch()  # after the wait for this tensor, which would otherwise include the previous one
         return value.requires_grad_(self._requires_grad)
 
     def _arrive(self) -> Tensor:
         assert self._arriving is not None
-        (target, event, wait), self._arriving = self._arriving, None
-        if event is not None:
-            torch.accelerator.current_stream(self._store.device).wait_event(event)
+        (target, wait), self._arriving = self._arriving, None
+        self._wait_for_copies()
         if wait is not None:
             wait()
         return target
 
-    def _wait(self, streams: list[torch.Stream | None]) -> None:
-        wait_for(streams, current_stream(self._store.device))
+    def _wait_for_copies(self) -> None:
+        wait_for([self._store.copies], current_stream(self._store.device))
 
     def __del__(self) -> None:
         # memory that copies use is about to be reused
-        if self._original is not None:
-            self._wait([self._store.leaving])
         if self._arriving is not None:
             self._arrive()
+        elif self._original is not None:
+            self._wait_for_copies()
 
 
 def _span(tensor: Tensor) -> int:

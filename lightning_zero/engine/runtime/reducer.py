@@ -119,8 +119,6 @@ class GradientReducer:
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
-        numbers = count()
-        self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
         self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
         self.synchronise = True  # whether the next backward is synchronised; False under ``no_sync``
         self._synchronises = True  # whether the running backward is synchronised
@@ -200,26 +198,22 @@ class GradientReducer:
 
         Args:
             unit: the unit whose backward begins; it is not gathered yet.
-            left: the previous unit, if backward has left it for the last time.
+            left: the unit whose backward began before, if any.
         """
         backward = self._backward
         if backward is None or not self._synchronises or self._end() is None:  # None: an exception ended that backward
             return
-        for number in self._numbers_of[left] if left is not None and not left.depth else []:
-            self._leave(backward, number)
-        # Backward never leaves the root and units that stay gathered. In the first backward the order is only a guess.
-        for number in backward.expectation.order[backward.position :] if backward.expectation.observed else []:
+        is_known = backward.expectation.observed  # in the first backward, the order is only a guess
+        for number in backward.expectation.order[backward.position :]:
             following = self._units[number]
+            # Backward never leaves the root and units that stay gathered.
             is_ahead = following.phase is Phase.AWAITED and not (following.is_root or following.stays)
             if following is unit or is_ahead:
-                break
-            self._leave(backward, number)
+                if is_known:
+                    break
+            elif backward.missing[number] > 0 and (is_known or following is left):
+                backward.left.add(number)
         self._launch_in_order(backward)
-
-    def _leave(self, backward: _Backward, number: int) -> None:
-        if number not in backward.expectation.late and backward.missing[number] > 0:
-            backward.missing[number] = 0
-            backward.left.add(number)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
         """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
@@ -270,7 +264,7 @@ class GradientReducer:
         while backward.position < len(order):
             number = order[backward.position]
             if number not in late:
-                if backward.missing[number] > 0:
+                if backward.missing[number] > 0 and number not in backward.left:
                     return
                 self._launch(backward, number)
             backward.position += 1
@@ -353,7 +347,7 @@ class GradientReducer:
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
         late = [number in in_order and gradients.has_any for number, gradients in enumerate(self._gradients)]
-        was_left = [is_late and number in backward.left for number, is_late in enumerate(late)]
+        was_left = [is_late and expectation.observed and number in backward.left for number, is_late in enumerate(late)]
         with self._phases("wait for the other ranks", _END):
             flags = [*chain.from_iterable(used), *late, *was_left, *self.hyperparameters.flags()]
             agreed = iter(self._communicator.control.any_rank(flags, _END))

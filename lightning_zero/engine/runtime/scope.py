@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +48,7 @@ class Scope:
         self.may_take_over = False  # see ``Schedule._take_over``
         self.may_be_fused = False  # see ``plan.units.Owner``
         self.entries: list[Entry] = []
-        self._entered: list[tuple[BucketSlot, nn.Parameter, Tensor]] = []  # arguments of ``BucketSlot.leave_forward``
-        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # extended parameters and their places
+        self._undo: list[Callable[[], None]] = []  # undoes, for each parameter, what ``enter_forward`` did
         self.calls: list[Call] = []  # running forwards of the module
         self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
         self.depth = 0
@@ -89,7 +88,7 @@ class Scope:
                 view.grad_dtype = parameter.dtype
                 view.requires_grad_(parameter.requires_grad)
                 holder[attribute] = extensions.computed(slot.index, view, parameter.dtype)
-                self._replaced.append((holder, attribute, parameter))
+                self._undo.append(partial(holder.__setitem__, attribute, parameter))
                 continue
             if view.dtype is not parameter.dtype:
                 if not torch.is_autocast_enabled(view.device.type):
@@ -99,18 +98,14 @@ class Scope:
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
             stand_in = view if to_dtensor is None else to_dtensor(view)
-            self._entered.append((slot, parameter, stand_in))
+            self._undo.append(partial(slot.leave_forward, parameter, stand_in))
             slot.enter_forward(parameter, stand_in)
 
     def leave_forward(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            while self._entered:
-                slot, parameter, stand_in = self._entered.pop()
-                slot.leave_forward(parameter, stand_in)
-            while self._replaced:
-                holder, attribute, parameter = self._replaced.pop()
-                holder[attribute] = parameter
+            while self._undo:
+                self._undo.pop()()
 
     def enter_window(self) -> None:
         """Like ``enter_forward``, but for a whole window, during which the module has only hooks of users."""
