@@ -66,7 +66,7 @@ class ActivationStore:
         self.device, self.to_host, self._parts, self.ledger = device, to_host, parts, ledger
         # for copies from and to the device's memory, which is allocated and freed on the current stream
         self.copies = torch.Stream(device) if device.type != "cpu" else None
-        self._alike: weakref.WeakKeyDictionary[nn.Module, dict[str, frozenset[int]]] = weakref.WeakKeyDictionary()
+        self._alike: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
         self.begin_forward()
 
     def begin_forward(self) -> None:
@@ -86,59 +86,47 @@ class ActivationStore:
         The arguments have a ``Kept`` in place of each moved tensor.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        moved = self._to_move(module, leaves, repr(spec))
+        moved = self._to_move(module, leaves)
         if not moved:
             return module, args, kwargs
         before, self._moved = self._moved, []
-        for kept in (reference() for reference in before):
-            if kept is not None:
-                kept.let_go()
+        for kept in _alive(before):
+            kept.let_go()
         replaced: dict[int, Kept] = {}  # by ``id``, since one tensor may be passed as several arguments
-        previous = before[-1] if before else None
         for number, parts in moved.items():
             leaf = leaves[number]
             if id(leaf) not in replaced:
-                replaced[id(leaf)] = Kept(leaf, parts, previous, self)
-                previous = weakref.ref(replaced[id(leaf)])
-                self._moved.append(previous)
+                replaced[id(leaf)] = Kept(leaf, parts, self)
+                self._moved.append(weakref.ref(replaced[id(leaf)]))
                 self._seen[leaf] = None
         args, kwargs = tree_unflatten([replaced.get(id(leaf), leaf) for leaf in leaves], spec)
         # Checkpointing preserves the random states of the devices that its tensor arguments are on.
-        return partial(_recompute, module), (leaf.new_empty(0), *args), kwargs
+        return partial(_recompute, module, before), (leaf.new_empty(0), *args), kwargs
 
-    def _to_move(self, module: nn.Module, leaves: list[Any], call: str) -> dict[int, ActivationParts | None]:
+    def _to_move(self, module: nn.Module, leaves: list[Any]) -> dict[int, ActivationParts | None]:
         """By the index of each argument to move: the ranks that divide it; None to move it undivided.
 
         May be collective: see ``_alike_in``.
-
-        Args:
-            call: describes the structure of the arguments; the same on every rank.
         """
         worth = {number: leaf for number, leaf in enumerate(leaves) if self._is_worth_moving(leaf)}
         moved: dict[int, ActivationParts | None] = dict.fromkeys(worth) if self.to_host else {}
         if self._parts is not None:
-            alike = self._alike_in(self._parts, module, leaves, call, worth)
+            alike = self._alike_in(self._parts, module, leaves, worth)
             dense = [number for number, leaf in worth.items() if _span(leaf) == leaf.numel()]
             moved |= dict.fromkeys(alike.intersection(dense), self._parts)
         return dict(sorted(moved.items()))
 
     def _alike_in(
-        self,
-        parts: ActivationParts,
-        module: nn.Module,
-        leaves: list[Any],
-        call: str,
-        worth: Mapping[int, Tensor],
+        self, parts: ActivationParts, module: nn.Module, leaves: list[Any], worth: Mapping[int, Tensor]
     ) -> frozenset[int]:
         """Indices of arguments that are equal on all tensor-parallel ranks. Collective until a result is cached."""
-        known = self._alike.setdefault(module, {})
-        if call not in known:
+        if module not in self._alike:
             # tensors of all sizes are compared, since later calls with other sizes reuse the result
             values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) in _PLAIN}
             alike = parts.agree(values)
             if alike is None:
                 return frozenset()
-            known[call] = alike
+            self._alike[module] = alike
             if worth and alike.isdisjoint(worth) and parts.is_first:
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
@@ -146,7 +134,7 @@ class ActivationStore:
                     "partitioned.",
                     stacklevel=2,
                 )
-        return known[call]
+        return self._alike[module]
 
     def _is_worth_moving(self, tensor: Any) -> bool:
         return (
@@ -160,10 +148,17 @@ class ActivationStore:
         )
 
 
-def _recompute(module: nn.Module, _: Tensor, *args: Any, **kwargs: Any) -> Any:
+def _recompute(module: nn.Module, before: list[weakref.ref[Kept]], _: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Call a module with its inputs, while the inputs of the module before it, which comes next, are fetched."""
     leaves, spec = tree_flatten((args, kwargs))
     args, kwargs = tree_unflatten([leaf.value() if type(leaf) is Kept else leaf for leaf in leaves], spec)
+    for kept in _alive(before):
+        kept.fetch()
     return module(*args, **kwargs)
+
+
+def _alive(references: list[weakref.ref[Kept]]) -> list[Kept]:
+    return [kept for reference in references if (kept := reference()) is not None]
 
 
 class Kept:
@@ -172,17 +167,13 @@ class Kept:
     Args:
         parts: the ranks of which each keeps one range of the memory; None to keep all of it. The tensor must then be
             dense, and equal on all of them.
-        previous: the tensor that was moved before this one, which backward needs next.
     """
 
     _arriving: tuple[Tensor, Callable[[], Any] | None] | None = None
     _original: Saved | None = None  # the tensor on the device; None once released
 
-    def __init__(
-        self, tensor: Tensor, parts: ActivationParts | None, previous: weakref.ref[Kept] | None, store: ActivationStore
-    ) -> None:
-        self._previous, self._store = previous, store
-        self._requires_grad, self._form = tensor.requires_grad, _Form(tensor, parts)
+    def __init__(self, tensor: Tensor, parts: ActivationParts | None, store: ActivationStore) -> None:
+        self._store, self._requires_grad, self._form = store, tensor.requires_grad, _Form(tensor, parts)
         category, nbytes = "host" if store.to_host else "activations", self._form.nbytes
         store.ledger.add(category, nbytes)
         weakref.finalize(self, store.ledger.add, category, -nbytes).atexit = False
@@ -211,7 +202,7 @@ class Kept:
             self._arriving = target, self._form.gather_rest(target)
 
     def value(self) -> Tensor:
-        """Return the values on the device, ready for the current stream. Also start to fetch the previous tensor.
+        """Return the values on the device, ready for the current stream.
 
         Raises:
             RuntimeError: autograd's usual error, if the tensor has been written to since it was moved.
@@ -219,9 +210,6 @@ class Kept:
         self.fetch()
         # the original of the last module's input, or of one that has been written to
         value = self._arrive() if self._original is None else self._original.unpack().detach()
-        previous = self._previous() if self._previous is not None else None
-        if previous is not None:
-            previous.fetch()  # after the wait for this tensor, which would otherwise include the previous one
         return value.requires_grad_(self._requires_grad)
 
     def _arrive(self) -> Tensor:

@@ -25,7 +25,7 @@ from lightning_zero.engine.compat import (
 )
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
-from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
+from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, tensors_in
 from lightning_zero.engine.runtime.scope import Call, Entry, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
@@ -188,6 +188,7 @@ class Schedule:
     def _hook(self, unit: Unit, scope: Scope) -> None:
         calls, module = scope.calls, scope.module()
         assert module is not None
+        attributes = Attributes(() if unit.stays else module.modules())
 
         def before(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
             if scope.may_take_over and (from_compiled or is_compiled(module)):
@@ -222,7 +223,7 @@ class Schedule:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
-                self._saved.outlive_attributes(scope.attributes)
+                self._saved.outlive_attributes(attributes)
             if torch.is_grad_enabled() and not unit.stays and not self._is_held(unit):
                 begin_backward = partial(self.begin_backward, unit)
                 for tensor in _made(output, (args, kwargs)):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import cached_property, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine.compat import forward_hooks, is_compiled
-from lightning_zero.engine.runtime.saved_tensors import Attributes
 from lightning_zero.engine.state.slot import BucketSlot
 
 
@@ -52,13 +51,6 @@ class Scope:
         self.calls: list[Call] = []  # running forwards of the module
         self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
         self.depth = 0
-
-    @cached_property
-    def attributes(self) -> Attributes:
-        """The module's attributes that ``outlive_attributes`` checks; used only if the unit is released."""
-        module = self.module()
-        assert module is not None, "the module was deleted in its forward"
-        return Attributes(module)
 
     def remove(self) -> None:
         for handle in self.handles:
