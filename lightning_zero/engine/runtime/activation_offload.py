@@ -174,15 +174,16 @@ class Kept:
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None, store: ActivationStore) -> None:
         self._store, self._requires_grad, self._form = store, tensor.requires_grad, _Form(tensor, parts)
-        category, nbytes = "host" if store.to_host else "activations", self._form.nbytes
-        store.ledger.add(category, nbytes)
-        weakref.finalize(self, store.ledger.add, category, -nbytes).atexit = False
-        self._original = Saved.of(tensor)
+        self._original = Saved(tensor.detach(), tensor._version, None)
         place = torch.device("cpu") if store.to_host else store.device
         is_pinned = store.to_host and store.device.type != "cpu"  # required for copies that run on their own
-        self._room = torch.empty(nbytes, dtype=torch.uint8, device=place, pin_memory=is_pinned)
+        self._room = torch.empty(self._form.numel, dtype=tensor.dtype, device=place, pin_memory=is_pinned)
+        category, nbytes = "host" if store.to_host else "activations", self._room.nbytes
+        store.ledger.add(category, nbytes)
+        weakref.finalize(self, store.ledger.add, category, -nbytes).atexit = False
         with at(store.copies):
-            self._form.in_place(self._room).copy_(self._form.kept_of(self._original.tensor), non_blocking=True)
+            kept = self._form.kept_of(self._original.tensor)
+            self._room[: len(kept)].copy_(kept, non_blocking=True)
 
     def let_go(self) -> None:
         """Release the original, so that later computation may reuse its memory."""
@@ -198,8 +199,13 @@ class Kept:
             return
         target = self._form.empty()
         with at(self._store.copies):
-            self._form.kept_of(target).copy_(self._form.in_place(self._room), non_blocking=True)
-            self._arriving = target, self._form.gather_rest(target)
+            kept = self._form.kept_of(target)
+            kept.copy_(self._room[: len(kept)], non_blocking=True)
+            wait = self._form.gather_rest(target)
+            if wait is not None and self._store.copies is not None:
+                wait()  # on the stream that has allocated the buffers of the gather
+                wait = None
+        self._arriving = target, wait
 
     def value(self) -> Tensor:
         """Return the values on the device, ready for the current stream.
@@ -237,7 +243,11 @@ def _span(tensor: Tensor) -> int:
 
 
 class _Form:
-    """Memory layout of a kept tensor, including its alignment, which may affect the order in which kernels sum."""
+    """Memory layout of a kept tensor, including its alignment, which may affect the order in which kernels sum.
+
+    Attributes:
+        numel: the number of elements that each rank keeps, including padding.
+    """
 
     def __init__(self, tensor: Tensor, parts: ActivationParts | None = None) -> None:
         self._size, self._stride = tensor.size(), tensor.stride()
@@ -246,18 +256,13 @@ class _Form:
         self._gather = partial(parts.gather, mark=mark_of(tensor)) if parts is not None else None
         rank, count = (parts.rank, parts.size) if parts is not None else (0, 1)
         self._span = _span(tensor)
-        length = -(-self._span // count)
-        self._padded = length * count
-        self._own = slice(rank * length, min((rank + 1) * length, self._span))
-        self.nbytes = length * tensor.element_size()
+        self.numel = -(-self._span // count)
+        self._padded = self.numel * count
+        self._own = slice(rank * self.numel, min((rank + 1) * self.numel, self._span))
 
     def kept_of(self, tensor: Tensor) -> Tensor:
         """The part of ``tensor`` that this rank keeps, as a 1-D view. ``tensor`` may be a result of ``empty``."""
         return tensor.as_strided((self._span,), (1,), tensor.storage_offset())[self._own]
-
-    def in_place(self, memory: Tensor) -> Tensor:
-        """View ``memory``, a tensor of bytes, as the kept elements."""
-        return memory[: self.nbytes].view(self._dtype)[: max(self._own.stop - self._own.start, 0)]
 
     def gather_rest(self, target: Tensor) -> Callable[[], Any] | None:
         """Start to fetch the elements kept by other ranks; return a function that waits for them. None if unneeded."""

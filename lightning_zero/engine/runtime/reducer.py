@@ -91,8 +91,8 @@ class GradientReducer:
     parameters they used.
 
     Args:
-        in_flight: maximum number of reductions, each with its own buffer, that run at one time.
-        overlap: False to wait for each reduction right after starting it.
+        in_flight: maximum number of reductions, each with its own buffer, that run at one time; 0 to wait for each
+            reduction right after starting it.
         reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1
             without tensor parallelism, where they accumulate locally.
 
@@ -110,12 +110,10 @@ class GradientReducer:
         *,
         reduce_dtype: torch.dtype | None,
         in_flight: int,
-        overlap: bool,
         reduces_every_backward: bool,
     ) -> None:
         self._schedule, self._communicator, self._streams, self._phases = schedule, communicator, streams, phases
-        self._in_flight = in_flight if overlap else 0
-        self._reduces_every_backward = reduces_every_backward
+        self._in_flight, self._reduces_every_backward = in_flight, reduces_every_backward
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
@@ -260,14 +258,11 @@ class GradientReducer:
         return any(p is not but and isinstance(p.grad, WrapperTensor) for p in parameters)
 
     def _launch_in_order(self, backward: _Backward) -> None:
-        order, late = backward.expectation.order, backward.expectation.late
-        while backward.position < len(order):
-            number = order[backward.position]
-            if number not in late:
-                if backward.missing[number] > 0 and number not in backward.left:
-                    return
-                self._launch(backward, number)
+        for number in backward.expectation.order[backward.position :]:
+            if backward.missing[number] > 0 and number not in backward.left:
+                return
             backward.position += 1
+            self._launch(backward, number)
 
     def _launch(self, backward: _Backward, number: int) -> None:
         bucket, gradients = self._buckets[number], self._gradients[number]
@@ -284,22 +279,20 @@ class GradientReducer:
         number, pending = backward.in_flight.popleft()
         with at(self._streams.home):
             crossing = self._gradients[number].start_crossing(pending)
-            if crossing is None:
-                self._finish_reduction(backward, number, pending)
-                return
-            backward.crossing.append((number, crossing))
-            while len(backward.crossing) > self._in_flight:
-                self._finish_reduction(backward, *backward.crossing.popleft())
+            backward.crossing.append((number, crossing or pending))
+            self._finish_crossing(backward, self._in_flight if crossing is not None else 0)
 
     def _finish_all(self, backward: _Backward) -> None:
         while backward.in_flight:
             self._finish_oldest(backward)
         with at(self._streams.home):
-            while backward.crossing:
-                self._finish_reduction(backward, *backward.crossing.popleft())
+            self._finish_crossing(backward, 0)
 
-    def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
-        backward.shards[number] = self._gradients[number].finish_reduction(pending)
+    def _finish_crossing(self, backward: _Backward, most: int) -> None:
+        """Finish reductions until at most this many cross machines."""
+        while len(backward.crossing) > most:
+            number, pending = backward.crossing.popleft()
+            backward.shards[number] = self._gradients[number].finish_reduction(pending)
 
     # -- at the end of backward -------------------------------------------------------------------------------------
 
@@ -337,11 +330,10 @@ class GradientReducer:
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
         """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
         expectation = backward.expectation
-        in_order = set(expectation.order) - expectation.late
+        in_order = set(expectation.order)
         # Launch these reductions before the control message: another rank, out of free buffers, may wait for one.
         for number in expectation.order[backward.position :]:
-            if number in in_order:
-                self._launch(backward, number)
+            self._launch(backward, number)
         used = [
             [count > 0 or (number, i) in backward.sent or gradients.has(i) for i, count in enumerate(counts)]
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
@@ -364,6 +356,7 @@ class GradientReducer:
             self._launch(backward, number)
         self._collect(backward, used)
         expectation.late.update(number for number, is_left in enumerate(was_left) if is_left)
+        expectation.order = [number for number in expectation.order if number not in expectation.late]
         self._learn(backward, used)
         return [
             slot
@@ -399,7 +392,7 @@ class GradientReducer:
                 seen = backward.counts[number][index]
                 before = expectation.counts[number][index] if expectation.observed else 0
                 expectation.counts[number][index] = max(seen, before, 1) if is_used else before
-        in_use = {number for number, flags in enumerate(used) if any(flags)}
+        in_use = {number for number, flags in enumerate(used) if any(flags)} - expectation.late
         if not expectation.observed or not in_use.issubset(expectation.order):
             # All ranks adopt rank 0's order of completed buckets. Buckets without gradients on rank 0 come last.
             seen_order = [number for number in backward.completed if number in in_use]

@@ -156,10 +156,6 @@ class Saved(NamedTuple):
     version: int
     bucket: Bucket | None
 
-    @classmethod
-    def of(cls, tensor: Tensor, bucket: Bucket | None = None) -> Saved:
-        return cls(tensor.detach(), tensor._version, bucket)
-
     @property
     def is_unchanged(self) -> bool:
         return self.tensor._version == self.version

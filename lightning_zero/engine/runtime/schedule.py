@@ -149,15 +149,12 @@ class Schedule:
             scopes: dict[int, Scope] = {}
             for name, owners in plan.owners.items():
                 slot = slots[name]
-                to_dtensor: Callable[[Tensor], Tensor] | None = None
-                if slot.placed.placements is not None:
-                    to_dtensor = partial(slot.bucket.communicator.tensor.shown, placed=slot.placed)
                 for owner in owners:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
                     holder = owner.module._parameters
                     scope.may_be_fused |= owner.may_be_fused and module is not root
-                    scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
+                    scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot))
             if unit.is_root:
                 for module in regions(root, set(scopes)):
                     scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
@@ -256,7 +253,7 @@ class Schedule:
                 ``full_parameters``, ``torch.func.functional_call`` and ``torch.export``.
         """
         for scope in self._scopes:
-            for holder, attribute, parameter, slot, _ in scope.entries:
+            for holder, attribute, parameter, slot in scope.entries:
                 found = holder.get(attribute)
                 if found is parameter or not isinstance(found, nn.Parameter):
                     continue

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero.engine.compat import forward_hooks, is_compiled
 from lightning_zero.engine.state.slot import BucketSlot
@@ -28,14 +28,12 @@ class Entry(NamedTuple):
 
     Attributes:
         holder, attribute: the dict that holds the parameter, and its key.
-        to_dtensor: makes the DTensor to compute with from the parameter's view; None unless the project made a DTensor.
     """
 
     holder: dict[str, Any]
     attribute: str
     parameter: nn.Parameter
     slot: BucketSlot
-    to_dtensor: Callable[[Tensor], Tensor] | None
 
 
 class Scope:
@@ -49,7 +47,7 @@ class Scope:
         self.entries: list[Entry] = []
         self._undo: list[Callable[[], None]] = []  # undoes, for each parameter, what ``enter_forward`` did
         self.calls: list[Call] = []  # running forwards of the module
-        self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
+        self._set_aside: list[tuple[Any, int, Any]] = []  # own hooks on the module, each with its dict and key
         self.depth = 0
 
     def remove(self) -> None:
@@ -70,7 +68,7 @@ class Scope:
         self.depth += 1
         if self.depth > 1:
             return
-        for holder, attribute, parameter, slot, to_dtensor in self.entries:
+        for holder, attribute, parameter, slot in self.entries:
             if holder.get(attribute) is not parameter:
                 continue  # replaced, within ``full_parameters`` or ``torch.func.functional_call``
             if slot.is_in_forward:
@@ -89,7 +87,7 @@ class Scope:
                 view.grad_dtype = view.dtype if torch.is_autocast_cache_enabled() else parameter.dtype
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
-            stand_in = view if to_dtensor is None else to_dtensor(view)
+            stand_in = slot.bucket.communicator.tensor.shown(view, slot.placed)
             self._undo.append(partial(slot.leave_forward, parameter, stand_in))
             slot.enter_forward(parameter, stand_in)
 
@@ -102,23 +100,19 @@ class Scope:
     def enter_window(self) -> None:
         """Like ``enter_forward``, but for a whole window, during which the module has only hooks of users."""
         self.enter_forward()
-        module, own = self.module(), {handle.id for handle in self.handles}
-        for hooks in forward_hooks(module) if module is not None else ():
-            self._set_aside.append((hooks, dict(hooks)))
-            for number in own.intersection(hooks):
-                del hooks[number]
+        module = self.module()
+        for hooks, handle in zip(forward_hooks(module), self.handles) if module is not None else ():
+            if handle.id in hooks:
+                self._set_aside.append((hooks, handle.id, hooks.pop(handle.id)))
 
     def leave_window(self) -> None:
-        """Undo ``enter_window``, unless ``recover`` has done so; hooks that users have added or removed stay so."""
-        if not self._set_aside:
-            return
-        own = {handle.id for handle in self.handles}
-        for hooks, before in self._set_aside:
-            now = dict(hooks)
-            hooks.clear()
-            hooks.update({number: hook for number, hook in before.items() if number in own or number in now} | now)
-        self._set_aside = []
-        self.leave_forward()
+        """Undo ``enter_window``, unless ``recover`` has done so. The own hooks then enclose those of users again."""
+        if self._set_aside:
+            for position, (hooks, number, hook) in enumerate(self._set_aside):
+                hooks[number] = hook
+                hooks.move_to_end(number, last=position > 0)
+            self._set_aside = []
+            self.leave_forward()
 
     def recover(self) -> None:
         """Reset to the state between two forwards."""
