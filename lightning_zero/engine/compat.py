@@ -63,14 +63,6 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 # The id of the running backward pass, or -1. Module hooks need it, since recomputation calls them in backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
-# Whether a node is part of the running backward pass, before or after the node has run; raises outside of a backward.
-is_in_running_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
-
-
-def sequence_number(node: Any) -> int:
-    """A number that is larger for nodes of the autograd graph that were made later in the same thread."""
-    number: int = node._sequence_nr()
-    return number
 
 
 def queue_callback(function: Callable[[], None]) -> None:

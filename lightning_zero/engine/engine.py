@@ -282,8 +282,7 @@ class Engine:
             self._shared.streams,
             self.phases,
             reduce_dtype=config.reduce_dtype,
-            in_flight=config.reduction_buffers,
-            overlap=config.overlap,
+            in_flight=config.reduction_buffers if config.overlap else 0,
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )

@@ -38,30 +38,6 @@ def test_code_can_tell_whether_it_runs_in_a_backward_pass():
     assert in_a_backward(compat.current_graph_task) >= 0
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(context, tensor):
-        return 2 * tensor
-
-    @staticmethod
-    def backward(context, gradient):
-        return 2 * gradient
-
-
-@pytest.mark.parametrize("double", [Doubled.apply, lambda tensor: 2 * tensor])
-def test_nodes_have_increasing_numbers_and_are_found_in_the_running_backward_pass_only(double):
-    tensor = torch.ones(2, requires_grad=True)
-    part, other = double(tensor), double(tensor)
-    loss, found = part.sum(), []
-    loss.register_hook(lambda _: found.extend(map(compat.is_in_running_backward, (part.grad_fn, other.grad_fn))))
-    loss.backward(retain_graph=True)
-    torch.autograd.grad(loss, tensor)
-    assert found == [True, False] * 2
-    assert compat.sequence_number(part.grad_fn) < compat.sequence_number(other.grad_fn)
-    (leaf, _), *_ = part.grad_fn.next_functions
-    assert not leaf.next_functions
-
-
 def test_a_function_is_called_at_the_end_of_a_backward_pass():
     order = []
     tensor = torch.ones(2, requires_grad=True)

@@ -38,7 +38,7 @@ class Absence:
     """
 
     ranks: list[int] = field(default_factory=list)
-    announce: Callable[[int], None] | None = None
+    announce: Callable[[int], object] | None = None
     is_turn: bool = False
 
 

@@ -174,7 +174,7 @@ def assign_to_buckets(
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = _numel_that_stays(config, plans, numels)
     over = placements.optimizer.over
-    ranks, order = mesh.size(over), mesh.order(over)
+    ranks = mesh.size(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
@@ -187,7 +187,7 @@ def assign_to_buckets(
     units: list[list[UnshardedBucket]] = [[] for _ in plans]
     for number, (of_unit, kind, part) in enumerate(parts):
         named = [(name, shares[name]) for name, _ in part]
-        layout = BucketLayout.of(named, ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes)
+        layout = BucketLayout.of(named, ranks, owners.get(number), rank=mesh.rank, order=mesh.order, nodes=nodes)
         numel = sum(numels[name] for name, _ in part)
         stays = kind.trains and numel_that_stay >= numel
         numel_that_stay -= numel if stays else 0

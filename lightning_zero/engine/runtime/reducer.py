@@ -91,8 +91,8 @@ class GradientReducer:
     parameters they used.
 
     Args:
-        in_flight: maximum number of reductions, each with its own buffer, that run at one time.
-        overlap: False to wait for each reduction right after starting it.
+        in_flight: maximum number of reductions, each with its own buffer, that run at one time; 0 to wait for each
+            reduction right after starting it.
         reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1
             without tensor parallelism, where they accumulate locally.
 
@@ -110,17 +110,13 @@ class GradientReducer:
         *,
         reduce_dtype: torch.dtype | None,
         in_flight: int,
-        overlap: bool,
         reduces_every_backward: bool,
     ) -> None:
         self._schedule, self._communicator, self._streams, self._phases = schedule, communicator, streams, phases
-        self._in_flight = in_flight if overlap else 0
-        self._reduces_every_backward = reduces_every_backward
+        self._in_flight, self._reduces_every_backward = in_flight, reduces_every_backward
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
-        numbers = count()
-        self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
         self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
         self.synchronise = True  # whether the next backward is synchronised; False under ``no_sync``
         self._synchronises = True  # whether the running backward is synchronised
@@ -200,26 +196,22 @@ class GradientReducer:
 
         Args:
             unit: the unit whose backward begins; it is not gathered yet.
-            left: the previous unit, if backward has left it for the last time.
+            left: the unit whose backward began before, if any.
         """
         backward = self._backward
         if backward is None or not self._synchronises or self._end() is None:  # None: an exception ended that backward
             return
-        for number in self._numbers_of[left] if left is not None and not left.depth else []:
-            self._leave(backward, number)
-        # Backward never leaves the root and units that stay gathered. In the first backward the order is only a guess.
-        for number in backward.expectation.order[backward.position :] if backward.expectation.observed else []:
+        is_known = backward.expectation.observed  # in the first backward, the order is only a guess
+        for number in backward.expectation.order[backward.position :]:
             following = self._units[number]
+            # Backward never leaves the root and units that stay gathered.
             is_ahead = following.phase is Phase.AWAITED and not (following.is_root or following.stays)
             if following is unit or is_ahead:
-                break
-            self._leave(backward, number)
+                if is_known:
+                    break
+            elif backward.missing[number] > 0 and (is_known or following is left):
+                backward.left.add(number)
         self._launch_in_order(backward)
-
-    def _leave(self, backward: _Backward, number: int) -> None:
-        if number not in backward.expectation.late and backward.missing[number] > 0:
-            backward.missing[number] = 0
-            backward.left.add(number)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
         """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
@@ -266,14 +258,11 @@ class GradientReducer:
         return any(p is not but and isinstance(p.grad, WrapperTensor) for p in parameters)
 
     def _launch_in_order(self, backward: _Backward) -> None:
-        order, late = backward.expectation.order, backward.expectation.late
-        while backward.position < len(order):
-            number = order[backward.position]
-            if number not in late:
-                if backward.missing[number] > 0:
-                    return
-                self._launch(backward, number)
+        for number in backward.expectation.order[backward.position :]:
+            if backward.missing[number] > 0 and number not in backward.left:
+                return
             backward.position += 1
+            self._launch(backward, number)
 
     def _launch(self, backward: _Backward, number: int) -> None:
         bucket, gradients = self._buckets[number], self._gradients[number]
@@ -290,22 +279,20 @@ class GradientReducer:
         number, pending = backward.in_flight.popleft()
         with at(self._streams.home):
             crossing = self._gradients[number].start_crossing(pending)
-            if crossing is None:
-                self._finish_reduction(backward, number, pending)
-                return
-            backward.crossing.append((number, crossing))
-            while len(backward.crossing) > self._in_flight:
-                self._finish_reduction(backward, *backward.crossing.popleft())
+            backward.crossing.append((number, crossing or pending))
+            self._finish_crossing(backward, self._in_flight if crossing is not None else 0)
 
     def _finish_all(self, backward: _Backward) -> None:
         while backward.in_flight:
             self._finish_oldest(backward)
         with at(self._streams.home):
-            while backward.crossing:
-                self._finish_reduction(backward, *backward.crossing.popleft())
+            self._finish_crossing(backward, 0)
 
-    def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
-        backward.shards[number] = self._gradients[number].finish_reduction(pending)
+    def _finish_crossing(self, backward: _Backward, most: int) -> None:
+        """Finish reductions until at most this many cross machines."""
+        while len(backward.crossing) > most:
+            number, pending = backward.crossing.popleft()
+            backward.shards[number] = self._gradients[number].finish_reduction(pending)
 
     # -- at the end of backward -------------------------------------------------------------------------------------
 
@@ -343,17 +330,16 @@ class GradientReducer:
     def _complete(self, backward: _Backward) -> list[BucketSlot]:
         """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
         expectation = backward.expectation
-        in_order = set(expectation.order) - expectation.late
+        in_order = set(expectation.order)
         # Launch these reductions before the control message: another rank, out of free buffers, may wait for one.
         for number in expectation.order[backward.position :]:
-            if number in in_order:
-                self._launch(backward, number)
+            self._launch(backward, number)
         used = [
             [count > 0 or (number, i) in backward.sent or gradients.has(i) for i, count in enumerate(counts)]
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
         late = [number in in_order and gradients.has_any for number, gradients in enumerate(self._gradients)]
-        was_left = [is_late and number in backward.left for number, is_late in enumerate(late)]
+        was_left = [is_late and expectation.observed and number in backward.left for number, is_late in enumerate(late)]
         with self._phases("wait for the other ranks", _END):
             flags = [*chain.from_iterable(used), *late, *was_left, *self.hyperparameters.flags()]
             agreed = iter(self._communicator.control.any_rank(flags, _END))
@@ -370,6 +356,7 @@ class GradientReducer:
             self._launch(backward, number)
         self._collect(backward, used)
         expectation.late.update(number for number, is_left in enumerate(was_left) if is_left)
+        expectation.order = [number for number in expectation.order if number not in expectation.late]
         self._learn(backward, used)
         return [
             slot
@@ -405,7 +392,7 @@ class GradientReducer:
                 seen = backward.counts[number][index]
                 before = expectation.counts[number][index] if expectation.observed else 0
                 expectation.counts[number][index] = max(seen, before, 1) if is_used else before
-        in_use = {number for number, flags in enumerate(used) if any(flags)}
+        in_use = {number for number, flags in enumerate(used) if any(flags)} - expectation.late
         if not expectation.observed or not in_use.issubset(expectation.order):
             # All ranks adopt rank 0's order of completed buckets. Buckets without gradients on rank 0 come last.
             seen_order = [number for number in backward.completed if number in in_use]

@@ -296,7 +296,7 @@ class BucketGradients:
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
         """Like ``_sum_of``, but divided by the number of all ranks, also if the sum is only within a machine so far."""
         total = self._sum_of(pending)
-        return total.mul_(self.bucket.layout.mean) if isinstance(total, Tensor) else total
+        return total.mul_(1.0 / self.bucket.layout.world_size) if isinstance(total, Tensor) else total
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
@@ -341,7 +341,7 @@ class BucketGradients:
                 totals = list(total.values())
                 reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
             else:
-                spans = self.bucket.layout.spans_of(self.bucket.layout.rank)
+                spans = self.bucket.layout.own_spans
                 totals, reduced = [total], [(slots, spans, 0)]
             totals = [total.to(self._dtype_at_rest) for total in totals]
             bits = partial(random_bits, self.bucket.rounding.key, self.bucket.layout)
@@ -365,7 +365,7 @@ class BucketGradients:
         (begin, _), (low, high) = layout.own_part, layout.own_range
         own = slice(low - begin, high - begin)
         if shard is None:
-            shard = GradientShard(total[own], layout.spans_of(layout.rank), 0, None, self.bucket.ledger)
+            shard = GradientShard(total[own], layout.own_spans, 0, None, self.bucket.ledger)
             shard.take_over(slots)
         shard.accumulate(total, own, self._sum_over_machines)
         return shard

@@ -65,7 +65,7 @@ class GradientShard:
     over machines.
 
     Args:
-        spans: layout of ``flat``, see ``BucketLayout.spans_of``.
+        spans: layout of ``flat``, see ``BucketLayout.own_spans``.
         start: the position of ``flat`` within this rank's shard of the bucket.
         arrival: background copy that fills ``flat``; None if ``flat`` is already filled.
 

@@ -66,7 +66,7 @@ def random_bits(
         what: the name of what is rounded, such as an optimizer state.
     """
     pieces, position = [torch.empty(0, dtype=torch.int32, device=device)], 0
-    for numel, index, first in layout.spans_of(layout.rank):
+    for numel, index, first in layout.own_spans:
         start, stop = max(position, part.start), min(position + numel, part.stop)
         if start < stop:
             segment = layout.segments[index or 0]  # in a gap, bits do not matter

@@ -56,7 +56,7 @@ class BucketSlot:
     def find_range(self) -> None:
         """Set this rank's range of the parameter from the bucket's layout."""
         layout, index = self.bucket.layout, self.index
-        start, stop = layout.owned_range(index, index, layout.rank)
+        start, stop = layout.owned_range(index, layout.rank)
         self.offset, self.local_numel = start - layout.segments[index].start, stop - start
         low, _ = layout.own_range
         self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
@@ -243,7 +243,7 @@ class BucketSlot:
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened share that each rank holds, in the order of ranks."""
         layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
-        owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
+        owned = (layout.owned_range(self.index, rank) for rank in range(layout.world_size))
         return [(start - first, stop - first) for start, stop in owned]
 
     @property
