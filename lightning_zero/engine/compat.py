@@ -18,7 +18,7 @@ import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from itertools import chain
+from functools import partial
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
@@ -53,7 +53,6 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
-from torch.utils.weak import WeakIdKeyDictionary
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """The exceptions that operators on fake tensors raise if their result depends on the tensors' values."""
@@ -267,6 +266,24 @@ def flatten_weights(module: torch.nn.RNNBase) -> None:
     module._init_flat_weights()
 
 
+def leave_out_of_copies(module: torch.nn.Module, own: type) -> None:
+    """Leave forward hooks of the class ``own`` out of copies and pickles of a module, and of the handles of its hooks.
+
+    ``copy.deepcopy`` and ``pickle`` look up ``__reduce_ex__`` on the dictionaries of hooks, before the class is asked.
+    """
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        all_hooks = weakref.ref(vars(module)[kind])
+        for name, hooks in vars(module).items():
+            if name.startswith(kind):  # also the dictionaries with the options of hooks
+                hooks.__reduce_ex__ = partial(_reduce_without, own, weakref.ref(hooks), all_hooks)
+
+
+def _reduce_without(own: type, hooks: Any, all_hooks: Any, _: int) -> Any:
+    """What ``OrderedDict.__reduce_ex__`` returns, without the entries of hooks of the class ``own``."""
+    of_users = {number for number, hook in all_hooks().items() if not isinstance(hook, own)}
+    return OrderedDict, (), None, None, iter([entry for entry in hooks().items() if entry[0] in of_users])
+
+
 # -- torch.compile -----------------------------------------------------------------------------------------------------
 
 
@@ -378,62 +395,6 @@ def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
         return undo
 
     return Patch(install)
-
-
-def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
-    """Return patches that leave the engine's hooks and attributes on modules out of copies and pickles of the modules.
-
-    The second patch does the same for the handles of users' hooks, which refer to the same dictionaries.
-    """
-
-    def kept(hooks: dict[int, Any], numbers: set[int]) -> dict[int, Any]:
-        if numbers.issuperset(hooks):
-            return hooks
-        # the same object during one copy, so that the copies of a module and of a handle have the same dictionary, too
-        reference = _without_own.get(hooks)
-        copy = reference() if reference is not None else None
-        if copy is None:
-            copy = OrderedDict()
-            _without_own[hooks] = weakref.ref(copy)
-        copy.clear()
-        copy.update((number, hook) for number, hook in hooks.items() if number in numbers)
-        return copy
-
-    def of_users(*all_hooks: dict[int, Any]) -> set[int]:
-        return {number for hooks in all_hooks for number, hook in hooks.items() if not is_own(hook)}
-
-    def cleaned(part: Any) -> Any:
-        if type(part) is tuple:
-            return tuple(map(cleaned, part))
-        if not isinstance(part, dict) or "_forward_hooks" not in part:
-            return part
-        numbers = of_users(part["_forward_hooks"], part["_forward_pre_hooks"])
-        return {
-            name: kept(value, numbers) if name.startswith(("_forward_hooks", "_forward_pre_hooks")) else value
-            for name, value in part.items()
-            if not is_own(value)
-        }
-
-    def reduce(original: Any) -> Any:
-        return lambda module, protocol: cleaned(original(module, protocol))
-
-    def state_of(original: Any) -> Any:
-        def state(handle: Any) -> Any:
-            hooks, number, *extra = original(handle)
-            numbers = of_users(hooks or {})
-            others = [tuple(kept(each, numbers) for each in extra[0])] if extra else []
-            return (hooks and kept(hooks, numbers), number, *others)
-
-        return state
-
-    return (
-        replaced(torch.nn.Module, "__reduce_ex__", reduce),
-        replaced(torch.utils.hooks.RemovableHandle, "__getstate__", state_of),
-    )
-
-
-_without_own: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""For each dictionary of hooks, a weak reference to the dictionary that copies have in its place."""
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:

@@ -25,7 +25,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
-from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
+from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies, tree_leaves
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
@@ -76,7 +76,6 @@ if TYPE_CHECKING:
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 _AHEAD_BYTES = 2**26  # of the tensors of a state dict that are gathered at once; a larger one is gathered alone
-_NOT_COPIED = not_copied(lambda value: isinstance(value, (OwnHook, JoinedMethod)))
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -180,8 +179,8 @@ class Engine:
             self._share_unsharded(module)
             self._install(module, plans, optimizers, checkpointed, activations)
             _engines[module] = weakref.ref(self)
-            for patch in _NOT_COPIED:
-                patch.hold(self)
+            for inner in module.modules():
+                leave_out_of_copies(inner, OwnHook)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import io
@@ -208,6 +209,28 @@ def test_post_accumulate_grad_hooks_can_be_read():
     assert list(compat.accumulation_hooks(tensor).values()) == [hook]
 
 
+class Hook:
+    def __call__(self, *_, **__):
+        pass
+
+
+def test_forward_hooks_of_a_class_are_left_out_of_copies_and_pickles():
+    module = nn.Linear(2, 2)
+    module.handle = module.register_forward_hook(print, always_call=True)
+    for _ in range(2):
+        compat.leave_out_of_copies(module, Hook)
+    module.register_forward_hook(Hook(), always_call=True, with_kwargs=True)
+    module.register_forward_pre_hook(Hook(), with_kwargs=True)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert list(other._forward_hooks.values()) == [print] and not other._forward_pre_hooks
+        assert list(other._forward_hooks_always_called) == [module.handle.id]
+        assert not other._forward_hooks_with_kwargs and not other._forward_pre_hooks_with_kwargs
+        assert other.handle.hooks_dict_ref() is other._forward_hooks
+    reference = weakref.ref(module)
+    del module
+    assert reference() is None
+
+
 def test_hooks_of_an_optimizer_can_be_ordered():
     calls, optimizer = [], torch.optim.SGD([torch.ones(2, requires_grad=True)], lr=0.1)
     optimizer.register_step_post_hook(lambda *_: calls.append("first"))
@@ -392,8 +415,6 @@ def what_engines_patch():
         torch.autograd.graph.disable_saved_tensors_hooks,
         torch.optim.Optimizer.zero_grad,
         tuple(_foreach_utils._foreach_supported_types),
-        nn.Module.__reduce_ex__,
-        torch.utils.hooks.RemovableHandle.__getstate__,
     )
 
 
