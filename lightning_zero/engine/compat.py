@@ -334,11 +334,8 @@ def calls_on_stack(names: Container[str]) -> Iterator[tuple[str, Any]]:
 
 
 def is_within_meta_device() -> bool:
-    """Whether the running operator was called within ``torch.device("meta")``; torch disables it for the operator."""
-    enter = _device.DeviceContext.__torch_function__.__code__
-    # of several contexts, torch calls the innermost first
-    contexts = [frame.f_locals["self"] for frame in _frames() if frame.f_code is enter]
-    return bool(contexts) and contexts[-1].device.type == "meta"
+    """Whether ``torch.device("meta")`` is in effect; in an operator, ``torch.get_default_device`` does not tell."""
+    return _device.CURRENT_DEVICE is not None and _device.CURRENT_DEVICE.type == "meta"
 
 
 def is_in_functional_call() -> bool:

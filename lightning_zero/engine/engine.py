@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
-from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies, tree_leaves
+from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
@@ -66,9 +66,9 @@ from lightning_zero.engine.state.extensions import Extension, Scales, without_ex
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import reading_ahead
+from lightning_zero.engine.streaming import whole_values
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import Leaf, identity, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
@@ -123,6 +123,7 @@ class Engine:
         config: the options.
         placements: how the stage shards parameters, gradients and optimizer state.
         units: the units in the order of the plan; the root unit is first.
+        windows: opens and closes steps, and copies rank 0's buffers.
 
     Raises:
         ValueError, TypeError: if the module, the optimizers or the options are not supported; nothing has been changed.
@@ -287,7 +288,7 @@ class Engine:
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
         self._optimizers = Optimizers(config, module, self.buckets, self._shared)
-        self._windows = Windows(
+        self.windows = Windows(
             module,
             self.schedule,
             self.reducer,
@@ -297,7 +298,7 @@ class Engine:
             before=self._optimizers.before_forward,
             check=partial(check_frozen, self._scripted),
         )
-        self.sync_buffers()
+        self.windows.sync_buffers()
         self.set_optimizers(optimizers)
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(self._before_forward)
@@ -314,10 +315,10 @@ class Engine:
         ]
 
     def _before_forward(self, *_: Any) -> None:
-        self._windows.before_forward()
+        self.windows.before_forward()
 
     def _after_forward(self, _: bool, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._windows.after_forward(output)
+        self.windows.after_forward(output)
 
     @property
     def module(self) -> nn.Module:
@@ -339,24 +340,7 @@ class Engine:
 
     def window(self) -> AbstractContextManager[None]:
         """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
-        return self._windows.step()
-
-    @property
-    def buffers_follow(self) -> bool:
-        """Whether the next step's forward begins by copying rank 0's buffers to all ranks."""
-        return self._windows.buffers_follow
-
-    @buffers_follow.setter
-    def buffers_follow(self, follow: bool) -> None:
-        self._windows.buffers_follow = follow
-
-    def note_forward(self) -> None:
-        """Set ``buffers_follow`` after a step's forward: like DDP, only if the forward's backward is synchronised."""
-        self._windows.note_forward()
-
-    def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers, as DDP does. Collective."""
-        self._windows.sync_buffers()
+        return self.windows.step()
 
     def take_turn(self, position: int | None) -> None:
         """Join uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
@@ -369,9 +353,9 @@ class Engine:
             position: the index of the next batch's dataloader; None at the end of the loop.
         """
         if self.gathers:
-            if self.buffers_follow:
-                self.sync_buffers()  # here, since every rank makes this call
-                self.buffers_follow = False
+            if self.windows.buffers_follow:
+                self.windows.sync_buffers()  # here, since every rank makes this call
+                self.windows.buffers_follow = False
             self.join.take(position)
 
     @property
@@ -503,15 +487,16 @@ class Engine:
                 state.pop(name, None)
             if leaf is in_parts:
                 return state
-            sharded: dict[Any, ShardedTensor] = {}
-            for each in tree_leaves(state):
-                if isinstance(each, ShardedTensor):
-                    sharded.setdefault(identity(each), each)  # ``walk`` reads the first of several aliases
-            if all(tensor.whole_at_hand() is not None for tensor in sharded.values()):
+            sharded: list[ShardedTensor] = []
+            walk(state, sharded.append, lambda value: isinstance(value, ShardedTensor))
+            if all(tensor.whole_at_hand() is not None for tensor in sharded):
                 return walk(state, leaf)
-            ahead = reading_ahead(list(sharded.values()), _AHEAD_BYTES)
-            with self.rendezvous.met("the module's state dict"), ahead:
-                return walk(state, leaf)
+            named = [(tensor.slot.name, tensor) for tensor in sharded]
+            with (
+                self.rendezvous.met("the module's state dict"),
+                closing(whole_values(named, _AHEAD_BYTES)) as whole,
+            ):  # ``walk`` visits the tensors in the same order
+                return walk(state, lambda value: leaf(next(whole) if isinstance(value, ShardedTensor) else value))
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
@@ -643,7 +628,7 @@ class Engine:
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()
-        self._windows.activations = None
+        self.windows.activations = None
         restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
         if (module := self._module()) is not None:
             _engines.pop(module, None)

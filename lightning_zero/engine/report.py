@@ -24,15 +24,10 @@ class DeviceMemory:
     Attributes:
         allocated_peak: the most bytes that tensors occupied at one time.
         reserved_peak: the most bytes that the allocator held at one time.
-        inactive_split_peak: the most unused bytes that the allocator could not return to the device, since tensors used
-            other parts of the same segments.
-        retries: how many allocations failed and were retried after cached memory was returned to the device.
     """
 
     allocated_peak: int
     reserved_peak: int
-    inactive_split_peak: int
-    retries: int
 
     @property
     def fragmentation(self) -> float:
@@ -158,8 +153,7 @@ def _memory_of(device: torch.device) -> DeviceMemory | None:
     if read is None:
         return None
     counts = read(device)
-    names = *(f"{kind}_bytes.all.peak" for kind in ("allocated", "reserved", "inactive_split")), "num_alloc_retries"
-    return DeviceMemory(*(counts.get(name, 0) for name in names))
+    return DeviceMemory(counts.get("allocated_bytes.all.peak", 0), counts.get("reserved_bytes.all.peak", 0))
 
 
 def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:
