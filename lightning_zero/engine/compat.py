@@ -11,7 +11,6 @@ Checked with torch 2.11, 2.13 and 2.15. Exceptions: private names of ``torch.dis
 
 from __future__ import annotations
 
-import copyreg
 import sys
 import threading
 import traceback
@@ -107,8 +106,6 @@ swap_tensor = torch._C._swap_tensor_impl
 # Asserts on the device that a value is true, after the work already queued there; the host need not wait for the value.
 assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
 
-slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
-
 make_wrapper = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
@@ -121,6 +118,11 @@ address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # The attribute that ``nn.Parameter(tensor)`` sets to True on an instance of a tensor subclass.
 PARAMETER_MARK = "_is_param"
+
+
+def let_foreach_take(cls: type) -> None:
+    """Let ``foreach`` functions accept a tensor class, so that clipping needs one reduction, not one per parameter."""
+    _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -334,8 +336,11 @@ def calls_on_stack(names: Container[str]) -> Iterator[tuple[str, Any]]:
 
 
 def is_within_meta_device() -> bool:
-    """Whether ``torch.device("meta")`` is in effect; in an operator, ``torch.get_default_device`` does not tell."""
-    return _device.CURRENT_DEVICE is not None and _device.CURRENT_DEVICE.type == "meta"
+    """Whether the running operator was called within ``torch.device("meta")``; torch disables it for the operator."""
+    enter = _device.DeviceContext.__torch_function__.__code__
+    # of several contexts, torch calls the innermost first
+    contexts = [frame.f_locals["self"] for frame in _frames() if frame.f_code is enter]
+    return bool(contexts) and contexts[-1].device.type == "meta"
 
 
 def is_in_functional_call() -> bool:
@@ -352,68 +357,41 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Patch:
-    """A patch of a torch module, in effect as long as at least one owner lives.
+    """A patch that replaces an attribute of a module with ``make(original)`` as long as at least one owner lives."""
 
-    Args:
-        install: applies the patch and returns a function that reverts it.
-    """
-
-    def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
-        self._install, self._undo = install, install  # ``_undo``: a placeholder until the patch is installed
+    def __init__(self, holder: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._holder, self._name, self._make = holder, name, make
+        self._before = self._ours = None
         self._count, self._lock = 0, threading.RLock()  # reentrant: a garbage collection may call ``_let_go``
 
     def hold(self, owner: object) -> None:
         """Keep the patch in effect until the owner is deleted."""
         with self._lock:
             if not self._count:
-                self._undo = self._install()  # type: ignore[assignment]
+                self._before = getattr(self._holder, self._name)
+                self._ours = self._make(self._before)
+                setattr(self._holder, self._name, self._ours)
             self._count += 1
         weakref.finalize(owner, self._let_go).atexit = False
 
     def _let_go(self) -> None:
         with self._lock:
             self._count -= 1
-            if not self._count:
-                self._undo()
-
-
-def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """A patch that replaces an attribute of a module with ``make(original)``."""
-
-    def install() -> Callable[[], None]:
-        before = getattr(holder, name)
-        ours = make(before)
-
-        def undo() -> None:
-            if getattr(holder, name) is ours:  # otherwise another patch wraps ours: leave both
-                setattr(holder, name, before)
-
-        setattr(holder, name, ours)
-        return undo
-
-    return Patch(install)
+            # otherwise another patch wraps ours: leave both
+            if not self._count and getattr(self._holder, self._name) is self._ours:
+                setattr(self._holder, self._name, self._before)
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:
     """Patch ``torch.autograd.grad`` and ``backward`` to include gradients of the unsharded tensors that units used."""
-    return replaced(torch.autograd, "_engine_run_backward", make)
+    return Patch(torch.autograd, "_engine_run_backward", make)
 
 
 def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
     """Patch the check in ``torch.func`` that refuses saved-tensor hooks, since the engine uses such hooks."""
-    return replaced(torch.autograd.graph, "disable_saved_tensors_hooks", make)
+    return Patch(torch.autograd.graph, "disable_saved_tensors_hooks", make)
 
 
 def zero_grad(make: Callable[[Any], Any]) -> Patch:
     """Patch ``Optimizer.zero_grad``, since no hook is called when a step raises while the groups hold masters."""
-    return replaced(torch.optim.Optimizer, "zero_grad", make)
-
-
-def taken_by_foreach(cls: type) -> Patch:
-    """Let ``foreach`` functions accept a tensor class, so that clipping needs one reduction, not one per parameter."""
-
-    def install() -> Callable[[], None]:
-        _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
-        return lambda: _foreach_utils._foreach_supported_types.remove(cls)  # type: ignore[arg-type]
-
-    return Patch(install)
+    return Patch(torch.optim.Optimizer, "zero_grad", make)

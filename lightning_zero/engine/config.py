@@ -23,7 +23,7 @@ OffloadTarget = Literal["cpu", "nvme"]
 
 # The paper's names (P_os, P_os+g, P_os+g+p), and names from other texts that say what each stage shards in addition
 # to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
-_STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
+_STAGES = {"1": 1, "os": 1, "o": 1, "2": 2, "os+g": 2, "d": 2, "3": 3, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters whose master weights and gradients are in fp32, unless ``masters=False``."""
@@ -282,12 +282,6 @@ class CompressionConfig:
 _COMPRESSIONS = {"int8": {"gradients": "int8"}, "int4": {"gradients": "int4"}}
 
 
-def name_of_compression(compression: CompressionConfig) -> str:
-    """A compression as a user would write it: its name if it has one, otherwise the ``CompressionConfig``."""
-    is_named = compression == CompressionConfig(compression.gradients)
-    return repr(compression.gradients if is_named else compression)
-
-
 def default_folder() -> str:
     """The default folder for this user's offloaded files, in the folder for temporary files (``$TMPDIR``).
 
@@ -309,15 +303,13 @@ def stage_number(stage: int | str) -> int:
     Raises:
         ValueError: if there is no such stage.
     """
-    key = _STAGE_NAMES.get(stage.lower().strip(), stage) if isinstance(stage, str) else stage
-    if isinstance(key, str) and key.isdecimal():
-        key = int(key)
-    if isinstance(key, bool) or not isinstance(key, int) or key not in (1, 2, 3):
+    name = str(stage).lower().strip() if isinstance(stage, (int, str)) else ""
+    if name not in _STAGES:
         raise ValueError(
             f"stage={shown(stage)} is not a ZeRO stage: write 1, 2 or 3, or the paper's name 'os', 'os+g' or "
             "'os+g+p'. For stage 0, use Lightning's strategy='ddp'."
         )
-    return int(key)
+    return _STAGES[name]
 
 
 def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -328,9 +320,9 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if reduce_dtype is None:
         return None
-    for name, dtype in _WIRE_DTYPES.items():
-        if isinstance(reduce_dtype, (str, torch.dtype)) and reduce_dtype in (name, dtype):
-            return dtype
+    dtype = _WIRE_DTYPES.get(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
+    if isinstance(dtype, torch.dtype) and dtype in _WIRE_DTYPES.values():
+        return dtype
     raise ValueError(
         f"reduce_dtype={shown(reduce_dtype)} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None "
         "for the dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."

@@ -66,7 +66,7 @@ from lightning_zero.engine.state.extensions import Extension, Scales, without_ex
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import whole_values
+from lightning_zero.engine.streaming import whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
 from lightning_zero.io.options import check_names, names_of_options
@@ -487,16 +487,16 @@ class Engine:
                 state.pop(name, None)
             if leaf is in_parts:
                 return state
-            sharded: list[ShardedTensor] = []
-            walk(state, sharded.append, lambda value: isinstance(value, ShardedTensor))
-            if all(tensor.whole_at_hand() is not None for tensor in sharded):
+            sharded: list[tuple[str, ShardedTensor]] = []
+
+            def is_sharded(value: Any) -> bool:
+                return isinstance(value, ShardedTensor)
+
+            walk(state, lambda tensor: sharded.append((tensor.slot.name, tensor)), is_sharded)  # aliases only once
+            if all(tensor.whole_at_hand() is not None for _, tensor in sharded):
                 return walk(state, leaf)
-            named = [(tensor.slot.name, tensor) for tensor in sharded]
-            with (
-                self.rendezvous.met("the module's state dict"),
-                closing(whole_values(named, _AHEAD_BYTES)) as whole,
-            ):  # ``walk`` visits the tensors in the same order
-                return walk(state, lambda value: leaf(next(whole) if isinstance(value, ShardedTensor) else value))
+            with self.rendezvous.met("the module's state dict"), closing(whole_tensors(sharded, _AHEAD_BYTES)) as whole:
+                return walk(state, lambda tensor: leaf(next(whole) if is_sharded(tensor) else tensor))
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.

@@ -77,7 +77,7 @@ def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:
 
 def stream(parts: Sequence[Part], max_bytes: int) -> Iterator[Named]:
     """Yield the results of parts, in new memory. Collective; see ``iter_full_parameters``."""
-    whole = whole_values([source for part in parts for source in part.sources], max_bytes)
+    whole = whole_tensors([source for part in parts for source in part.sources], max_bytes)
     for part in parts:
         made = list(islice(whole, len(part.sources)))
         if part.compute is not None:
@@ -99,8 +99,8 @@ def _bucket_of(tensors: Iterable[Tensor]) -> Bucket | None:
     return next((tensor.slot.bucket for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
-def whole_values(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor, None, None]:
-    """Yield the whole tensors, in new memory. Each begins to be gathered as soon as ``max_bytes`` allows."""
+def whole_tensors(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor, None, None]:
+    """Yield whole tensors, in new memory. Each begins to be gathered as soon as ``max_bytes`` allows. Collective."""
     bucket, left = _bucket_of(tensor for _, tensor in tensors), deque(tensors)
     ledger = bucket.ledger if bucket is not None else Ledger()
     begun: deque[tuple[int, Callable[[], Tensor]]] = deque()

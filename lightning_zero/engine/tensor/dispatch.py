@@ -20,6 +20,7 @@ from lightning_zero.engine.comm.process_group import ReduceOp, wait_for
 from lightning_zero.engine.compat import (
     current_autograd_node,
     current_graph_task,
+    let_foreach_take,
     tree_flatten,
     tree_map,
     tree_unflatten,
@@ -433,3 +434,4 @@ def _act(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 WrapperTensor.act = staticmethod(_act)
+let_foreach_take(ShardedTensor)

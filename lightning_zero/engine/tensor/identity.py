@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gradient_hooks, slot_names, swap_tensor
+from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gradient_hooks, swap_tensor
 
 
 def set_contents(tensor: Tensor, other: Tensor) -> None:
@@ -32,7 +32,7 @@ def exchange(tensor: Tensor, other: Tensor) -> None:
     own = attributes_of_users(tensor)
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     exchange_memory(tensor, other)
-    for name in slot_names(type(tensor)):  # a DTensor has attributes in ``__slots__``
+    for name in getattr(type(tensor), "__slots__", ()):  # of a DTensor
         of_tensor, of_other = (_taken(each, name) for each in (tensor, other))
         for each, values in ((tensor, of_other), (other, of_tensor)):
             for value in values:
@@ -103,4 +103,4 @@ def _taken(tensor: Tensor, name: str) -> list[Any]:
     return values
 
 
-_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source", "_base_tensor", "_steps"}
+_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source", "base", "steps"}

@@ -151,9 +151,6 @@ class LazyTensor(WrapperTensor):
         self._source = source
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The meta device until the tensor has values."""
