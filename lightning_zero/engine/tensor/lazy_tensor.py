@@ -74,8 +74,7 @@ class _LazyValues:
         writes: the operators that have written to a tensor that had no values; None if it has values.
         held: values in memory, to which operators write in place; unwritten elements are marked while there are
             ``writes``. None if the values are elsewhere, or are the result of few ``writes``.
-        is_checked, is_written: whether ``is_written`` takes account of the latest operators; whether ``writes``
-            determine every element.
+        is_written: whether ``writes`` determine every element; None if that is not known.
         initialised_by: the initialisers whose operators were not recorded; see ``initialisers.label``.
     """
 
@@ -86,8 +85,7 @@ class _LazyValues:
     write: Callable[[Tensor], None] | None = None
     writes: list[Write] | None = None
     held: Tensor | None = None
-    is_checked: bool = True
-    is_written: bool = False
+    is_written: bool | None = False
     initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor) -> None:
@@ -158,8 +156,8 @@ class LazyTensor(WrapperTensor):
 
     def _is_written(self) -> bool:
         source = self._source
-        if not source.is_checked:
-            source.is_checked, source.is_written = True, not is_unset(self._repeated())
+        if source.is_written is None:
+            source.is_written = not is_unset(self._repeated())
             if source.is_written and source.held is not None:
                 source.use(source.held)
         return source.is_written
@@ -190,23 +188,25 @@ class LazyTensor(WrapperTensor):
         """
         source = self._source
         writes, write = source.writes, Write(steps, function, args, kwargs)
-        if writes is not None and is_within_meta_device():
+        if writes is None:
+            assert source.held is not None
+            write.run(source.held)
+            return
+        if is_within_meta_device():
             source.held = None
             if running := initialisers.running():
                 writes.clear()
-                source.is_checked, source.is_written = True, False
-                source.initialised_by |= running
+                source.is_written, source.initialised_by = False, source.initialised_by | running
             else:
                 writes.append(write)
             return
-        if writes is not None and len(writes) >= _MOST_REPEATED:
+        if len(writes) >= _MOST_REPEATED:
             source.held = self._repeated()
-        if writes is not None and write.may_draw:
+        if write.may_draw:
             write = replace(write, state=write.generator.get_state())
         write.run(torch.zeros(self.shape, dtype=self.dtype, device="cpu") if source.held is None else source.held)
-        if writes is not None:
-            source.dtype, source.is_checked = self.dtype, False
-            writes.append(write)
+        writes.append(write)
+        source.dtype, source.is_written = self.dtype, None
 
     def _repeated(self) -> Tensor:
         """The result of the recorded operators; elements that they do not write are marked."""
