@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.counters import summed
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
@@ -51,7 +52,7 @@ from lightning_zero.engine.optim.masters import Masters
 from lightning_zero.engine.optim.optimizers import Optimizers
 from lightning_zero.engine.plan.placement import Placements, placements_of
 from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, torchscript_parameters
-from lightning_zero.engine.report import Offloaded, Report, formula_bytes, offloaded_in, report_of
+from lightning_zero.engine.report import Offloaded, Report, ddp_bytes, formula_bytes, memory_of, offloaded_in
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
 from lightning_zero.engine.runtime.activation_offload import ActivationStore, activation_store
@@ -458,8 +459,26 @@ class Engine:
         """Report the memory in use and the communication so far."""
         for masters in self.masters:
             masters.states.measure()
-        done = {"steps": self._optimizers.steps, "backwards": self.reducer.backwards}
-        return report_of(self.placements, self.units, self.communicator, self.ledger, **done)
+        counters = self.communicator.counters
+        return Report(
+            stage=self.placements.stage,
+            world_size=self.communicator.everyone.size,
+            tensor_parallel_size=self.communicator.tensor.size,
+            numel=sum(unit.numel for unit in self.units),
+            padded_numel=sum(bucket.layout.padded_numel for bucket in self.buckets),
+            at_rest=dict(self.ledger.now),
+            peak=dict(self.ledger.peak),
+            calls=summed(counters.calls, "kind"),
+            elements=summed(counters.elements, "kind"),
+            bytes=summed(counters.bytes, "kind"),
+            bytes_by_link={"within": 0, "across": 0} | summed(counters.bytes, "link"),
+            steps=self._optimizers.steps,
+            backwards=self.reducer.backwards,
+            formula=formula_bytes(self.placements, self.buckets),
+            replicated=ddp_bytes(self.buckets),
+            units={unit.name: unit.numel for unit in self.units},
+            device_memory=memory_of(self.device),
+        )
 
     def reset_counters(self) -> None:
         self.communicator.counters.clear()
