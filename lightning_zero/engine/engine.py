@@ -19,13 +19,14 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.counters import summed
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
-from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
+from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies, tree_leaves
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
@@ -51,7 +52,7 @@ from lightning_zero.engine.optim.masters import Masters
 from lightning_zero.engine.optim.optimizers import Optimizers
 from lightning_zero.engine.plan.placement import Placements, placements_of
 from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, torchscript_parameters
-from lightning_zero.engine.report import Offloaded, Report, formula_bytes, offloaded_in, report_of
+from lightning_zero.engine.report import Offloaded, Report, ddp_bytes, formula_bytes, memory_of, offloaded_in
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
 from lightning_zero.engine.runtime.activation_offload import ActivationStore, activation_store
@@ -76,7 +77,6 @@ if TYPE_CHECKING:
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 _AHEAD_BYTES = 2**26  # of the tensors of a state dict that are gathered at once; a larger one is gathered alone
-_NOT_COPIED = not_copied(lambda value: isinstance(value, (OwnHook, JoinedMethod)))
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -124,6 +124,7 @@ class Engine:
         config: the options.
         placements: how the stage shards parameters, gradients and optimizer state.
         units: the units in the order of the plan; the root unit is first.
+        windows: opens and closes steps, and copies rank 0's buffers.
 
     Raises:
         ValueError, TypeError: if the module, the optimizers or the options are not supported; nothing has been changed.
@@ -180,8 +181,8 @@ class Engine:
             self._share_unsharded(module)
             self._install(module, plans, optimizers, checkpointed, activations)
             _engines[module] = weakref.ref(self)
-            for patch in _NOT_COPIED:
-                patch.hold(self)
+            for inner in module.modules():
+                leave_out_of_copies(inner, OwnHook)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -287,7 +288,7 @@ class Engine:
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
         self._optimizers = Optimizers(config, module, self.buckets, self._shared)
-        self._windows = Windows(
+        self.windows = Windows(
             module,
             self.schedule,
             self.reducer,
@@ -297,7 +298,7 @@ class Engine:
             before=self._optimizers.before_forward,
             check=partial(check_frozen, self._scripted),
         )
-        self.sync_buffers()
+        self.windows.sync_buffers()
         self.set_optimizers(optimizers)
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(self._before_forward)
@@ -314,10 +315,10 @@ class Engine:
         ]
 
     def _before_forward(self, *_: Any) -> None:
-        self._windows.before_forward()
+        self.windows.before_forward()
 
     def _after_forward(self, _: bool, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._windows.after_forward(output)
+        self.windows.after_forward(output)
 
     @property
     def module(self) -> nn.Module:
@@ -339,24 +340,7 @@ class Engine:
 
     def window(self) -> AbstractContextManager[None]:
         """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
-        return self._windows.step()
-
-    @property
-    def buffers_follow(self) -> bool:
-        """Whether the next step's forward begins by copying rank 0's buffers to all ranks."""
-        return self._windows.buffers_follow
-
-    @buffers_follow.setter
-    def buffers_follow(self, follow: bool) -> None:
-        self._windows.buffers_follow = follow
-
-    def note_forward(self) -> None:
-        """Set ``buffers_follow`` after a step's forward: like DDP, only if the forward's backward is synchronised."""
-        self._windows.note_forward()
-
-    def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers, as DDP does. Collective."""
-        self._windows.sync_buffers()
+        return self.windows.step()
 
     def take_turn(self, position: int | None) -> None:
         """Join uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
@@ -369,9 +353,9 @@ class Engine:
             position: the index of the next batch's dataloader; None at the end of the loop.
         """
         if self.gathers:
-            if self.buffers_follow:
-                self.sync_buffers()  # here, since every rank makes this call
-                self.buffers_follow = False
+            if self.windows.buffers_follow:
+                self.windows.sync_buffers()  # here, since every rank makes this call
+                self.windows.buffers_follow = False
             self.join.take(position)
 
     @property
@@ -474,8 +458,26 @@ class Engine:
         """Report the memory in use and the communication so far."""
         for masters in self.masters:
             masters.states.measure()
-        done = {"steps": self._optimizers.steps, "backwards": self.reducer.backwards}
-        return report_of(self.placements, self.units, self.communicator, self.ledger, **done)
+        counters = self.communicator.counters
+        return Report(
+            stage=self.placements.stage,
+            world_size=self.communicator.everyone.size,
+            tensor_parallel_size=self.communicator.tensor.size,
+            numel=sum(unit.numel for unit in self.units),
+            padded_numel=sum(bucket.layout.padded_numel for bucket in self.buckets),
+            at_rest=dict(self.ledger.now),
+            peak=dict(self.ledger.peak),
+            calls=summed(counters.calls, "kind"),
+            elements=summed(counters.elements, "kind"),
+            bytes=summed(counters.bytes, "kind"),
+            bytes_by_link={"within": 0, "across": 0} | summed(counters.bytes, "link"),
+            steps=self._optimizers.steps,
+            backwards=self.reducer.backwards,
+            formula=formula_bytes(self.placements, self.buckets),
+            replicated=ddp_bytes(self.buckets),
+            units={unit.name: unit.numel for unit in self.units},
+            device_memory=memory_of(self.device),
+        )
 
     def reset_counters(self) -> None:
         self.communicator.counters.clear()
@@ -643,7 +645,7 @@ class Engine:
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()
-        self._windows.activations = None
+        self.windows.activations = None
         restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
         if (module := self._module()) is not None:
             _engines.pop(module, None)

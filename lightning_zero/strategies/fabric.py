@@ -285,7 +285,7 @@ def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
     return tell
 
 
-_uncaught_exceptions = compat.replaced(sys, "excepthook", _telling)
+_uncaught_exceptions = compat.Patch(sys, "excepthook", _telling)
 
 
 class ZeroStrategy(FabricStrategy, ParallelStrategy):

@@ -19,7 +19,6 @@ from lightning_zero.engine.config import (
     LOW_PRECISION,
     CompressionConfig,
     EngineConfig,
-    name_of_compression,
 )
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
@@ -300,7 +299,7 @@ def check_compression(
     compression = config.compression
     if compression is None:
         return
-    given = f"compression={name_of_compression(compression)}"
+    given = f"compression={compression.gradients!r}"
     if communicator.is_on_one_machine:
         if communicator.everyone.rank == 0:
             said = f"{given} has no effect: all {communicator.size} ranks are on one machine."

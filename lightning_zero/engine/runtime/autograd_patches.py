@@ -96,5 +96,4 @@ def _disable_hooks_but_ours(disable_hooks: Callable[[str], Any], error_message: 
 _PATCHES = (
     compat.run_backward(lambda before: partial(_run_backward_by_name, before)),
     compat.hooks_disabled(lambda before: partial(_disable_hooks_but_ours, before)),
-    compat.taken_by_foreach(ShardedTensor),
 )
