@@ -42,7 +42,7 @@ class Join:
     def __init__(
         self, communicator: Communicator, rendezvous: Rendezvous, schedule: Schedule, buckets: list[Bucket]
     ) -> None:
-        self._ranks, self._place, self._control = communicator.gathering
+        self._control = communicator.gathering
         self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
         self._leader = 0  # the first rank that runs in this turn
         self._position = 0  # index of the dataloader that this rank's current batch is from
@@ -101,7 +101,7 @@ class Join:
             self._serve()
 
     def _begin(self, absent: list[int]) -> None:
-        ranks = [self._ranks[place] for place in absent]
+        ranks = [self._control.ranks[place] for place in absent]
         self._rendezvous.absence = Absence(ranks, self._announce if absent else None, is_turn=True)
         self._schedule.records_order = not absent and not self._is_each_forward
 
@@ -117,7 +117,7 @@ class Join:
 
     def _announce(self, number: int) -> int:
         """Broadcast the leader's number of the bucket to gather next, or ``_OVER``. Running ranks gather the same."""
-        what = f"what rank {self._ranks[self._leader]} gathers next"
+        what = f"what rank {self._control.ranks[self._leader]} gathers next"
         (announced,) = self._control.numbers_of(self._leader, [number], what)
         return announced
 

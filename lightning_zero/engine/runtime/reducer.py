@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -169,16 +169,19 @@ class GradientReducer:
                 hook(leaf)
         gradient = added_gradient(leaf)
         assert gradient is not None
-        is_in_place = is_parameter and gradients.take_in_place(index, gradient)
         backward = self._begin(leaf)
         added, self._added = self._added, None
-        is_taken_by_add = is_parameter and added == (number, index)
-        if not is_in_place and not is_taken_by_add:
+        if is_parameter and not self._synchronises:
+            gradients.add_local(index, None)
+        elif not is_parameter or added != (number, index):
             drop_added_gradient(leaf)
             if not is_parameter and gradient_hooks(parameter):
                 gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
                 gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one
-            gradients.accumulate(index, gradient)
+            if self._synchronises:
+                gradients.accumulate(index, gradient)
+            else:
+                gradients.add_local(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
@@ -234,8 +237,8 @@ class GradientReducer:
             must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
-                gradients.reduces, gradients.crosses = self._synchronises, self.synchronise
-                gradients.resume_unsynchronised()
+                gradients.crosses = self.synchronise
+                gradients.forget_dropped()
             self._deferred = True
         if self._deferred:
             self._deferred = False
@@ -244,14 +247,8 @@ class GradientReducer:
 
     def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:
         """Let autograd call a function later, and notice if it no longer can."""
-        self._end = weakref.ref(end, weakly(self._keep_shown))
+        self._end = weakref.ref(end)
         register(end)
-
-    def _keep_shown(self, end: Any) -> None:
-        """Called when autograd has deleted an ``end``: after an exception, show the gradients of earlier backwards."""
-        if end is self._end and self._backward is not None and not self._synchronises:
-            for gradients in self._gradients:
-                gradients.drop_unshown()
 
     def _shows_reduced(self, but: Tensor | None) -> bool:
         parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
@@ -315,20 +312,21 @@ class GradientReducer:
         if backward is None:
             return
         self.backwards += 1
-        with_hooks = []
-        if self._synchronises:
-            with_hooks = self._complete(backward)
-        else:
-            for gradients in self._gradients:
-                with_hooks += gradients.show_unsynchronised()
+        used: Sequence[Sequence[int]] = self._complete(backward) if self._synchronises else backward.counts
+        with_hooks = [
+            slot
+            for bucket, flags in zip(self._buckets, used)
+            for slot, is_used in zip(slots_of(bucket), flags)
+            if is_used and slot.hooks_after_reduction
+        ]
         wait_for([self._streams.home], current_stream(self._communicator.device))
         self._schedule.end_backward()
         for slot in with_hooks:
             for hook in list(slot.hooks_after_reduction.values()):
                 hook(slot.parameter)
 
-    def _complete(self, backward: _Backward) -> list[BucketSlot]:
-        """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
+    def _complete(self, backward: _Backward) -> list[list[bool]]:
+        """Reduce the remaining buckets. Return by bucket which parameters have a gradient on any rank."""
         expectation = backward.expectation
         in_order = set(expectation.order)
         # Launch these reductions before the control message: another rank, out of free buffers, may wait for one.
@@ -358,12 +356,7 @@ class GradientReducer:
         expectation.late.update(number for number, is_left in enumerate(was_left) if is_left)
         expectation.order = [number for number in expectation.order if number not in expectation.late]
         self._learn(backward, used)
-        return [
-            slot
-            for bucket, flags in zip(self._buckets, used)
-            for slot, is_used in zip(slots_of(bucket), flags)
-            if is_used and slot.hooks_after_reduction
-        ]
+        return used
 
     def abort(self) -> None:
         """Drop the gradients of a backward that raised an exception, so that the next backward does not add to them."""
@@ -376,8 +369,9 @@ class GradientReducer:
         if backward is None:
             return False
         self._finish_all(backward)
-        for gradients in self._gradients:
-            gradients.drop() if self._synchronises else gradients.drop_unshown()
+        if self._synchronises:
+            for gradients in self._gradients:
+                gradients.drop()
         return True
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
