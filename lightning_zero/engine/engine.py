@@ -107,8 +107,9 @@ class Engine:
 
     Args:
         module: the root module. Its parameters and buffers may be ordinary tensors (rank 0's values are used), on the
-            meta device (each submodule initialises its own tensors), or mapped from files (``torch.load(mmap=True)``,
-            safetensors; each rank reads only its shard). The module is sharded unit by unit, so values on the meta
+            meta device (each submodule initialises its own tensors; make the module within
+            ``deferred_param.parameters_await_values()``), or mapped from files (``torch.load(mmap=True)``, safetensors;
+            each rank reads only its shard). The module is sharded unit by unit, so values on the meta
             device or in files are never all in memory at once.
         optimizers: the optimizers of the module's parameters; keep using the same objects afterwards.
         config: the options; ``EngineConfig()`` by default.
@@ -223,7 +224,7 @@ class Engine:
 
         The original values are freed on return; the buckets then hold the values.
         """
-        sources = agree_on_sources(module, self.communicator, extension_of)
+        sources = agree_on_sources(module, self.communicator, extension_of, is_divided=self._mesh is not None)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload

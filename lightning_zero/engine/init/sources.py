@@ -31,7 +31,6 @@ class Source(NamedTuple):
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
     writes: Sequence[Write] = ()  # user code's writes to a new tensor
-    version: int = 0  # number of unrecorded writes to a new tensor on rank 0
     initialised_by: Sequence[str] = ()  # initialisers that have written to a new lazy tensor on rank 0
 
 
@@ -124,7 +123,11 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
 
 
 def agree_on_sources(
-    module: nn.Module, communicator: Communicator, extension_of: Mapping[nn.Parameter, Extension]
+    module: nn.Module,
+    communicator: Communicator,
+    extension_of: Mapping[nn.Parameter, Extension],
+    *,
+    is_divided: bool,
 ) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
@@ -139,6 +142,7 @@ def agree_on_sources(
     writes: dict[str, Sequence[Write]] = {}
     # By name: (properties that must be equal on all ranks, origin of the values, earlier initialisation)
     mine: dict[str, tuple[Any, Any, Any]] = {}
+    unrecorded = []
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
@@ -148,7 +152,10 @@ def agree_on_sources(
         dtype = str(tensor.dtype)
         if isinstance(tensor, nn.Parameter) and tensor in extension_of:
             dtype += f" gathered in {extension_of[tensor].dtype}"
-        mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, _initialised(tensor)
+        initialised_by = tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
+        mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, initialised_by
+        if not isinstance(tensor, LazyTensor) and not tensor.is_inference() and tensor._version:
+            unrecorded.append(name)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
@@ -160,23 +167,22 @@ def agree_on_sources(
         if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
         is_new = is_alike and first == _NOWHERE
-        before = everywhere[0][name][2] if is_new else ()
-        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_new, writes[name], *before)
+        initialised_by = everywhere[0][name][2]
+        from_file = is_alike and first not in (_MEMORY, _NOWHERE)
+        sources[name] = Source(found, from_file, is_new, writes[name], initialised_by)
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
             f"{next(iter(missing.values()))}. Every rank starts with rank 0's values: load values on rank 0, on every "
             "rank, or on no rank."
         )
+    # With tensor parallelism, nothing is recorded: lazy tensors cannot become DTensors.
+    if not is_divided and (lost := [name for name in unrecorded if sources[name].is_new]):
+        raise ValueError(
+            f"{listed(lost)}: written to on the meta device, where writes are recorded only within configure_model() "
+            "and init_module(). Create the module there, or outside of torch.device('meta')."
+        )
     return sources
-
-
-def _initialised(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
-    """The number of writes to an ordinary tensor on the meta device; the initialisers that wrote to a lazy tensor."""
-    if isinstance(tensor, LazyTensor):
-        return 0, tensor.initialised_by
-    has_version = is_on_meta(tensor) and not is_dtensor(tensor) and not tensor.is_inference()
-    return tensor._version if has_version else 0, ()
 
 
 def _check_alike(everywhere: list[dict[str, tuple[Any, Any, Any]]]) -> None:
