@@ -446,11 +446,6 @@ def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
     return replaced(torch.autograd.graph, "disable_saved_tensors_hooks", make)
 
 
-def zero_grad(make: Callable[[Any], Any]) -> Patch:
-    """Patch ``Optimizer.zero_grad``, since no hook is called when a step raises while the groups hold masters."""
-    return replaced(torch.optim.Optimizer, "zero_grad", make)
-
-
 def taken_by_foreach(cls: type) -> Patch:
     """Let ``foreach`` functions accept a tensor class, so that clipping needs one reduction, not one per parameter."""
 

@@ -6,10 +6,8 @@ will be called again.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache, partial
-from types import CodeType
+from functools import partial
 from typing import Any
 
 import torch
@@ -59,14 +57,10 @@ def _applied(module: nn.Module, ancestors: Sequence[nn.Module], recorded: set[st
 
     Args:
         recorded: the initialisers that lazy tensors of the module have recorded. If there are none, as with tensor
-            parallelism, the innermost model's method counts, if a model's code mentions it.
+            parallelism, the innermost model's method counts.
     """
-    kinds: list[Any] = [type(model) for model in (module, *ancestors)]
     models: list[Any] = [model for model in (module, *reversed(ancestors)) if takes(getattr(model, APPLIED, None), 1)]
-    if recorded:
-        models = [model for model in models if label(APPLIED, model) in recorded]
-    else:
-        models = models[:1] if any(map(_applies, kinds)) else []
+    models = [model for model in models if label(APPLIED, model) in recorded] if recorded else models[:1]
     return [partial(getattr(model, APPLIED), module) for model in models]
 
 
@@ -110,22 +104,3 @@ def _of_adapters(module: nn.Module, ancestors: Sequence[nn.Module]) -> list[Call
 def _has_initialiser(module: nn.Module) -> bool:
     """Whether a module initialises tensors, of its own or of modules in it."""
     return bool(_own(module)) or hasattr(module, OF_ADAPTERS) or takes(getattr(module, APPLIED, None), 1)
-
-
-@cache
-def _applies(cls: Any) -> bool:
-    """Whether any code of a model's class, outside of ``_init_weights`` itself, mentions that method."""
-    functions = (value for base in cls.__mro__ for name, value in vars(base).items() if name != APPLIED)
-    return any(map(_mentions, functions))
-
-
-def _mentions(function: Any) -> bool:
-    """Whether the code of a function, including functions inside it, mentions ``_init_weights``."""
-    function = inspect.unwrap(getattr(function, "__func__", function)) if callable(function) else function
-    codes = [getattr(function, "__code__", None)]
-    for code in codes:
-        if isinstance(code, CodeType):
-            if APPLIED in code.co_names:
-                return True
-            codes += code.co_consts
-    return False
