@@ -382,8 +382,3 @@ def run_backward(make: Callable[[Any], Any]) -> Patch:
 def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
     """Patch the check in ``torch.func`` that refuses saved-tensor hooks, since the engine uses such hooks."""
     return Patch(torch.autograd.graph, "disable_saved_tensors_hooks", make)
-
-
-def zero_grad(make: Callable[[Any], Any]) -> Patch:
-    """Patch ``Optimizer.zero_grad``, since no hook is called when a step raises while the groups hold masters."""
-    return Patch(torch.optim.Optimizer, "zero_grad", make)

@@ -32,7 +32,7 @@ from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compre
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import initialisers_of
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
-from lightning_zero.engine.init.quantised_layers import QuantisedLayers
+from lightning_zero.engine.init.quantised_layers import QuantisedLayers, prepare
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
@@ -40,8 +40,8 @@ from lightning_zero.engine.init.sources import (
     check_dtypes,
     check_frozen,
     check_ordinary,
+    check_recorded,
     first_device,
-    move_own_kinds,
 )
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
@@ -107,8 +107,9 @@ class Engine:
 
     Args:
         module: the root module. Its parameters and buffers may be ordinary tensors (rank 0's values are used), on the
-            meta device (each submodule initialises its own tensors), or mapped from files (``torch.load(mmap=True)``,
-            safetensors; each rank reads only its shard). The module is sharded unit by unit, so values on the meta
+            meta device (each submodule initialises its own tensors; make the module within
+            ``deferred_param.parameters_await_values()``), or mapped from files (``torch.load(mmap=True)``, safetensors;
+            each rank reads only its shard). The module is sharded unit by unit, so values on the meta
             device or in files are never all in memory at once.
         optimizers: the optimizers of the module's parameters; keep using the same objects afterwards.
         config: the options; ``EngineConfig()`` by default.
@@ -153,7 +154,7 @@ class Engine:
         device = torch.device(device) if device is not None else None
         with without_extensions(module, device) as extension_of:
             self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
-            move_own_kinds(module, device)
+            prepare(module, device)
             plans = plan_units(module, config.units, config.unit_numel)
             device = device or first_device(plans)
             checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
@@ -225,6 +226,8 @@ class Engine:
         The original values are freed on return; the buckets then hold the values.
         """
         sources = agree_on_sources(module, self.communicator, extension_of)
+        if self._mesh is None:  # lazy tensors, which record writes, cannot become DTensors
+            check_recorded(module, sources)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload

@@ -394,7 +394,6 @@ def what_engines_patch():
     return (
         torch.autograd._engine_run_backward,
         torch.autograd.graph.disable_saved_tensors_hooks,
-        torch.optim.Optimizer.zero_grad,
     )
 
 

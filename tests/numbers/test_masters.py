@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, Optimizer
 
@@ -208,6 +209,25 @@ def step_after_a_state_dict_that_failed() -> None:
     for state in optimizer.state_dict()["state"].values():
         assert torch.equal(state["momentum_buffer"], torch.full_like(state["momentum_buffer"], 1.5))
     engine.close()
+
+
+def step_after_state_dicts_of_a_wrapper() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = SGD(module.parameters(), lr=1.0, momentum=0.5)
+    wrapper = LightningOptimizer(optimizer)  # as ``self.optimizers()`` returns
+    engine = Engine(module, [optimizer], stage=2)
+    for expected in (1.0, 1.5, 1.75):
+        optimizer.zero_grad()
+        module(torch.ones(3)).sum().backward()
+        optimizer.step()
+        for state in wrapper.state_dict()["state"].values():
+            assert torch.equal(state["momentum_buffer"], torch.full_like(state["momentum_buffer"], expected))
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_state_dict_of_lightnings_wrapper_is_the_optimizers(run_on, size):
+    run_on(size, step_after_state_dicts_of_a_wrapper)
 
 
 @pytest.mark.parametrize("size", [1, 2])

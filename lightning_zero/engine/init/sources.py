@@ -12,11 +12,10 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.init.deferred_param import MappedFiles, is_deferred, is_on_meta
-from lightning_zero.engine.init.quantised_layers import awaits_quantisation, prepare
+from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
+from lightning_zero.engine.init.quantised_layers import awaits_quantisation
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.extensions import Extension
-from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.io.names import listed
@@ -31,7 +30,6 @@ class Source(NamedTuple):
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
     writes: Sequence[Write] = ()  # user code's writes to a new tensor
-    version: int = 0  # number of unrecorded writes to a new tensor on rank 0
     initialised_by: Sequence[str] = ()  # initialisers that have written to a new lazy tensor on rank 0
 
 
@@ -107,16 +105,6 @@ def first_device(plans: list[UnitPlan]) -> torch.device:
     return next((p.device for p in parameters if not is_on_meta(p)), torch.device("cpu"))
 
 
-def move_own_kinds(module: nn.Module, device: torch.device | None) -> None:
-    """Move layers with parameters of the project's own classes, some of which quantise their values when moved."""
-    prepare(module, device)
-    for layer in module.modules() if device is not None else ():
-        parameters = list(layer.parameters(recurse=False))
-        stay = any(is_deferred(parameter) or isinstance(parameter, FakeTensor) for parameter in parameters)
-        if any(map(project_class, parameters)) and not stay:
-            layer.to(device)
-
-
 def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
     """The place in a file where values are stored, for ranks to compare; None if other ranks cannot read it."""
     origin = values.origin if isinstance(values, LazyTensor) else values
@@ -138,17 +126,19 @@ def agree_on_sources(
     values = {}
     writes: dict[str, Sequence[Write]] = {}
     # By name: (properties that must be equal on all ranks, origin of the values, earlier initialisation)
-    mine: dict[str, tuple[Any, Any, Any]] = {}
+    mine: dict[str, tuple[str, Any, Any]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
-        trains = is_parameter and tensor.requires_grad
-        dtype = str(tensor.dtype)
+        trains = "trained" if is_parameter and tensor.requires_grad else "not trained"
+        kind = f"{tuple(tensor.shape)} in {tensor.dtype}, {trains}"
         if isinstance(tensor, nn.Parameter) and tensor in extension_of:
-            dtype += f" gathered in {extension_of[tensor].dtype}"
-        mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, _initialised(tensor)
+            kind += f", gathered in {extension_of[tensor].dtype}"
+        if writes[name]:
+            kind += f", written to {len(writes[name])} times"
+        mine[name] = kind, origin, tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
@@ -160,8 +150,8 @@ def agree_on_sources(
         if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
         is_new = is_alike and first == _NOWHERE
-        before = everywhere[0][name][2] if is_new else ()
-        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_new, writes[name], *before)
+        from_file = is_alike and first not in (_MEMORY, _NOWHERE)
+        sources[name] = Source(found, from_file, is_new, writes[name], everywhere[0][name][2])
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
@@ -171,33 +161,29 @@ def agree_on_sources(
     return sources
 
 
-def _initialised(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
-    """The number of writes to an ordinary tensor on the meta device; the initialisers that wrote to a lazy tensor."""
-    if isinstance(tensor, LazyTensor):
-        return 0, tensor.initialised_by
-    has_version = is_on_meta(tensor) and not is_dtensor(tensor) and not tensor.is_inference()
-    return tensor._version if has_version else 0, ()
+def check_recorded(module: nn.Module, sources: Mapping[str, Source]) -> None:
+    """Raise a ValueError on every rank if writes to new tensors have not been recorded."""
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    new = [(name, tensor) for name, tensor in tensors if sources[name].is_new and not isinstance(tensor, LazyTensor)]
+    if lost := [name for name, tensor in new if not tensor.is_inference() and tensor._version]:
+        raise ValueError(
+            f"{listed(lost)}: written to on the meta device, where writes are recorded only within configure_model() "
+            "and init_module(). Create the module there, or outside of torch.device('meta')."
+        )
 
 
-def _check_alike(everywhere: list[dict[str, tuple[Any, Any, Any]]]) -> None:
+def _check_alike(everywhere: list[dict[str, tuple[str, Any, Any]]]) -> None:
     first = {name: kind for name, (kind, *_) in everywhere[0].items()}
     for rank, theirs in enumerate(everywhere):
         other = {name: kind for name, (kind, *_) in theirs.items()}
         for name in (*first, *other):
             if first.get(name) != other.get(name):
                 raise ValueError(
-                    f"The module differs between ranks: {name} is {_in_words(first.get(name))} on rank 0 and "
-                    f"{_in_words(other.get(name))} on rank {rank}. Construct the same module on every rank."
+                    f"The module differs between ranks: {name} is {first.get(name, 'missing')} on rank 0 and "
+                    f"{other.get(name, 'missing')} on rank {rank}. Construct the same module on every rank."
                 )
         if list(first) != list(other):
             raise ValueError(
                 f"The module differs between ranks: rank {rank} has the same tensors as rank 0 in a different order. "
                 "Construct the same module on every rank."
             )
-
-
-def _in_words(kind: tuple[tuple[int, ...], str, bool, int] | None) -> str:
-    if kind is None:
-        return "missing"
-    written = f" and written to {kind[3]} times" if kind[3] else ""
-    return f"{kind[0]} in {kind[1]}, {'trained' if kind[2] else 'not trained'}{written},"

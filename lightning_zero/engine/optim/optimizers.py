@@ -80,7 +80,7 @@ class Optimizers:
     def recover(self) -> None:
         """Put the module's parameters back into the groups of optimizers whose step has raised."""
         for masters in self.masters:
-            masters.recover()
+            masters.begin_anew()
 
     def _give_owners(self) -> None:
         """Reshard buckets so that each parameter that an optimizer now needs whole has one owning rank. Collective.
