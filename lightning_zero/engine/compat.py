@@ -209,20 +209,8 @@ def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks | None) -> None:
 accumulation_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_post_accumulate_grad_hooks")
 
 
-def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
-    """Remove and return a tensor's post-accumulate-grad hooks; the engine calls them after it reduces the gradient.
-
-    The tensor gets a new dictionary even if the old one is empty: after its contents were swapped, torch calls no hooks
-    in the old one.
-    """
-    hooks: Any = tensor._post_accumulate_grad_hooks
-    if hooks is not None:
-        tensor._post_accumulate_grad_hooks = OrderedDict()
-    return hooks
-
-
 def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Restore a tensor's dictionary of post-accumulate-grad hooks, which users' handles refer to."""
+    """Replace a tensor's dictionary of post-accumulate-grad hooks. Users' handles refer to the dictionary."""
     tensor._post_accumulate_grad_hooks = hooks
 
 

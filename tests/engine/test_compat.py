@@ -161,13 +161,14 @@ def test_dtensors_have_the_slots_that_are_declared_for_them():
 
 def test_hooks_of_a_tensor_can_be_read_set_and_removed():
     tensor, calls = torch.ones(2, requires_grad=True), []
-    assert not compat.gradient_hooks(tensor) and compat.take_accumulation_hooks(tensor) is None
+    assert not compat.gradient_hooks(tensor) and compat.accumulation_hooks(tensor) is None
     handle = tensor.register_hook(lambda _: calls.append("gradient"))
     hooks = compat.gradient_hooks(tensor)
     assert list(hooks) == [handle.id]
     compat.set_gradient_hooks(tensor, hooks)
     tensor.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
-    taken = compat.take_accumulation_hooks(tensor)
+    taken = compat.accumulation_hooks(tensor)
+    compat.set_accumulation_hooks(tensor, {})
     tensor.sum().backward()
     assert calls == ["gradient"] and len(taken) == 1
     compat.set_accumulation_hooks(tensor, taken)

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
 from lightning_zero.engine.compat import (
+    accumulation_hooks,
     gradient_hooks,
     set_accumulation_hooks,
     set_gradient_hooks,
-    take_accumulation_hooks,
 )
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.bucket import Bucket
@@ -286,8 +286,10 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
         slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
         cls = ShardedDTensor if is_dtensor(parameter) else ShardedTensor
         set_contents(parameter, nn.Parameter(cls(slot), parameter.requires_grad))
-        if (hooks := take_accumulation_hooks(parameter)) is not None:
+        if (hooks := accumulation_hooks(parameter)) is not None:
             slot.hooks_after_reduction = hooks
+            # also if it is empty: after the contents were swapped, torch calls no hooks in the old dictionary
+            set_accumulation_hooks(parameter, OrderedDict())
 
 
 @torch.no_grad()
