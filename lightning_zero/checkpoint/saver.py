@@ -334,7 +334,7 @@ class StoreExchange:
         """All-gather a small picklable value, and return the values in the order of ranks."""
         number, self._round = self._round, self._round + 1
         # fails if the store's host process ends
-        with failures.explained("The exchange of checkpoint metadata", process_group.DistError):
+        with failures.explained("The exchange of checkpoint metadata"):
             self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
             missing = self._wait(f"{number}")
         if missing:

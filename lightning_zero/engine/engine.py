@@ -208,7 +208,7 @@ class Engine:
         if self.config.rounding_options is None:
             return Rounding(0)
         seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
-        (agreed,) = self.communicator.everyone.control.numbers_of(0, [seed], "the seed of stochastic rounding")
+        (agreed,) = self.communicator.everyone.numbers_of(0, [seed], "the seed of stochastic rounding")
         return Rounding(agreed)
 
     def _shard(
@@ -438,7 +438,7 @@ class Engine:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """All-gather a picklable value; the result is in the order of ranks. Collective."""
-        return self.communicator.everyone.control.gather_objects(value)
+        return self.communicator.everyone.gather_objects(value)
 
     def met(self, what: str) -> AbstractContextManager[None]:
         """Context for reads of sharded tensors that every rank begins now; ``what`` is read, for errors. Collective."""

@@ -119,7 +119,7 @@ def ranks_of(parts: Sequence[Part]) -> tuple[int, int, Callable[[Any], list[Any]
     """This rank among the ranks that stream the parts, the number of these ranks, and their all-gather of objects."""
     if (bucket := _bucket_of(source for part in parts for _, source in part.sources)) is not None:
         everyone = bucket.communicator.everyone
-        return everyone.rank, everyone.size, everyone.control.gather_objects
+        return everyone.rank, everyone.size, everyone.gather_objects
     size = process_group.world_size()
     return process_group.rank(), size, process_group.all_gather_objects if size > 1 else lambda value: [value]
 

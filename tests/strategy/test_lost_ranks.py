@@ -95,7 +95,7 @@ def while_others_wait_for_each_other(failing):
             time.sleep(0.3)  # the other ranks are waiting by then
             failures.fail("the reason")
             raise ValueError
-        with engine.communicator.waiting("a message", everyone=False):
+        with engine.communicator.everyone.waiting("a message", everyone=False):
             dist.recv(torch.empty(1), (rank() - 1) % 3)
 
     endings = run_ranks(act, 3)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges
+from lightning_zero.engine.plan.mesh import Topology
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,11 @@ class Simulation:
     gathers: Callable[[int], Callable[[], None]] = lambda nbytes: lambda: None
     on_host: Callable[[], AbstractContextManager[None]] = nullcontext
     moves: Callable[[int], None] = lambda nbytes: None
+
+    def topology(self, size: int) -> Topology:
+        """The machine of each rank of a data-parallel group."""
+        machines = min(self.machines, size)
+        return Topology(tuple(rank * machines // size for rank in range(size)))
 
 
 class SimulatedFile:

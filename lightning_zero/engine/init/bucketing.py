@@ -363,7 +363,7 @@ def reserve_disk(swap: Swap, units: Sequence[Sequence[UnshardedBucket]], communi
             bucket.reserve(swap)
     except OSError as raised:
         error = raised
-    errors = communicator.everyone.control.gather_objects(error and (error.errno, error.strerror, error.filename))
+    errors = communicator.everyone.gather_objects(error and (error.errno, error.strerror, error.filename))
     if error is not None:
         raise error
     for rank, found in enumerate(errors):

@@ -125,9 +125,7 @@ def without_room_for_whole(
     # ``dict.values``, since the mapping's own ``values`` waits for updates and raises their errors
     states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
     own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
-    need["optimizer states"] = sum(
-        communicator.everyone.control.gather_numbers(own_states, "a count of optimizer states")
-    )
+    need["optimizer states"] = sum(communicator.everyone.gather_numbers(own_states, "a count of optimizer states"))
     return _without_room(+need, communicator, may_take=0.9)
 
 
@@ -159,7 +157,7 @@ def _without_room(
     """
     own = this_machine(), available_memory(), need, freed
     by_host: dict[str, list[tuple[int, Counter[str], int]]] = defaultdict(list)
-    for host, available, needed, given in communicator.everyone.control.gather_objects(own):
+    for host, available, needed, given in communicator.everyone.gather_objects(own):
         if available is not None:
             by_host[host].append((available, needed, given))
     found = []

@@ -231,7 +231,7 @@ class QuantisedLayers:
                 setattr(holder, name, scales[-1])
             if is_8bit:
                 layer.state.SCB = layer.weight.SCB
-        communicator.everyone.control.copy_from_first(scales)
+        communicator.everyone.copy_from_first(scales)
         ledger.add("parameters", sum(scale.nbytes for scale in scales))
 
     def remove(self) -> None:

@@ -150,7 +150,7 @@ def agree_on_sources(
             dtype += f" gathered in {extension_of[tensor].dtype}"
         mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, _initialised(tensor)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
-    control = communicator.everyone.control
+    control = communicator.everyone
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
     _check_alike(everywhere)
     sources, missing = {}, {}

@@ -42,7 +42,7 @@ class Join:
     def __init__(
         self, communicator: Communicator, rendezvous: Rendezvous, schedule: Schedule, buckets: list[Bucket]
     ) -> None:
-        self._ranks, self._place, self._control = communicator.gathering
+        self._control = communicator.gathering
         self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
         self._leader = 0  # the first rank that runs in this turn
         self._position = 0  # index of the dataloader that this rank's current batch is from
@@ -100,7 +100,7 @@ class Join:
             self._serve()
 
     def _begin(self, absent: list[int]) -> None:
-        ranks = [self._ranks[place] for place in absent]
+        ranks = [self._control.ranks[place] for place in absent]
         self._rendezvous.absence = Absence(ranks, self._announce if absent else None, is_turn=True)
 
     def _end(self) -> None:
@@ -119,7 +119,9 @@ class Join:
 
     def _exchange(self, numbers: list[int]) -> list[int]:
         """Broadcast the leader's numbers; the other running ranks, which gather the same, take part."""
-        return self._control.numbers_of(self._leader, numbers, f"what rank {self._ranks[self._leader]} gathers next")
+        return self._control.numbers_of(
+            self._leader, numbers, f"what rank {self._control.ranks[self._leader]} gathers next"
+        )
 
     def _serve(self) -> None:
         while True:
