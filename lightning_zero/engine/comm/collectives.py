@@ -79,7 +79,7 @@ class Communicator:
         self._own_groups: list[ProcessGroup] = []
         self._background_group: ProcessGroup | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
-        self.is_on_one_machine, self.may_compress = self.size == 1, False
+        self.is_on_one_machine, self.may_compress = True, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
         self.everyone = self.control = ControlPlane(self.counters)
         self.name = ""
@@ -90,7 +90,11 @@ class Communicator:
             self._meet(process_group.default_group() if self.tensor.size > 1 else self.group, simulation)
         self.gathering = self.control
         if self.size > 1:
-            self._choose_transports(shard_within, cross_memory, simulation)
+            topology, groups, is_gloo_on_cpu = self._arrange(shard_within, simulation)
+            if simulation is not None:
+                self._simulate(simulation, topology, groups)
+            else:
+                self._choose_transports(topology, groups, is_gloo_on_cpu, cross_memory)
 
     def _meet(self, everywhere: ProcessGroup, simulation: Simulation | None) -> None:
         """Make the control planes, and agree with real ranks on the engine's name. Collective."""
@@ -122,10 +126,13 @@ class Communicator:
             if self.size > 1:
                 self.control = control(self._ranks, self.rank, self.group, self._alike)
 
-    def _choose_transports(
-        self, shard_within: Literal["node"] | int | None, cross_memory: bool, simulation: Simulation | None
-    ) -> None:
-        """Choose the transports between the ranks. Collective.
+    def _arrange(
+        self, shard_within: Literal["node"] | int | None, simulation: Simulation | None
+    ) -> tuple[Topology, Topology, bool]:
+        """Find which ranks share a machine, and which share all parameters. Collective.
+
+        Returns:
+            The ranks of each machine, the ranks of each group, and whether they use Gloo on the CPU.
 
         Raises:
             ValueError: if parameters cannot be sharded within groups as ``shard_within`` describes.
@@ -138,15 +145,18 @@ class Communicator:
             is_gloo_on_cpu, topology = simulation.transport != "nccl", simulation.topology(self.size)
         groups = topology.groups(shard_within) if shard_within is not None else topology
         self.shards_within = shard_within is not None and groups.has_two_levels
-        groups = groups if self.shards_within else topology
-        machine, here = topology.within(self.rank), groups.within(self.rank)
-        self.is_on_one_machine = len(machine) == self.size
+        self.is_on_one_machine = len(topology.nodes) == 1
         self.may_compress = not self.is_on_one_machine and (is_gloo_on_cpu or self.shards_within)
         if self.is_on_one_machine:
             self.counters.link = "within"
-        if simulation is not None:
-            self._simulate(simulation, topology, groups)
-            return
+        return topology, groups if self.shards_within else topology, is_gloo_on_cpu
+
+    def _choose_transports(
+        self, topology: Topology, groups: Topology, is_gloo_on_cpu: bool, cross_memory: bool
+    ) -> None:
+        """Choose the transports between the ranks. Collective."""
+        backend = process_group.backend_name(self.group, self.device)
+        machine, here = topology.within(self.rank), groups.within(self.rank)
         exchanges = None
         may_connect = len(groups.nodes) == 1 or groups.has_two_levels
         if cross_memory and is_gloo_on_cpu and may_connect and self.timeout is not None:

@@ -75,8 +75,9 @@ class Notices:
         self.wait: Wait | None = None
         self._noted: Wait | None = None
         self._rank, self._size = process_group.rank(), process_group.world_size()
-        # A wait of the main thread in the store would block the timer.
-        self.connection = process_group.new_connection(process_group.default_store())
+        store: Any = process_group.default_store()
+        # another connection, since a wait of the main thread in the store would block the timer
+        self.connection: process_group.Store = store.clone() if hasattr(store, "clone") else store
         self._store = process_group.named_store("lightning_zero/notices", self.connection)
         self._lock = threading.RLock()  # guards ``_noted``
         self._ring: Any = None
