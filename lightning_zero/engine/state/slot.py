@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +51,7 @@ class BucketSlot:
         self.has_new_hooks = False  # whether gradient hooks were registered in the running forward
         self.take_gradient: Callable[[Tensor], None] | None = None
         self.add_gradient: Callable[[Tensor], None] | None = None
-        self._derived: dict[tuple[str, int], weakref.ref[ShardedTensor]] = {}
+        self._derived: WeakValueDictionary[tuple[str, int], ShardedTensor] = WeakValueDictionary()
         self._remembered: Counter[str] = Counter()
 
     def find_range(self) -> None:
@@ -117,16 +118,8 @@ class BucketSlot:
     def remember(self, tensor: ShardedTensor) -> None:
         """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
         kind = "alias" if tensor.is_parameter else str(tensor.dtype)
-        key = kind, self._remembered[kind]
+        self._derived[kind, self._remembered[kind]] = tensor
         self._remembered[kind] += 1
-        own = weakref.ref(self)  # weak: a reference cycle would delay the freeing of memory
-
-        def forget(_: Any) -> None:
-            slot = own()
-            if slot is not None:
-                slot._derived.pop(key, None)
-
-        self._derived[key] = weakref.ref(tensor, forget)
 
     @property
     def remembered(self) -> int:
@@ -136,10 +129,10 @@ class BucketSlot:
     @property
     def derived(self) -> dict[tuple[str, int], ShardedTensor]:
         """Live tensors that user code derived from the parameter (aliases, copies, averages), by kind and number."""
-        alive = ((key, reference()) for key, reference in list(self._derived.items()))
         return {
             key: tensor
-            for key, tensor in alive  # a tensor may since have received other contents (see ``set_contents``)
+            for key, tensor in list(self._derived.items())
+            # a tensor may since have received other contents (see ``set_contents``)
             if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
         }
 
@@ -276,7 +269,7 @@ class OwnedSlot(BucketSlot):
         self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
         self.name, self.shape, self.dtype, self.share = name, shape, dtype, slot.share.of_another(shape)
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
-        self._derived, self._remembered = {}, Counter()
+        self._derived, self._remembered = WeakValueDictionary(), Counter()
 
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened state that each rank holds: all of it, or nothing."""
