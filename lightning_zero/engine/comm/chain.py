@@ -37,24 +37,27 @@ class Chain:
         last: Future[Started] = Future()
 
         def go_on() -> None:
+            nonlocal later
             try:
-                last.set_result(later())
+                started = later()
+                del later  # with the tensors that it refers to, before another thread goes on
+                last.set_result(started)
             except BaseException as error:
                 last.set_exception(error)
 
-        def wait() -> None:
+        def wait_for_all() -> None:
             for wait in last.result().waits:
                 wait()
 
         def finish() -> Any:
-            finish = last.result().finish
-            return finish() if finish is not None else None
+            finish_last = last.result().finish
+            return finish_last() if finish_last is not None else None
 
         if self._end.alive:
             self._queue.put(go_on)
         else:
             last.set_exception(RuntimeError("the transport was closed"))
-        return Started([wait], buffers, finish, ends_by_itself=True)
+        return Started([wait_for_all], buffers, finish, ends_by_itself=True)
 
     def close(self, then: Callable[[], None]) -> None:
         """End the thread, once all that was started has been done or failed, and ``then`` was called.

@@ -170,15 +170,13 @@ def connect(
                 said = os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist()
         every = exchange_objects(said)
         told, place, size = [every[each] for each in here], here.index(rank), len(here)
-        if None in every or any(exchange_objects(_is_unreadable(probe, told))):
+        lines, is_connected = {}, False
+        with suppress(OSError):
+            if None not in every and _are_readable(probe, told):
+                lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)
+                is_connected = True
+        if not all(exchange_objects(is_connected)):
             process_memory.let_read(0)
-            return None
-        lines, error = {}, None
-        try:
-            lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)
-        except OSError as raised:
-            error = raised
-        if any(exchange_objects(error is not None)):
             return None
         processes = [process for process, _, _, _ in told]
         while len(lines) < 2 * (size - 1):  # all ranks have connected, so accepting does not block
@@ -193,16 +191,13 @@ def connect(
     return CrossMemoryExchanges(place, peers, timeout)
 
 
-def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
-    """Whether any process's memory cannot be read, or differs from the values that the process has sent."""
-    try:
-        for process, _, address, expected in told:
-            process_memory.read_memory(process, address, found := torch.empty_like(probe))
-            if found.tolist() != expected:
-                return True
-    except OSError:
-        return True
-    return False
+def _are_readable(probe: Tensor, told: list[Any]) -> bool:
+    """Whether the memory of each process has the values that the process has sent."""
+    for process, _, address, expected in told:
+        process_memory.read_memory(process, address, found := torch.empty_like(probe))
+        if found.tolist() != expected:
+            return False
+    return True
 
 
 def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:

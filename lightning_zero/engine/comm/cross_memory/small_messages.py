@@ -32,6 +32,7 @@ Key = tuple[int, int]
 """An exchange's key: its tag, and the number of earlier exchanges with this tag; the same on all ranks."""
 
 _HEAD = struct.Struct("<qq")  # a key
+_LONGEST = 1e6  # seconds of one poll, whose timeout in milliseconds must fit into 32 bits
 
 
 class SmallMessages:
@@ -138,7 +139,7 @@ class SmallMessages:
         self._is_polling = True
         self._changed.release()
         try:
-            self._poll.poll(1000 * seconds)
+            self._poll.poll(1000 * min(seconds, _LONGEST))
         finally:
             self._changed.acquire()
             self._is_polling = False
