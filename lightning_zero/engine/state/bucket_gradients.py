@@ -32,7 +32,8 @@ class BucketGradients:
     """Local gradients of a bucket's parameters in one flat buffer, and their mean over ranks.
 
     A gradient is added to its segment of the buffer when it arrives. With one rank there is no buffer: each parameter
-    keeps the gradient that has arrived.
+    keeps the gradient that has arrived. In a backward that reduces nothing, gradients are added to ``p.grad`` instead,
+    from which the next reduction takes them.
 
     Args:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
@@ -179,10 +180,10 @@ class BucketGradients:
                 slot.parameter.grad = None
                 self.accumulate(slot.index, values)
                 taken.append(values)
-                if slot.index in self._unreduced:
-                    self._forget_local(slot.index)
-                else:
+                if slot.index not in self._unreduced:
                     self._local[slot.index] = gradient
+        for index in list(self._unreduced):
+            self._forget_local(index)
         return taken
 
     def drop(self) -> None:
