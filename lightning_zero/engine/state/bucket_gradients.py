@@ -11,11 +11,11 @@ from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Started
+from lightning_zero.engine.compat import foreach_copy, foreach_zero
 from lightning_zero.engine.config import full_precision
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.flat_buffer import fill
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
 from lightning_zero.engine.state.rounding import random_bits
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
@@ -32,7 +32,8 @@ class BucketGradients:
     """Local gradients of a bucket's parameters in one flat buffer, and their mean over ranks.
 
     A gradient is added to its segment of the buffer when it arrives. With one rank there is no buffer: each parameter
-    keeps the gradient that has arrived.
+    keeps the gradient that has arrived. In a backward that reduces nothing, gradients are added to ``p.grad`` instead,
+    from which the next reduction takes them.
 
     Args:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
@@ -179,10 +180,10 @@ class BucketGradients:
                 slot.parameter.grad = None
                 self.accumulate(slot.index, values)
                 taken.append(values)
-                if slot.index in self._unreduced:
-                    self._forget_local(slot.index)
-                else:
+                if slot.index not in self._unreduced:
                     self._local[slot.index] = gradient
+        for index in list(self._unreduced):
+            self._forget_local(index)
         return taken
 
     def drop(self) -> None:
@@ -284,12 +285,27 @@ class BucketGradients:
         self.flat = None
         filled, self._filled = self._filled, [False] * len(self._filled)
         waiting, self._waiting = self._waiting, {}
-        fill(flat, self.bucket.layout.sizes(), waiting, filled)
+        self._fill(flat, waiting, filled)
         for stream in self._streams:
             wait_for(self._streams[-1:], stream)
         del waiting  # only now: its memory may be used again on the streams that allocated it
         self._streams.clear()
         return flat
+
+    def _fill(self, flat: Tensor, waiting: dict[int, Tensor], filled: list[bool]) -> None:
+        """Copy waiting gradients into the buffer, and zeros where there is no gradient, neither waiting nor in it."""
+        sizes = self.bucket.layout.sizes()  # of each segment, and of the gap after it
+        if len(waiting) == len(filled) and flat.numel():  # the fastest way
+            gaps = flat.new_zeros(max(sizes[1::2]))
+            torch.cat([gaps[:n] if i % 2 else waiting[i // 2].view(-1) for i, n in enumerate(sizes) if n], out=flat)
+            return
+        parts = flat.split_with_sizes(list(sizes))
+        if waiting:
+            foreach_copy([parts[2 * index] for index in waiting], [gradient.view(-1) for gradient in waiting.values()])
+        blank = [part for part, is_filled in zip(parts[::2], filled) if not is_filled]
+        blank += [part for part in parts[1::2] if part.numel()]
+        if blank:
+            foreach_zero(blank)
 
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
         """Wait for a reduction, add its result to the gradient shards, and return the shards by parameter index."""
