@@ -64,7 +64,6 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
 from lightning_zero.engine.streaming import reading_ahead
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -169,7 +168,6 @@ class Engine:
                 self.phases,
                 self.background,
                 Scales(),
-                self._rounding(),
             )
             activations = activation_store(config, self.communicator, self.ledger)
             self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
@@ -202,14 +200,6 @@ class Engine:
         self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
-
-    def _rounding(self) -> Rounding:
-        """Make the source of random bits from rank 0's seed of torch. Collective if the options require bits."""
-        if self.config.rounding_options is None:
-            return Rounding(0)
-        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
-        (agreed,) = self.communicator.everyone.control.numbers_of(0, [seed], "the seed of stochastic rounding")
-        return Rounding(agreed)
 
     def _shard(
         self,
@@ -287,7 +277,10 @@ class Engine:
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
-        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
+        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
+        if config.rounding_options is not None:
+            (seed,) = self.communicator.everyone.control.numbers_of(0, [seed], "the seed of stochastic rounding")
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared, seed)
         self._windows = Windows(
             module,
             self.schedule,

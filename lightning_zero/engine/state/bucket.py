@@ -52,7 +52,6 @@ from lightning_zero.engine.state.extensions import Extension, Extensions, Scales
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
-from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.unsharded_param import View, show
 
@@ -85,7 +84,6 @@ class SharedByBuckets(NamedTuple):
     phases: Phases
     updates: Updates
     scales: Scales
-    rounding: Rounding
 
 
 class Bucket:
@@ -128,7 +126,7 @@ class Bucket:
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
         self.communicator, self.rendezvous, self.streams, self.ledger = shared[:4]
-        self.phases, updates, scales, self.rounding = shared[4:]
+        self.phases, updates, scales = shared[4:]
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +18,6 @@ from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.flat_buffer import fill
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
-from lightning_zero.engine.state.rounding import random_bits
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -65,6 +63,7 @@ class BucketGradients:
         self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set here, its version
         self._resumed: list[int] = []  # parameters whose ``p.grad`` is None while a backward adds to their gradients
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
+        self._is_resumed = False  # whether this backward continues from local gradients of earlier ones
         self._reducing = 0  # bytes held while gradients are reduced
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -163,6 +162,7 @@ class BucketGradients:
             parameter.grad = None
             resumed.append(index)
         self._resumed = [] if self.reduces else [*self._resumed, *resumed]
+        self._is_resumed = bool(resumed)
         gradient = None  # ``_leave_kept`` counts the tensors that use the buffer, and this variable is not user code's
         if len(self._unsynchronised) < len(before):
             self._leave_kept()
@@ -343,8 +343,8 @@ class BucketGradients:
             else:
                 spans = self.bucket.layout.spans_of(self.bucket.layout.rank)
                 totals, reduced = [total], [(slots, spans, 0)]
-            totals = [total.to(self._dtype_at_rest) for total in totals]
-            bits = partial(random_bits, self.bucket.rounding.key, self.bucket.layout)
+            if self.crosses and not self._is_resumed and all(slot.parameter.grad is None for slot in slots):
+                totals = [total.to(self._dtype_at_rest) for total in totals]  # not of a sum of micro-batches
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
@@ -352,7 +352,7 @@ class BucketGradients:
             for total, (members, spans, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
                 if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
-                    shard.add(total, arrival, bits)
+                    shard.add(total, arrival)
                 else:
                     shard = GradientShard(total, spans, start, arrival, self.bucket.ledger)
                     shard.take_over(members)
