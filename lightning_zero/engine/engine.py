@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
-from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
+from lightning_zero.engine.compat import flatten_weights, not_copied
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
@@ -65,9 +65,9 @@ from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import reading_ahead
+from lightning_zero.engine.streaming import whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import Leaf, identity, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
@@ -497,15 +497,16 @@ class Engine:
                 state.pop(name, None)
             if leaf is in_parts:
                 return state
-            sharded: dict[Any, ShardedTensor] = {}
-            for each in tree_leaves(state):
-                if isinstance(each, ShardedTensor):
-                    sharded.setdefault(identity(each), each)  # ``walk`` reads the first of several aliases
-            if all(tensor.whole_at_hand() is not None for tensor in sharded.values()):
+            sharded: list[tuple[str, ShardedTensor]] = []
+
+            def is_sharded(value: Any) -> bool:
+                return isinstance(value, ShardedTensor)
+
+            walk(state, lambda tensor: sharded.append((tensor.slot.name, tensor)), is_sharded)  # aliases only once
+            if all(tensor.whole_at_hand() is not None for _, tensor in sharded):
                 return walk(state, leaf)
-            ahead = reading_ahead(list(sharded.values()), _AHEAD_BYTES)
-            with self.rendezvous.met("the module's state dict"), ahead:
-                return walk(state, leaf)
+            with self.rendezvous.met("the module's state dict"), closing(whole_tensors(sharded, _AHEAD_BYTES)) as whole:
+                return walk(state, lambda tensor: leaf(next(whole) if is_sharded(tensor) else tensor))
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.

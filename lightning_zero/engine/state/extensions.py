@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.process_group import ReduceOp
 from lightning_zero.engine.comm.streams import current_stream, wait_for
 from lightning_zero.engine.plan.layout import ALIGNMENT
-from lightning_zero.engine.tensor.identity import inner_of, set_contents
+from lightning_zero.engine.tensor.identity import inner_of, set_contents, wrapper_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 # A ``Bucket`` (``bucket.py``, which imports this file).
@@ -35,9 +35,7 @@ class Extension:
     """
 
     def __init__(self, parameter: Tensor, device: torch.device) -> None:
-        names, self._context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
-        self.kind: Any = type(parameter)
-        self._inner = names[0]
+        self.kind, self._wrap = type(parameter), wrapper_of(parameter)
         self._is_scaled = hasattr(parameter, "_precomputed_scale")
         self._empty = self._wrap(torch.empty(0, dtype=parameter.dtype, device=device))
         values = torch.ones(ALIGNMENT, dtype=parameter.dtype, device=device)
@@ -46,9 +44,6 @@ class Extension:
             raise TypeError(f"{codes.numel()} elements in {codes.dtype} are gathered for {values.numel()} values")
         self.dtype = codes.dtype
         self.decode(codes, metadata, parameter.dtype)
-
-    def _wrap(self, values: Tensor) -> Any:
-        return self.kind.__tensor_unflatten__({self._inner: values}, self._context, values.shape, values.stride())
 
     def encode(self, values: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
         """Encode this rank's values (1-D) of a parameter; return the codes, and what ``decode`` needs besides them."""
