@@ -37,6 +37,7 @@ from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     agree_on_sources,
     check_dtypes,
+    check_float8,
     check_frozen,
     check_ordinary,
     first_device,
@@ -154,6 +155,7 @@ class Engine:
             move_own_kinds(module, device)
             plans = plan_units(module, config.units, config.unit_numel)
             device = device or first_device(plans)
+            check_float8(module, device)
             checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
             if device.type == "cpu":
                 let_freed_memory_stay()
@@ -213,7 +215,7 @@ class Engine:
 
         The original values are freed on return; the buckets then hold the values.
         """
-        sources = agree_on_sources(module, self.communicator, extension_of)
+        sources = agree_on_sources(module, self.communicator, extension_of, self.config.rounding_options)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload

@@ -22,7 +22,7 @@ from lightning_zero.engine.state import rounding
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, fit
 from tests.support.training import same_tensors, same_values
-from tests.support.workers import world_size
+from tests.support.workers import rank, world_size
 
 BF16 = torch.bfloat16
 STATES: dict[str, Any] = {"state_dtype": "bf16"}
@@ -403,8 +403,10 @@ def test_a_trainers_run_resumes_exactly_and_under_other_strategies(run_on, tmp_p
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 
-def refuse(says: str, dtype: torch.dtype = BF16, optimizer: Any = None, **options: Any) -> None:
+def refuse(says: str, dtype: torch.dtype = BF16, optimizer: Any = None, codes: bool = False, **options: Any) -> None:
     module = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(dtype)
+    if codes:
+        module.codes = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
     before = copy.deepcopy(module.state_dict())
     made = (optimizer or SGD)(module.parameters(), lr=0.1)
     with pytest.raises((TypeError, ValueError), match=says):
@@ -422,6 +424,7 @@ NVME = OffloadConfig(optimizer="nvme", path=".")
     [
         {**NO_MASTERS, "dtype": torch.float16, "says": "masters=False updates bf16 parameters .* are in float16"},
         {**NO_MASTERS, "dtype": torch.float32, "says": "are in float32. Write precision='bf16-true'"},
+        {**NO_MASTERS, "dtype": torch.float32, "codes": True, "says": "the module's parameters are in float32. Write"},
         {**STATES, "optimizer": Adafactor, "says": "Adafactor cannot be used with state_dtype='bf16'"},
         {**NO_MASTERS, "optimizer": Adafactor, "says": "Adafactor cannot be used with masters=False"},
         {**STATES, "offload": NVME, "says": "not supported for states on a disk. Write offload='cpu'"},
@@ -431,6 +434,21 @@ NVME = OffloadConfig(optimizer="nvme", path=".")
 )
 def test_what_cannot_be_rounded_is_refused_before_anything_is_changed(run_on, size, case):
     run_on(size, refuse, **case)
+
+
+def refuse_on_one_rank(options: dict[str, Any], says: str) -> None:
+    module = nn.Linear(4, 4).to(BF16)
+    with pytest.raises(ValueError, match=rf"module differs between ranks: weight .* {says}, .* with the same options"):
+        Engine(module, [adamw(module.parameters())], **(options if rank() else {}))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [(NO_MASTERS, "with masters=False"), (LEAN, "with state_dtype='bf16' and masters=False")],
+    ids=str,
+)
+def test_ranks_with_different_options_get_an_error(run_on, options, says):
+    run_on(2, refuse_on_one_rank, options=options, says=says)
 
 
 def test_another_state_dtype_is_refused():

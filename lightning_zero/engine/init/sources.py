@@ -91,7 +91,7 @@ def check_frozen(scripted: Mapping[str, Tensor]) -> None:
 
 def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
     """Raise a ValueError if ``masters=False`` has no effect on a module, or if parameters are in fp16."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if config.masters or not dtypes or (torch.bfloat16 in dtypes and torch.float16 not in dtypes):
         return
     found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -99,6 +99,18 @@ def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
         f"masters=False updates bf16 parameters in place, but the module's parameters are in {found}. Write "
         "precision='bf16-true' (in plain torch, module.bfloat16()), or leave masters=False out."
     )
+
+
+def check_float8(module: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError if torchao's layers are to multiply float8 matrices on a GPU that cannot."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    for name, layer in module.named_modules():
+        if type(layer).__module__ == "torchao.float8.float8_linear" and not layer.config.emulate:
+            raise ValueError(
+                f"{name} multiplies float8 matrices, which this GPU cannot. Pass emulate=True to torchao's "
+                "Float8LinearConfig, or leave its layers out."
+            )
 
 
 def first_device(plans: list[UnitPlan]) -> torch.device:
@@ -124,7 +136,10 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
 
 
 def agree_on_sources(
-    module: nn.Module, communicator: Communicator, extension_of: Mapping[nn.Parameter, Extension]
+    module: nn.Module,
+    communicator: Communicator,
+    extension_of: Mapping[nn.Parameter, Extension],
+    rounding_options: str | None,
 ) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
@@ -148,6 +163,8 @@ def agree_on_sources(
         dtype = str(tensor.dtype)
         if isinstance(tensor, nn.Parameter) and tensor in extension_of:
             dtype += f" gathered in {extension_of[tensor].dtype}"
+        if trains and rounding_options is not None:
+            dtype += f" with {rounding_options}"
         mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, _initialised(tensor)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone.control
@@ -187,7 +204,8 @@ def _check_alike(everywhere: list[dict[str, tuple[Any, Any, Any]]]) -> None:
             if first.get(name) != other.get(name):
                 raise ValueError(
                     f"The module differs between ranks: {name} is {_in_words(first.get(name))} on rank 0 and "
-                    f"{_in_words(other.get(name))} on rank {rank}. Construct the same module on every rank."
+                    f"{_in_words(other.get(name))} on rank {rank}. Construct the same module, with the "
+                    "same options, on every rank."
                 )
         if list(first) != list(other):
             raise ValueError(

@@ -209,7 +209,7 @@ class Bucket:
 
         No effect without master weights (``masters=False``).
         """
-        if self.master_dtype in LOW_PRECISION and self.residency.plan.keeps_masters:
+        if self.master_dtype in LOW_PRECISION and self.residency.plan.config.masters:
             self.wait()
             self.residency.promote()
             self._buffer.masters.clear()
@@ -246,7 +246,7 @@ class Bucket:
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
-            self._pending.append(self._start_gather(None if is_in_place else self._own_values()))
+            self._pending.append(self._start_gather(None if is_in_place else self.own_values()))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
@@ -254,15 +254,11 @@ class Bucket:
             self._mark_seen()
         self.state = BucketState.GATHERING
 
-    def values_to_gather(self) -> Tensor | None:
+    def own_values(self) -> Tensor | None:
         """The values that a gather starts from, after the last update; None if they are already in ``full``."""
-        if self.update is not None:
-            self.update.work.wait()
-        return self._own_values()
-
-    def _own_values(self) -> Tensor | None:
-        """The values that a gather starts from; None if they are already in ``full``."""
         if self.part is None:
+            if self.update is not None:
+                self.update.work.wait()
             return self.residency.own_values()
         if self.update is not None:  # an update of a step that has since failed
             self._refresh_part(self.part)

@@ -47,7 +47,7 @@ class BucketGradients:
         self.bucket, self.reduces, self.crosses = bucket, True, True
         layout, dtype = bucket.layout, bucket.dtype
         self._dtype = sent = full_precision(dtype)
-        self._dtype_at_rest = self._dtype if bucket.residency.plan.keeps_masters else dtype
+        self._dtype_at_rest = self._dtype if bucket.residency.plan.config.masters else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
             sent = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
         self._codec = bucket.gradient_codec or Cast(sent)
@@ -375,11 +375,10 @@ class BucketGradients:
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard = shard_of_all(held)
         if shard is not None:
-            begin, end = self.bucket.layout.own_part
-            ranges = {}
+            layout, ranges = self.bucket.layout, {}
             for slot in set(slots).difference(held):
-                segment = self.bucket.layout.segments[slot.index]
-                ranges[slot] = slice(*(min(max(each, begin), end) - begin for each in (segment.start, segment.stop)))
+                start, stop = layout.range_in_part(slot.index)
+                ranges[slot] = slice(start - layout.own_part[0], stop - layout.own_part[0])
             shard.clear(ranges)
         return shard
 

@@ -142,7 +142,13 @@ class Scales:
         wait_for([self._stream], current_stream(device))
 
     def _compute(self, buckets: list[Bucket]) -> None:
-        largest = torch.stack([value for bucket in buckets for value in _largest_in(bucket)])
+        zero = torch.zeros((), dtype=torch.float32, device=buckets[0].full.device)
+        norms = [
+            torch.linalg.vector_norm(part.to(bucket.dtype), float("inf")).to(zero) if len(part) else zero
+            for bucket in buckets
+            for part in _parts_of(bucket, bucket.own_values())
+        ]
+        largest = torch.stack(norms)
         buckets[0].communicator.control.all_reduce(largest, ReduceOp.MAX)
         for bucket, of_bucket in zip(buckets, largest.split([len(bucket.extensions.each) for bucket in buckets])):
             self.of[bucket] = list(bucket.extensions.each[0].scales_of(of_bucket).unbind())
@@ -174,14 +180,6 @@ def _parts_of(bucket: Bucket, own: Tensor) -> list[Tensor]:
     layout, (begin, _) = bucket.layout, bucket.layout.own_part
     ranges = map(layout.range_in_part, range(len(layout.segments)))
     return [own[start - begin : stop - begin] for start, stop in ranges]
-
-
-def _largest_in(bucket: Bucket) -> list[Tensor]:
-    """The largest absolute value of each parameter on this rank, on the device."""
-    zero = torch.zeros((), dtype=torch.float32, device=bucket.full.device)
-    parts = _parts_of(bucket, bucket.values_to_gather())
-    norms = [torch.linalg.vector_norm(part.to(bucket.dtype), float("inf")) if len(part) else zero for part in parts]
-    return [norm.to(zero) for norm in norms]
 
 
 class _Decoded(torch.autograd.Function):
