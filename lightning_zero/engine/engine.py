@@ -149,13 +149,12 @@ class Engine:
         self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
         self._scripted = torchscript_parameters(module)
-        device = torch.device(device) if device is not None else None
+        device = torch.device(device) if device is not None else first_device(module)
+        check_float8(module, device)
         with without_extensions(module, device) as extension_of:
             self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
             move_own_kinds(module, device)
             plans = plan_units(module, config.units, config.unit_numel)
-            device = device or first_device(plans)
-            check_float8(module, device)
             checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
             if device.type == "cpu":
                 let_freed_memory_stay()
@@ -175,7 +174,7 @@ class Engine:
             self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
             self.units = self._shard(module, plans, optimizers, simulation, extension_of)
             for bucket in self.buckets:
-                if bucket.extensions is not None and bucket.is_replicated:
+                if bucket.extensions and bucket.is_replicated:
                     bucket.gather(refresh=True)
             self._share_unsharded(module)
             self._install(module, plans, optimizers, checkpointed, activations)

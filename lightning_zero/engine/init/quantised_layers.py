@@ -194,15 +194,13 @@ class DeferredCodes(LazyTensor):
 # -- in an engine ------------------------------------------------------------------------------------------------------
 
 
-def prepare(module: nn.Module, device: torch.device | None) -> None:
-    """Quantise, undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
+def prepare(module: nn.Module, device: torch.device) -> None:
+    """Undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
     for _, layer in quantised_layers(module):
         weight = layer.weight
         if isinstance(weight, DeferredCodes):
             codes: Any = weight._source.read
-            codes.device = device or torch.device("cpu")
-        elif weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
-            layer.to(weight.device)
+            codes.device = device
         elif getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
             layer.state_dict()  # undoes it
 

@@ -14,7 +14,6 @@ from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import MappedFiles, is_deferred, is_on_meta
 from lightning_zero.engine.init.quantised_layers import awaits_quantisation, prepare
-from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
@@ -57,13 +56,11 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
                 "lightning_zero.load_weights(model, path), or make the layer outside of torch.device('meta')."
             )
         if (kind := _kind_without_flat_values(own_share(parameter))) is not None:
-            advice = "train ordinary parameters (quantise them after the run, for example), or use strategy='ddp'"
-            if type(parameter).__module__.startswith("torchao."):  # DDP cannot broadcast most of these classes
-                advice = (
-                    "use bitsandbytes' layers, which lightning_zero.load_weights(model, path, quantize='nf4') makes in "
-                    "configure_model, or quantise the module after the run"
-                )
-            raise ValueError(f"{name} is {kind}, which cannot be divided into shards: {advice}.")
+            raise ValueError(
+                f"{name} is {kind}, which cannot be divided into shards: train ordinary parameters (and quantise them "
+                "after the run, for example). Quantised layers of bitsandbytes are supported: "
+                "lightning_zero.load_weights(model, path, quantize='nf4') makes them in configure_model."
+            )
 
 
 def _kind_without_flat_values(parameter: Tensor) -> str | None:
@@ -113,16 +110,15 @@ def check_float8(module: nn.Module, device: torch.device) -> None:
             )
 
 
-def first_device(plans: list[UnitPlan]) -> torch.device:
+def first_device(module: nn.Module) -> torch.device:
     """The device of the first parameter with values; the CPU if none has values."""
-    parameters = (parameter for plan in plans for parameter in plan.parameters.values())
-    return next((p.device for p in parameters if not is_on_meta(p)), torch.device("cpu"))
+    return next((p.device for p in module.parameters() if not is_on_meta(p)), torch.device("cpu"))
 
 
-def move_own_kinds(module: nn.Module, device: torch.device | None) -> None:
+def move_own_kinds(module: nn.Module, device: torch.device) -> None:
     """Move layers with parameters of the project's own classes, some of which quantise their values when moved."""
     prepare(module, device)
-    for layer in module.modules() if device is not None else ():
+    for layer in module.modules():
         parameters = list(layer.parameters(recurse=False))
         stay = any(is_deferred(parameter) or isinstance(parameter, FakeTensor) for parameter in parameters)
         if any(map(project_class, parameters)) and not stay:

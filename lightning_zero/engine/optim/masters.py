@@ -304,22 +304,17 @@ class Masters:
             vars(optimizer).pop("load_state_dict", None)
             states: States = {}
             if device is not None:
-                states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
-                states = {p: _as_placed(p, _in_dtype_of(p, state)) for p, state in states.items()}
+                states = self.states.by_parameter(lambda tensor: _whole_entry(tensor).to(device, copy=True))
+                states = {p: _as_placed(p, state) for p, state in states.items()}
             optimizer.state = defaultdict(dict, states)
         self.is_closed = True
 
 
-def _in_dtype_of(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state without ``state_dtype``: in the parameter's dtype where that is wider."""
-    if not isinstance(parameter, Tensor):  # an entry that belongs to no parameter
-        return state
-    return {
-        key: value.to(torch.promote_types(value.dtype, parameter.dtype))
-        if is_by_element(key, value, parameter.shape) and value.is_floating_point()
-        else value
-        for key, value in state.items()
-    }
+def _whole_entry(tensor: Tensor) -> Tensor:
+    """An entry of a state, in the parameter's dtype where that is wider, as without ``state_dtype``. Collective."""
+    if isinstance(tensor, ShardedTensor) and tensor.is_floating_point():
+        return tensor.whole().to(torch.promote_types(tensor.dtype, tensor.slot.dtype))
+    return gathered(tensor)
 
 
 def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
