@@ -313,8 +313,6 @@ def export_weights(
         >>> engine.close()
     """
     check_arguments(export_weights, locals(), "export_weights", max_shard_bytes=1, max_bytes=1)
-    if dtype is not None and not dtype.is_floating_point:
-        raise ValueError(f"export_weights: dtype={dtype} must be a floating-point dtype.")
     parts = streaming.parts_of(module, merge_adapters)
     rank, size, gather = streaming.ranks_of(parts)
     part_of = {id(value): part for part in parts for _, value in part.results}
@@ -335,14 +333,15 @@ def export_weights(
                     if weight.values is wanted and file % size == rank:
                         yield file, weight, value
 
-    paths = ExportPaths(os.path.join(folder, "model.safetensors"))
-    ranks = Ranks(rank, gather)
+    paths, ranks = ExportPaths(os.path.join(folder, "model.safetensors")), Ranks(rank, gather)
     return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
 
 
 def _content_of(
     module: nn.Module, parts: list[streaming.Part], merge_adapters: bool, folder: str, dtype: torch.dtype | None
 ) -> Export:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"export_weights: dtype={dtype} must be a floating-point dtype.")
     state = {name.replace("_orig_mod.", ""): value for part in parts for name, value in part.results}
     # ``from_pretrained`` would not find weights beside adapters that are not merged
     models = configs_of_models(module) if merge_adapters or not streaming.has_adapters(module) else {}

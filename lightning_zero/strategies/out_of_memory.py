@@ -52,8 +52,7 @@ def _remedies(engine: Engine, optimizer: int, rest: int) -> str:
 
 def _may_round(engine: Engine) -> bool:
     try:
-        rounds = replace(engine.config, state_dtype="bf16")
-        compatibility.check_optimizers(engine.optimizers, rounds, ranks=engine.communicator.size)
+        compatibility.check_optimizers(engine.optimizers, replace(engine.config, state_dtype="bf16"), ranks=1)
     except (TypeError, ValueError):
         return False
     return True

@@ -43,6 +43,7 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
         if not plan.is_offloaded:
             continue
         numel, master, pins = plan.shard_numel, plan.master_dtype.itemsize, plan.device.type != "cpu"
+        gradient = plan.update_dtype.itemsize  # of a sum of micro-batches, also without master weights
         for what, medium, nbytes in plan.at_rest():
             if medium is Medium.HOST:
                 memory[what] += _power_of_two(nbytes) if pins else nbytes
@@ -56,9 +57,9 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
             memory["optimizer states"] += numel * sum(states)
         if states is not None and pins:
             if offload.gradients is not None:
-                memory["gradients"] += _power_of_two(numel * master)
+                memory["gradients"] += _power_of_two(numel * gradient)
                 at_once = numel  # for a new micro-batch's gradient until it is added
-            largest_gradient = max(largest_gradient, at_once * master)
+            largest_gradient = max(largest_gradient, at_once * gradient)
     # torch keeps freed pinned blocks: at most one per power of two, so their total is less than twice the largest.
     memory["gradients"] += 2 * _power_of_two(largest_gradient)
     memory["buffers for the disk"] += BUFFERS * largest_sub_group

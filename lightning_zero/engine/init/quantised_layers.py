@@ -28,13 +28,14 @@ from lightning_zero.io.names import listed
 
 def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers with codes instead of weights, or whose weights become codes when they receive values, by name."""
-    library: Any = sys.modules.get("bitsandbytes.nn")
-    if library is None:
-        return
     for name, layer in module.named_modules():
-        is_4bit = isinstance(layer, library.Linear4bit)
-        if is_4bit or (isinstance(layer, library.Linear8bitLt) and not layer.state.has_fp16_weights):
+        if isinstance(layer, nn.Linear) and _is_quantised(layer.weight):
             yield name, layer
+
+
+def _is_quantised(weight: Any) -> bool:
+    """Whether a weight is one of ``Params4bit``, or of ``Int8Params`` with codes."""
+    return hasattr(weight, "quant_state") or not getattr(weight, "has_fp16_weights", True)
 
 
 def scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
@@ -103,13 +104,8 @@ def _note_kind(model: Any, kind: str) -> None:
 
 def awaits_quantisation(parameter: Any) -> bool:
     """Whether a parameter on the meta device is to be quantised when it receives values."""
-    library: Any = sys.modules.get("bitsandbytes.nn")
-    if library is None or parameter.device.type != "meta":
-        return False
-    if isinstance(parameter, library.Params4bit):
-        return not parameter.bnb_quantized
-    is_8bit = isinstance(parameter, library.Int8Params) and not parameter.has_fp16_weights
-    return is_8bit and parameter.is_floating_point()
+    has_codes = getattr(parameter, "bnb_quantized", not parameter.is_floating_point())
+    return _is_quantised(parameter) and parameter.device.type == "meta" and not has_codes
 
 
 def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
