@@ -39,7 +39,8 @@ class BucketGradients:
 
     Attributes:
         reduces: whether the current backward reduces gradients.
-        crosses: whether the current backward also sums over machines; used only if each machine has all parameters.
+        crosses: whether the current backward is synchronised, so that it also sums over machines if each of them has
+            all parameters.
         flat: the flat buffer, if there is one.
     """
 
@@ -343,8 +344,8 @@ class BucketGradients:
             else:
                 spans = self.bucket.layout.spans_of(self.bucket.layout.rank)
                 totals, reduced = [total], [(slots, spans, 0)]
-            if self.crosses and not self._is_resumed and all(slot.parameter.grad is None for slot in slots):
-                totals = [total.to(self._dtype_at_rest) for total in totals]  # not of a sum of micro-batches
+            if self._dtype_at_rest != self._dtype and not self._is_of_several(slots):
+                totals = [total.to(self._dtype_at_rest) for total in totals]
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
@@ -358,6 +359,10 @@ class BucketGradients:
                     shard.take_over(members)
                 shards |= {slot.index: shard for slot in members}
         return shards
+
+    def _is_of_several(self, slots: list[BucketSlot]) -> bool:
+        """Whether gradients are a sum of several micro-batches, or further micro-batches follow."""
+        return not self.crosses or self._is_resumed or any(slot.parameter.grad is not None for slot in slots)
 
     def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
         """Add a sum within this machine to the gradient shard, which then lacks the other machines' gradients."""
