@@ -14,6 +14,7 @@ from lightning_zero import full_grad, load_weights
 from lightning_zero.checkpoint.fitting import load_module
 from lightning_zero.engine import Engine, ShardedTensor
 from lightning_zero.engine.init.deferred_param import values_may_wait
+from lightning_zero.engine.init.quantised_layers import quantised_layers
 from tests.support import world_size
 from tests.support.training import same_values
 
@@ -173,3 +174,18 @@ def load_without_scales(kind: str) -> None:
 @pytest.mark.parametrize("kind", CODES)
 def test_weights_without_all_of_their_scales_are_refused_before_anything_is_loaded(run_on, kind):
     run_on(2, load_without_scales, kind=kind)
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight
+
+
+def test_parametrised_weights_are_not_computed_to_find_quantised_layers():
+    layer, counted = nn.Linear(2, 2), Counted()
+    nn.utils.parametrize.register_parametrization(layer, "weight", counted)
+    before = counted.calls
+    assert not list(quantised_layers(nn.Sequential(layer))) and counted.calls == before

@@ -29,7 +29,7 @@ from lightning_zero.io.names import listed
 def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers with codes instead of weights, or whose weights become codes when they receive values, by name."""
     for name, layer in module.named_modules():
-        if isinstance(layer, nn.Linear) and _is_quantised(layer.weight):
+        if isinstance(layer, nn.Linear) and _is_quantised(layer._parameters.get("weight")):
             yield name, layer
 
 
