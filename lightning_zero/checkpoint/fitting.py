@@ -31,12 +31,12 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
 
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state dict, also with the scales of quantised layers. If it does not fit, nothing is changed."""
-    state, scales = quantised_layers.without_scales(module, state)
+    state, scales = quantised_layers.take_scales(module, state)
     check_module(module, state, strict)
     with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
         module.load_state_dict(state, strict=strict)
     deferred_param.give_values(targets, wait=True)
-    quantised_layers.load_scales(module, scales)
+    quantised_layers.load_scales(scales)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:

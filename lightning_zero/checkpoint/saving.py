@@ -294,8 +294,11 @@ def write_folder(
         raise
 
 
-def on_every_rank(act: Callable[[], _Result], ranks: Ranks, path: str) -> list[_Result]:
+def on_every_rank(act: Callable[[], _Result], ranks: Ranks, path: str, what: str = "checkpoint") -> list[_Result]:
     """Call a function on every rank, and return all results. Collective.
+
+    Args:
+        what: what the function writes at the path, for errors.
 
     Raises:
         CheckpointNotSavedError: on every rank, if the function fails on any rank.
@@ -308,7 +311,7 @@ def on_every_rank(act: Callable[[], _Result], ranks: Ranks, path: str) -> list[_
     everyone = ranks.gather((result, reason))
     for rank, (_, why) in enumerate(everyone):
         if why is not None:
-            raise _not_saved(path, rank, why)
+            raise _not_saved(path, rank, why, what)
     return [each for each, _ in everyone]
 
 
@@ -330,10 +333,10 @@ def write_file(checkpoint: Mapping[str, Any], destination: Destination) -> None:
         raise _not_saved(destination.path, 0, _reason_of(error)) from error
 
 
-def _not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
+def _not_saved(path: str, rank: int, reason: str, what: str = "checkpoint") -> CheckpointNotSavedError:
     return CheckpointNotSavedError(
-        f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
-        "removed; any earlier checkpoint at this path is unchanged."
+        f"The {what} {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
+        f"removed; any earlier {what} at this path is unchanged."
     )
 
 

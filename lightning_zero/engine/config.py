@@ -73,8 +73,8 @@ class EngineConfig:
             each rank keeps only an equal part, on the device or where ``offload`` puts activations.
         state_dtype: ``"bf16"`` keeps the floating-point states of elementwise optimizers, such as Adam's moments, in
             bf16. They are updated in fp32 and rounded stochastically. ``None`` keeps them in the dtype of the update.
-        masters: ``False`` keeps no fp32 master weights of bf16 parameters, and their reduced gradients in bf16. The
-            parameters are updated in fp32 and rounded stochastically.
+        masters: ``False`` keeps no fp32 master weights of bf16 parameters, and their reduced gradients in bf16 unless
+            micro-batches are accumulated. The parameters are updated in fp32 and rounded stochastically.
         whole_parameters: whether optimizers of unknown classes need whole parameters. ``True``: yes, so each
             parameter is updated by one rank; ``False``: no, they are elementwise; or a predicate of (name, parameter).
             ``None`` accepts only known classes.

@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,7 +26,7 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
-from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies, tree_leaves
+from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
@@ -38,6 +38,7 @@ from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     agree_on_sources,
     check_dtypes,
+    check_float8,
     check_frozen,
     check_ordinary,
     check_recorded,
@@ -65,11 +66,10 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import reading_ahead
+from lightning_zero.engine.streaming import whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import Leaf, identity, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
@@ -151,12 +151,12 @@ class Engine:
         self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
         self._scripted = torchscript_parameters(module)
-        device = torch.device(device) if device is not None else None
+        device = torch.device(device) if device is not None else first_device(module)
+        check_float8(module, device)
         with without_extensions(module, device) as extension_of:
             self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
             prepare(module, device)
             plans = plan_units(module, config.units, config.unit_numel)
-            device = device or first_device(plans)
             checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
             if device.type == "cpu":
                 let_freed_memory_stay()
@@ -171,13 +171,12 @@ class Engine:
                 self.phases,
                 self.background,
                 Scales(),
-                self._rounding(),
             )
             activations = activation_store(config, self.communicator, self.ledger)
             self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
             self.units = self._shard(module, plans, optimizers, simulation, extension_of)
             for bucket in self.buckets:
-                if bucket.extensions is not None and bucket.is_replicated:
+                if bucket.extensions and bucket.is_replicated:
                     bucket.gather(refresh=True)
             self._share_unsharded(module)
             self._install(module, plans, optimizers, checkpointed, activations)
@@ -205,14 +204,6 @@ class Engine:
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
 
-    def _rounding(self) -> Rounding:
-        """Make the source of random bits from rank 0's seed of torch. Collective if the options require bits."""
-        if self.config.rounding_options is None:
-            return Rounding(0)
-        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
-        (agreed,) = self.communicator.everyone.numbers_of(0, [seed], "the seed of stochastic rounding")
-        return Rounding(agreed)
-
     def _shard(
         self,
         module: nn.Module,
@@ -225,7 +216,7 @@ class Engine:
 
         The original values are freed on return; the buckets then hold the values.
         """
-        sources = agree_on_sources(module, self.communicator, extension_of)
+        sources = agree_on_sources(module, self.communicator, extension_of, self.config.rounding_options)
         if self._mesh is None:  # lazy tensors, which record writes, cannot become DTensors
             check_recorded(module, sources)
         initialisers = initialisers_of(module, sources)
@@ -290,7 +281,10 @@ class Engine:
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
-        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
+        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
+        if config.rounding_options is not None:
+            (seed,) = self.communicator.everyone.numbers_of(0, [seed], "the seed of stochastic rounding")
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared, seed)
         self.windows = Windows(
             module,
             self.schedule,
@@ -508,15 +502,16 @@ class Engine:
                 state.pop(name, None)
             if leaf is in_parts:
                 return state
-            sharded: dict[Any, ShardedTensor] = {}
-            for each in tree_leaves(state):
-                if isinstance(each, ShardedTensor):
-                    sharded.setdefault(identity(each), each)  # ``walk`` reads the first of several aliases
-            if all(tensor.whole_at_hand() is not None for tensor in sharded.values()):
+            sharded: list[tuple[str, ShardedTensor]] = []
+
+            def is_sharded(value: Any) -> bool:
+                return isinstance(value, ShardedTensor)
+
+            walk(state, lambda tensor: sharded.append((tensor.slot.name, tensor)), is_sharded)  # aliases only once
+            if all(tensor.whole_at_hand() is not None for _, tensor in sharded):
                 return walk(state, leaf)
-            ahead = reading_ahead(list(sharded.values()), _AHEAD_BYTES)
-            with self.rendezvous.met("the module's state dict"), ahead:
-                return walk(state, leaf)
+            with self.rendezvous.met("the module's state dict"), closing(whole_tensors(sharded, _AHEAD_BYTES)) as whole:
+                return walk(state, lambda tensor: leaf(next(whole) if is_sharded(tensor) else tensor))
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.

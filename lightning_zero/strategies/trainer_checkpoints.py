@@ -113,7 +113,7 @@ class TrainerCheckpoints:
         module = self._strategy.lightning_module
         parameters = module.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in parameters if not parameter.requires_grad}
-        return frozen.union(quantised_layers.scales_in(module, module.state_dict(keep_vars=True)))
+        return frozen.union(*quantised_layers.names_of_scales(module).values())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state; see ``module_state``."""

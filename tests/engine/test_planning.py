@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.config import OffloadConfig
+from lightning_zero.engine.config import EngineConfig, OffloadConfig
 from lightning_zero.engine.init import host_room
 from lightning_zero.engine.init.host_room import available_memory, memory_for
 from lightning_zero.engine.plan.layout import BucketLayout
@@ -34,7 +34,7 @@ def shard(
 ) -> ResidencyPlan:
     """The plan of a bucket over two ranks with `numel` elements per rank, a multiple of the alignment."""
     layout = BucketLayout.of([("weight", torch.Size([2 * numel]))], 2)
-    chosen = {"dtype": dtype, "compute_dtype": dtype, "trains": True} | options
+    chosen = {"dtype": dtype, "compute_dtype": dtype, "trains": True, "config": EngineConfig()} | options
     return ResidencyPlan.of(layout, placements_of(stage), offload, device=torch.device(device), **chosen)
 
 

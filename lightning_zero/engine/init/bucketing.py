@@ -199,8 +199,7 @@ def assign_to_buckets(
             compute_dtype=kind.compute_dtype,
             extension_dtype=kind.extension_dtype,
             trains=kind.trains,
-            keeps_masters=config.masters,
-            state_dtype=torch.bfloat16 if config.state_dtype is not None else None,
+            config=config,
         )
         parameters = [p for _, p in part]
         has_fields = kind.trains and residency.is_offloaded

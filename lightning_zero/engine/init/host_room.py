@@ -54,7 +54,8 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
         elif states is not None and pins:
             memory["optimizer states"] += numel * sum(states)
         if states is not None and pins and offload.gradients is not None:
-            memory["gradients"] += _power_of_two(numel * plan.master_dtype.itemsize)
+            # of a sum of micro-batches, also without master weights
+            memory["gradients"] += _power_of_two(numel * plan.update_dtype.itemsize)
     memory["buffers for the disk"] = BUFFERS * largest_sub_group
     return +memory
 

@@ -14,7 +14,6 @@ from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
 from lightning_zero.engine.init.quantised_layers import awaits_quantisation
-from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -55,13 +54,11 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
                 "lightning_zero.load_weights(model, path), or make the layer outside of torch.device('meta')."
             )
         if (kind := _kind_without_flat_values(own_share(parameter))) is not None:
-            advice = "train ordinary parameters (quantise them after the run, for example), or use strategy='ddp'"
-            if type(parameter).__module__.startswith("torchao."):  # DDP cannot broadcast most of these classes
-                advice = (
-                    "use bitsandbytes' layers, which lightning_zero.load_weights(model, path, quantize='nf4') makes in "
-                    "configure_model, or quantise the module after the run"
-                )
-            raise ValueError(f"{name} is {kind}, which cannot be divided into shards: {advice}.")
+            raise ValueError(
+                f"{name} is {kind}, which cannot be divided into shards: train ordinary parameters (and quantise them "
+                "after the run, for example). Quantised layers of bitsandbytes are supported: "
+                "lightning_zero.load_weights(model, path, quantize='nf4') makes them in configure_model."
+            )
 
 
 def _kind_without_flat_values(parameter: Tensor) -> str | None:
@@ -89,7 +86,7 @@ def check_frozen(scripted: Mapping[str, Tensor]) -> None:
 
 def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
     """Raise a ValueError if ``masters=False`` has no effect on a module, or if parameters are in fp16."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if config.masters or not dtypes or (torch.bfloat16 in dtypes and torch.float16 not in dtypes):
         return
     found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -99,10 +96,21 @@ def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
     )
 
 
-def first_device(plans: list[UnitPlan]) -> torch.device:
+def check_float8(module: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError if torchao's layers are to multiply float8 matrices on a GPU that cannot."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    for name, layer in module.named_modules():
+        if type(layer).__module__ == "torchao.float8.float8_linear" and not layer.config.emulate:
+            raise ValueError(
+                f"{name} multiplies float8 matrices, which this GPU cannot. Pass emulate=True to torchao's "
+                "Float8LinearConfig, or leave its layers out."
+            )
+
+
+def first_device(module: nn.Module) -> torch.device:
     """The device of the first parameter with values; the CPU if none has values."""
-    parameters = (parameter for plan in plans for parameter in plan.parameters.values())
-    return next((p.device for p in parameters if not is_on_meta(p)), torch.device("cpu"))
+    return next((p.device for p in module.parameters() if not is_on_meta(p)), torch.device("cpu"))
 
 
 def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
@@ -112,7 +120,10 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
 
 
 def agree_on_sources(
-    module: nn.Module, communicator: Communicator, extension_of: Mapping[nn.Parameter, Extension]
+    module: nn.Module,
+    communicator: Communicator,
+    extension_of: Mapping[nn.Parameter, Extension],
+    rounding_options: str | None,
 ) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
@@ -132,10 +143,12 @@ def agree_on_sources(
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
-        trains = "trained" if is_parameter and tensor.requires_grad else "not trained"
-        kind = f"{tuple(tensor.shape)} in {tensor.dtype}, {trains}"
+        is_trained = is_parameter and tensor.requires_grad
+        kind = f"{tuple(tensor.shape)} in {tensor.dtype}, {'trained' if is_trained else 'not trained'}"
         if isinstance(tensor, nn.Parameter) and tensor in extension_of:
             kind += f", gathered in {extension_of[tensor].dtype}"
+        if is_trained and rounding_options is not None:
+            kind += f" with {rounding_options}"
         if writes[name]:
             kind += f", written to {len(writes[name])} times"
         mine[name] = kind, origin, tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
@@ -180,7 +193,8 @@ def _check_alike(everywhere: list[dict[str, tuple[str, Any, Any]]]) -> None:
             if first.get(name) != other.get(name):
                 raise ValueError(
                     f"The module differs between ranks: {name} is {first.get(name, 'missing')} on rank 0 and "
-                    f"{other.get(name, 'missing')} on rank {rank}. Construct the same module on every rank."
+                    f"{other.get(name, 'missing')} on rank {rank}. Construct the same module, with the same options, "
+                    "on every rank."
                 )
         if list(first) != list(other):
             raise ValueError(

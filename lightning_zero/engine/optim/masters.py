@@ -33,6 +33,7 @@ from lightning_zero.engine.optim.updating import gains_by_chunks, update_offload
 from lightning_zero.engine.plan.layout import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import shard_of_all
+from lightning_zero.engine.state.rounding import count_update
 from lightning_zero.engine.state.slot import repartition, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts, whole
@@ -139,7 +140,7 @@ class Masters:
         for master in gradients:
             master.bucket.note_update(slot.index for slot in master.slots)
         if any(master.rounds for master in gradients):
-            self.states.engines[0].rounding.advance(groups)
+            count_update(groups, self.states.engines[0].seed)
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         masters_in = {bucket: self._arranged_in[bucket] for bucket in buckets}
         update_offloaded(self.states.optimizer, masters_in, gradients, self._own_entries)

@@ -74,10 +74,10 @@ class Scope:
             if slot.is_in_forward:
                 continue  # an outer scope, or another name of the parameter, has entered it
             view, extensions = slot.view, slot.bucket.extensions
-            if extensions is not None:
+            if extensions:
                 view.grad_dtype = parameter.dtype
                 view.requires_grad_(parameter.requires_grad)
-                holder[attribute] = extensions.computed(slot.index, view, parameter.dtype)
+                holder[attribute] = extensions[slot.index].computed(view, parameter.dtype)
                 self._undo.append(partial(holder.__setitem__, attribute, parameter))
                 continue
             if view.dtype is not parameter.dtype:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -17,7 +15,6 @@ from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
-from lightning_zero.engine.state.rounding import random_bits
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -39,7 +36,8 @@ class BucketGradients:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
 
     Attributes:
-        crosses: whether the current backward also sums over machines; used only if each machine has all parameters.
+        crosses: whether the current backward is synchronised, so that it also sums over machines if each of them has
+            all parameters.
         flat: the flat buffer, if there is one.
     """
 
@@ -47,7 +45,7 @@ class BucketGradients:
         self.bucket, self.crosses = bucket, True
         layout, dtype = bucket.layout, bucket.dtype
         self._dtype = sent = full_precision(dtype)
-        self._dtype_at_rest = self._dtype if bucket.residency.plan.keeps_masters else dtype
+        self._dtype_at_rest = self._dtype if bucket.residency.plan.config.masters else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
             sent = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
         self._codec = bucket.gradient_codec or Cast(sent)
@@ -62,6 +60,7 @@ class BucketGradients:
         # sums that ``add_local`` has shown as ``p.grad``: the sum, the tensor in ``p.grad``, its version
         self._unreduced: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
+        self._is_resumed = False  # whether this backward continues from local gradients of earlier ones
         self._reducing = 0  # bytes held while gradients are reduced
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -173,6 +172,7 @@ class BucketGradients:
             Tensors that must be kept until the current stream has read them.
         """
         taken: list[Tensor] = []
+        self._is_resumed = False
         for slot in slots_of(self.bucket):
             gradient = slot.parameter.grad
             if gradient is not None and (values := self._local_values(slot.index, gradient)) is not None:
@@ -180,7 +180,9 @@ class BucketGradients:
                 slot.parameter.grad = None
                 self.accumulate(slot.index, values)
                 taken.append(values)
-                if slot.index not in self._unreduced:
+                if slot.index in self._unreduced:
+                    self._is_resumed = True
+                else:
                     self._local[slot.index] = gradient
         for index in list(self._unreduced):
             self._forget_local(index)
@@ -323,8 +325,8 @@ class BucketGradients:
             else:
                 spans = self.bucket.layout.own_spans
                 totals, reduced = [total], [(slots, spans, 0)]
-            totals = [total.to(self._dtype_at_rest) for total in totals]
-            bits = partial(random_bits, self.bucket.rounding.key, self.bucket.layout)
+            if self._dtype_at_rest != self._dtype and not self._is_of_several(slots):
+                totals = [total.to(self._dtype_at_rest) for total in totals]
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
@@ -332,12 +334,16 @@ class BucketGradients:
             for total, (members, spans, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
                 if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
-                    shard.add(total, arrival, bits)
+                    shard.add(total, arrival)
                 else:
                     shard = GradientShard(total, spans, start, arrival, self.bucket.ledger)
                     shard.take_over(members)
                 shards |= {slot.index: shard for slot in members}
         return shards
+
+    def _is_of_several(self, slots: list[BucketSlot]) -> bool:
+        """Whether gradients are a sum of several micro-batches, or further micro-batches follow."""
+        return not self.crosses or self._is_resumed or any(slot.parameter.grad is not None for slot in slots)
 
     def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
         """Add a sum within this machine to the gradient shard, which then lacks the other machines' gradients."""
@@ -355,11 +361,10 @@ class BucketGradients:
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard = shard_of_all(held)
         if shard is not None:
-            begin, end = self.bucket.layout.own_part
-            ranges = {}
+            layout, ranges = self.bucket.layout, {}
             for slot in set(slots).difference(held):
-                segment = self.bucket.layout.segments[slot.index]
-                ranges[slot] = slice(*(min(max(each, begin), end) - begin for each in (segment.start, segment.stop)))
+                start, stop = layout.range_in_part(slot.index)
+                ranges[slot] = slice(start - layout.own_part[0], stop - layout.own_part[0])
             shard.clear(ranges)
         return shard
 

@@ -180,7 +180,7 @@ class BucketSlot:
         bucket.rendezvous.require_all(f"a write to '{self.name}'")
         bucket.wait()
         with torch.no_grad():
-            if bucket.is_ready and bucket.extensions is None:
+            if bucket.is_ready and not bucket.extensions:
                 bucket.segment_view(self.index).copy_(self.share.own(value))
             if not bucket.is_in_buffer:
                 bucket.write_to_masters(self.local_range, local_range_of(value, self))
@@ -199,7 +199,7 @@ class BucketSlot:
             bucket.rendezvous.meet(f"a write to '{self.name}'")
             bucket.part.own[self.local_range].copy_(values)
             bucket.part.exchange(bucket.layout.segments[self.index])
-        if bucket.extensions is not None:
+        if bucket.extensions:
             bucket.rendezvous.meet(f"a write to '{self.name}'")
             bucket.encode_again()
         elif bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
@@ -323,8 +323,8 @@ def make_ordinary(bucket: Bucket, device: torch.device) -> None:
         parameter.grad = None
         value = bucket.communicator.tensor.shown(value, slot.placed)
         set_contents(parameter, nn.Parameter(value, parameter.requires_grad))
-        if bucket.extensions is not None:
-            bucket.extensions.each[slot.index].give_to(parameter)
+        if bucket.extensions:
+            bucket.extensions[slot.index].give_to(parameter)
         set_accumulation_hooks(parameter, slot.hooks_after_reduction)
     bucket.parameters = []
     bucket.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -57,6 +58,15 @@ def inner_of(tensor: Tensor) -> Tensor:
     inner: Tensor = getattr(tensor, names[0])
     has_values = inner.shape == tensor.shape and inner.dtype == tensor.dtype  # quantised tensors have only their codes
     return inner if has_values else tensor
+
+
+def wrapper_of(tensor: Tensor) -> Callable[[Tensor], Any]:
+    """A function that wraps other values as ``inner_of`` unwraps a tensor."""
+    if inner_of(tensor) is tensor:
+        return lambda values: values
+    kind: Any = type(tensor)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return lambda values: kind.__tensor_unflatten__({names[0]: values}, context, values.shape, values.stride())
 
 
 def project_class(tensor: Tensor) -> Any:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
 
@@ -15,7 +14,7 @@ from lightning_zero.engine.tensor.identity import with_attributes
 
 
 class Reader(Protocol):
-    """Provides values of sharded tensors to code that reads them, on one rank alone or after they were gathered."""
+    """Provides values of sharded tensors while user code on one rank reads them without the other ranks."""
 
     def whole(self, tensor: Any) -> Tensor:
         """The full value of a sharded tensor, in memory that all reads of the tensor share."""
@@ -26,16 +25,6 @@ class Reader(Protocol):
 
 reader: ContextVar[Reader | None] = ContextVar("reader", default=None)
 """The reader in effect in this thread; None in ordinary code, which reads on every rank."""
-
-
-@contextmanager
-def read_by(reading: Reader | None) -> Iterator[None]:
-    """Context in which ``reading`` provides the values of sharded tensors that code reads in this thread."""
-    token = reader.set(reading)
-    try:
-        yield
-    finally:
-        reader.reset(token)
 
 
 class WrapperTensor(torch.Tensor):
