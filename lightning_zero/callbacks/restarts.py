@@ -409,7 +409,7 @@ class Restarts:
                 self._job.keeps = False
         finally:
             with suppress(Exception):  # raised if another rank, which has failed, has not finished a save
-                self._saver.close(abandon=not has_ended)
+                self._saver.close()
         if has_ended and self._leads and self._whole:
             with suppress(OSError):
                 self._keep_only(self._whole)

@@ -36,7 +36,7 @@ class Ranks:
 
     Attributes:
         on_rank_0: calls a function on rank 0, while the other ranks join its gathers; by default, without them.
-        group: a process group that is used only by the ranks' background threads; None if there is one rank.
+        group: the process group of the ranks' background threads, in a background save of several ranks.
     """
 
     rank: int = 0

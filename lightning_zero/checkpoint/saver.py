@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import pickle
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from threading import Event
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.objects import ONE_RANK, Gather, Ranks, alone, snapshot
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks, alone, snapshot
 from lightning_zero.checkpoint.saving import (
     CopyBuffer,
     Entry,
@@ -59,9 +57,6 @@ class SaveMode(Enum):
 _Write = Callable[[Ranks, Callable[[], list[Entry]]], None]
 """Writes a rank's part of a checkpoint, given the ranks and a function that returns the rank's entries or copies."""
 
-_PATIENCE = 10.0
-"""Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
-
 
 @dataclass(frozen=True)
 class SaveJob:
@@ -96,7 +91,7 @@ class Saver:
         self._memory, self._memory_later = CopyBuffer(), CopyBuffer()
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
-        self._abandoned = Event()
+        self._group: process_group.ProcessGroup | None = None  # of all ranks, for their background threads alone
         self._made = WeakIdKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -109,9 +104,6 @@ class Saver:
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
-        exchanges = self._in_background and process_group.is_initialized()
-        if exchanges:
-            failures.notices()  # before any other collective, since it ends waits for ranks that are lost
 
         def begin() -> tuple[str, str]:
             label = new_label()
@@ -126,9 +118,8 @@ class Saver:
         if not self._in_background:
             write(ranks, lambda: entries)
             return
-        exchanging: AbstractContextManager[Gather] = nullcontext(alone)
-        if exchanges and (entries or job.mode is SaveMode.SHARDED):
-            exchanging = StoreExchange(label, self._abandoned)
+        group = self._joined() if entries or job.mode is SaveMode.SHARDED else None
+        gather = alone if group is None else partial(process_group.all_gather_objects, group=group)
         stay = []
         if job.mode is SaveMode.SHARDED:
             # Optimizer states on a disk, which may be too large for memory, are not copied, and must not change until
@@ -143,16 +134,23 @@ class Saver:
                 job.before(destination)
             return found
 
+        def written(value: Any) -> list[Any]:
+            reading.end()  # this rank's file has been written
+            return gather(value)
+
         def save() -> None:
-            with reading, exchanging as exchange:
-
-                def written(value: Any) -> list[Any]:
-                    reading.end()  # this rank's file has been written
-                    return exchange(value)
-
-                write(replace(ranks, gather=written), copies)
+            with reading, failures.explained(f"Saving the checkpoint {path} in the background"):
+                write(replace(ranks, gather=written, group=group), copies)
 
         self._submit(save)
+
+    def _joined(self) -> process_group.ProcessGroup | None:
+        """Return the group of the ranks' background threads; None for a process alone. The first call is collective."""
+        if not process_group.is_initialized():
+            return None
+        if self._group not in process_group.all_groups():
+            self._group = process_group.new_patient_group()
+        return self._group
 
     def _part_of_folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
         """Serialise rank 0's objects, and return the shards that this rank writes, and the function that writes."""
@@ -180,8 +178,7 @@ class Saver:
         ranges = [tensor.slot.ranges() for tensor in sharded]
 
         def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
-            with failures.explained(f"Assembling the checkpoint {destination.path} on rank 0"):
-                whole = put_together(entries, ranges, ranks, destination.path)
+            whole = put_together(entries, ranges, ranks, destination.path)
             if ranks.rank == 0:
                 complete = sharded_tree.walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
                 write_file(as_made_of_tensors(complete), destination)
@@ -248,21 +245,18 @@ class Saver:
         for job in jobs:
             job.result()
 
-    def close(self, *, abandon: bool = False) -> None:
-        """End a run: call ``finish``, and end the background thread.
-
-        Args:
-            abandon: whether other ranks may be gone; a save that waits for such a rank is discarded after some seconds.
-        """
-        if abandon:
-            self._abandoned.set()
+    def close(self) -> None:
+        """End a run: call ``finish``, and end the background thread. After a failure, saves under way fail, too."""
         try:
             self.finish()
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
                 self._executor = None
-            self._abandoned.clear()
+            if self._group is not None:
+                with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
+                    process_group.destroy(self._group)
+                self._group = None
 
 
 class _Later(int):
@@ -314,64 +308,3 @@ def put_together(
                 process_group.receive(flat[start:stop], ranks.group, source)
         whole[number] = flat.view(entry.shape)
     return whole
-
-
-class StoreExchange:
-    """All-gather of small values through the process group's store, usable from a thread while collectives run.
-
-    Args:
-        name: identifies this exchange on every rank.
-        abandoned: once set, the exchange waits for other ranks for only a few more seconds.
-    """
-
-    def __init__(self, name: str, abandoned: Event) -> None:
-        self._notices = failures.notices(collective=False)
-        self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", self._notices.connection)
-        self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
-        self._round = 0
-
-    def __call__(self, value: Any) -> list[Any]:
-        """All-gather a small picklable value, and return the values in the order of ranks."""
-        number, self._round = self._round, self._round + 1
-        # fails if the store's host process ends
-        with failures.explained("The exchange of checkpoint metadata", process_group.DistError):
-            self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
-            missing = self._wait(f"{number}")
-        if missing:
-            raise RuntimeError(
-                f"rank(s) {missing} did not finish a checkpoint: "
-                f"{failures.failure() or 'their processes have ended, or the run has ended'}"
-            )
-        return [
-            value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
-            for rank in range(self._size)
-        ]
-
-    def __enter__(self) -> StoreExchange:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Announce that this rank is done. Rank 0, the host of the store, waits for the others and deletes the keys."""
-        with suppress(RuntimeError):  # raised if the store is gone: then no rank can wait for this key
-            if self._rank != 0:
-                self._store.set(f"left/{self._rank}", "")
-            elif not self._wait("left"):
-                for what in (*range(self._round), "left"):
-                    for rank in range(self._size):
-                        self._store.delete_key(f"{what}/{rank}")
-
-    def _wait(self, what: str) -> list[int]:
-        """Wait until all other ranks have set a key, or a rank has ended or failed; return the ranks without a key."""
-        missing = [rank for rank in range(self._size) if rank != self._rank]
-        pause, lost_since = 1e-3, None
-        while True:
-            ended = set(self._notices.gone)  # read before the keys, since a rank may write its key and then end
-            missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
-            if not missing or ended.intersection(missing):
-                return missing
-            if self._abandoned.is_set() or failures.failure() is not None:
-                lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > _PATIENCE:
-                    return missing
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)

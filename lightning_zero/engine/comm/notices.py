@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -39,7 +38,6 @@ SAME_UNITS = (
 _FAILED, _LOST, _LEFT = "failed", "lost", "left"  # kinds of entries in the log
 _MOMENT = 0.5  # seconds within which an entry arrives after its writer's connections have closed
 _LAST_WORDS = 2.0  # seconds in which the others can read the log at the end of the process with the store
-_FOREVER = timedelta(days=1000)
 _WAS_KILLED = "was killed, or its process has crashed. Its output may say why; the system's log shows if memory ran out"
 
 
@@ -188,7 +186,7 @@ class Notices:
                     works.append((neighbour, begin([message], neighbour, 0)))
         for neighbour, work in works:
             with self._reporting_end_of(neighbour):
-                work.wait(_FOREVER)
+                work.wait(process_group.FOREVER)
 
     @contextmanager
     def _reporting_end_of(self, rank: int) -> Iterator[None]:
