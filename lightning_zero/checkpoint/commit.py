@@ -91,6 +91,17 @@ class Destination:
                 file.flush()
                 os.fsync(file.fileno())
 
+    @contextmanager
+    def replacing(self) -> Iterator[Stream]:
+        """Context that writes a single file, and puts it in place; after an error, an earlier file is unchanged."""
+        try:
+            with self.writing() as stream:
+                yield stream
+            self.put_in_place()
+        except BaseException:
+            self.discard()
+            raise
+
     def size_of(self, name: str) -> int | None:
         """Return the size in bytes of a written file; None if the file is not visible to this rank."""
         target = os.path.join(self.partial, name)

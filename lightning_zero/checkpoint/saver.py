@@ -76,7 +76,7 @@ class SaveJob:
     tree: Mapping[str, Any] = field(default_factory=dict)
     written_by: dict[str, Any] = field(default_factory=dict)
     folders: Sequence[int] = (0,)
-    before: Callable[[Destination], None] | None = None
+    before: Callable[[], None] = lambda: None
 
 
 class Saver:
@@ -130,8 +130,7 @@ class Saver:
 
         def copies() -> list[Entry]:
             found = copied()
-            if job.before is not None:
-                job.before(destination)
+            job.before()
             return found
 
         def written(value: Any) -> list[Any]:
@@ -165,25 +164,33 @@ class Saver:
         """Copy rank 0's objects, and return this rank's shards, and the function with which rank 0 writes the file."""
         if not self._in_background:
             return [], lambda ranks, _: ranks.on_first(lambda: write_file(job.contents, destination))
-        sharded: list[ShardedTensor] = []
+        aside: list[Any] = []
 
         def later(tensor: Any) -> Any:
             if is_view_of_parameter(tensor):
                 return tensor.whole()
-            sharded.append(tensor)
-            return _Later(len(sharded) - 1)
+            aside.append(tensor)
+            return _Later(len(aside) - 1)
 
-        hollow = sharded_tree.walk(dict(job.contents), later, sharded_tree.is_in_parts)
-        kept = ranks.on_first(lambda: snapshot(hollow, self._made))
-        ranges = [tensor.slot.ranges() for tensor in sharded]
+        def is_constant(leaf: Any) -> bool:
+            return isinstance(leaf, Tensor) and leaf in self._made
+
+        contents = dict(job.contents)
+        hollow = sharded_tree.walk(contents, later, lambda leaf: sharded_tree.is_in_parts(leaf) or is_constant(leaf))
+        kept = ranks.on_first(lambda: snapshot(hollow))
+        constant = {number: tensor for number, tensor in enumerate(aside) if is_constant(tensor)}
+        sharded = {number: tensor for number, tensor in enumerate(aside) if number not in constant}
+        numbers, ranges = list(sharded), [tensor.slot.ranges() for tensor in sharded.values()]
 
         def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
-            whole = put_together(entries, ranges, ranks, destination.path)
+            whole = dict(zip(numbers, put_together(entries, ranges, ranks, destination.path)))
             if ranks.rank == 0:
-                complete = sharded_tree.walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
+                complete = sharded_tree.walk(
+                    kept, (constant | whole).__getitem__, lambda leaf: isinstance(leaf, _Later)
+                )
                 write_file(as_made_of_tensors(complete), destination)
 
-        return [entry_of(tensor, ranks.rank) for tensor in sharded], write
+        return [entry_of(tensor, ranks.rank) for tensor in sharded.values()], write
 
     def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
@@ -260,7 +267,7 @@ class Saver:
 
 
 class _Later(int):
-    """Placeholder for a sharded tensor that is assembled in the background; its value is the tensor's index."""
+    """Placeholder for a tensor that is constant, or will be assembled in the background: the tensor's index."""
 
 
 _unfinished: set[Saver] = set()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch.utils.serialization import config as serialization
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, MANIFEST, REST, SAVE_ID, VERSIONS, Manifest
-from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks, serialised
 from lightning_zero.checkpoint.trees import (
     by_dotted_name,
     identity,
@@ -105,12 +104,6 @@ class Content:
     paths: dict[str, tuple[Any, ...]]
 
 
-def _serialised(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
 def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = ONE_RANK) -> Content:
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
@@ -137,7 +130,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = 
             others[name] = leaf
 
     def serialise() -> tuple[dict[str, bytes], bytes]:
-        return {name: _serialised(value) for name, value in others.items()}, _serialised(hollow)
+        return {name: serialised(value) for name, value in others.items()}, serialised(hollow)
 
     objects, data = ranks.on_first(serialise) or ({}, b"")
     entries = [entry_of(tensor, ranks.rank, tuple(shared[key])) for key, tensor in tensors.items()]
@@ -320,13 +313,9 @@ def write_file(checkpoint: Mapping[str, Any], destination: Destination) -> None:
     """
     try:
         destination.clear_leftovers()
-        with destination.writing() as stream:
+        with destination.replacing() as stream:
             torch.save(checkpoint, stream)  # type: ignore[arg-type]
-        destination.put_in_place()
-    except BaseException as error:
-        destination.discard()
-        if not isinstance(error, (OSError, RuntimeError)):
-            raise
+    except (OSError, RuntimeError) as error:
         raise _not_saved(destination.path, 0, _reason_of(error)) from error
 
 

@@ -6,11 +6,8 @@ import errno
 import json
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from lightning_zero.io.labels import new_label
 
 
 def replace(new: str, place: str, aside: str) -> None:
@@ -29,23 +26,6 @@ def replace(new: str, place: str, aside: str) -> None:
         os.rename(new, place)
     except OSError:
         os.rename(aside, place)
-        raise
-
-
-def write_anew(path: Path, text: str) -> None:
-    """Write a text file as a new file that replaces the old one at once. A link at ``path`` is replaced, not followed.
-
-    Raises:
-        OSError: if the file cannot be written; the old file is then unchanged.
-    """
-    new = f"{path}.{new_label()}"
-    try:
-        with open(new, "x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(new, path)
-    except BaseException:
-        with suppress(OSError):
-            os.remove(new)
         raise
 
 

@@ -175,17 +175,15 @@ class TrainerCheckpoints:
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(SaveMode.SHARDED, to_resume=True)
             return self._tree_in(checkpoint), checkpoint
 
-    def save_generation(
-        self, saver: Saver, path: str, folders: list[int], before: Callable[[Destination], None]
-    ) -> None:
+    def save_generation(self, saver: Saver, path: str, folders: list[int], before: Callable[[], None]) -> None:
         """Begin to save the state to a folder on each machine. Collective.
 
         The ranks in ``folders``, the first of each machine, call ``before`` before files are written.
         """
         tree, contents = self.state_to_keep()
         ranks = self._files.ranks()
-        first = before if ranks.rank in folders else None
-        saver.save(SaveJob(SaveMode.SHARDED, path, contents, tree, self._files.written_by, folders, first), ranks)
+        before = before if ranks.rank in folders else lambda: None
+        saver.save(SaveJob(SaveMode.SHARDED, path, contents, tree, self._files.written_by, folders, before), ranks)
 
     def save_last(self, path: Any) -> None:
         """Save the last checkpoint of a job that a signal ends, sharded if there is one machine. Collective."""
