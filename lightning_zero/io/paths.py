@@ -1,4 +1,4 @@
-"""Replace files and folders so that other processes never see incomplete ones; remove paths and sync folders."""
+"""Read JSON, remove paths and sync folders."""
 
 from __future__ import annotations
 
@@ -8,25 +8,6 @@ import os
 import shutil
 from pathlib import Path
 from typing import Any
-
-
-def replace(new: str, place: str, aside: str) -> None:
-    """Rename ``new`` to ``place``. A file at ``place`` is replaced at once; a folder is first renamed to ``aside``.
-
-    All three paths are in one folder.
-    """
-    try:
-        os.rename(new, place)  # succeeds if ``place`` does not exist, or if both are files
-        return
-    except OSError:
-        if not os.path.lexists(place):
-            raise
-    os.rename(place, aside)
-    try:
-        os.rename(new, place)
-    except OSError:
-        os.rename(aside, place)
-        raise
 
 
 def read_json(path: str | Path) -> dict[str, Any]:
