@@ -125,20 +125,22 @@ class Saver:
             # Optimizer states on a disk, which may be too large for memory, are not copied, and must not change until
             # they are read.
             stay = [entry for entry in entries if entry.is_guarded and isinstance(entry.values, LazyTensor)]
-        reading = BackgroundWork(is_awaited=bool(stay))
         copied = self._copying(entries, stay)
+        work = BackgroundWork()  # training waits for it before it changes guarded values
 
         def copies() -> list[Entry]:
             found = copied()
+            if not stay:
+                work.end()
             job.before()
             return found
 
         def written(value: Any) -> list[Any]:
-            reading.end()  # this rank's file has been written
+            work.end()  # this rank's file has been written
             return gather(value)
 
         def save() -> None:
-            with reading, failures.explained(f"Saving the checkpoint {path} in the background"):
+            with work, failures.explained(f"Saving the checkpoint {path} in the background"):
                 write(replace(ranks, gather=written, group=group), copies)
 
         self._submit(save)
@@ -195,8 +197,7 @@ class Saver:
     def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
 
-        That function returns the copies and, in their places, the entries that ``stay`` uncopied. Another thread must
-        call it, since training waits for it before changing guarded values.
+        That function returns the copies and, in their places, the entries that ``stay`` uncopied.
         """
         left = set(map(id, stay))
         guarded = [entry for entry in entries if entry.is_guarded and id(entry) not in left]
@@ -204,11 +205,9 @@ class Saver:
         copies = dict(zip(map(id, unguarded), self._memory.copied(unguarded)))
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
-        work = BackgroundWork()
 
         def copied() -> list[Entry]:
-            with work:
-                copies.update(zip(map(id, guarded), self._memory_later.copied(guarded, ready)))
+            copies.update(zip(map(id, guarded), self._memory_later.copied(guarded, ready)))
             return [copies.get(id(entry), entry) for entry in entries]
 
         return copied

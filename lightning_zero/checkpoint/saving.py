@@ -238,7 +238,6 @@ class Written:
     nbytes: int
     tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[tiling.Box, list[int]]]]]
     objects: dict[str, list[int]]
-    rest: dict[str, int | None] | None
 
     def pieces(self) -> list[list[int]]:
         return [place for *_, placed in self.tensors for _, place in placed] + list(self.objects.values())
@@ -352,33 +351,26 @@ def _write(content: Content, destination: Destination, rank: int) -> Written:
             stream.begin()
             stream.write(data)
             objects[key] = stream.piece
-    rest: dict[str, int | None] | None = None
-    if rank == 0:
-        with destination.writing(REST) as file:
-            rest = {"bytes": file.write(content.rest), "crc32": file.crc32}
-    return Written(name, stream.position, tensors, objects, rest)
+    return Written(name, stream.position, tensors, objects)
 
 
 def _complete(
     content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written], are_visible: bool
 ) -> None:
-    """On rank 0, write the metadata and the manifest; ``are_visible``: whether all files must be in this folder."""
+    """On rank 0, write the files of the whole checkpoint; ``are_visible``: whether all files must be in this folder."""
     invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if invisible and are_visible:
         raise OSError(
             f"the files of rank(s) {invisible} are not visible to rank 0: a sharded checkpoint requires a folder that "
             "all machines share. Choose such a folder, or ZeroStrategy(checkpoint='full')"
         )
-    metadata = metadata_of(content.paths, everyone)
-    data = pickle.dumps(metadata)
     manifest = Manifest(written_by)
-    with destination.writing(DCP_METADATA) as file:
-        manifest.files[DCP_METADATA] = {"bytes": file.write(data), "crc32": file.crc32}
+    for name, data in ((REST, content.rest), (DCP_METADATA, pickle.dumps(metadata_of(content.paths, everyone)))):
+        with destination.writing(name) as file:
+            manifest.files[name] = {"bytes": file.write(data), "crc32": file.crc32}
     for written in everyone:
         manifest.files[written.file] = {"bytes": written.nbytes, "crc32": None}
         manifest.pieces[written.file] = written.pieces()
-        if written.rest is not None:
-            manifest.files[REST] = written.rest
     with destination.writing(MANIFEST) as file:
         file.write(manifest.to_bytes())
 

@@ -188,16 +188,15 @@ def renew(**options: Any) -> None:
 
 
 @contextmanager
-def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Context for communication outside of ``Watch.waiting``: if a rank has failed, errors inside give the reason.
 
     Args:
         what: a name for the communication, with which the error message begins.
-        kind: the class of errors that may be replaced in this way.
     """
     try:
         yield
-    except kind:
+    except RuntimeError:
         reason = reason_soon()
         if reason is None:
             raise
