@@ -233,8 +233,15 @@ class Saver:
                 before.result()  # raises if the earlier job has failed
             job()
 
+        if before is None:
+            atexit.register(self._log_failures)
         self._jobs.append(self._executor.submit(run))
-        _unfinished.add(self)
+
+    def _log_failures(self) -> None:
+        """Log failures that ``finish`` has not reported: a Fabric script, for example, may end before calling it."""
+        for job in self._jobs:
+            if (error := job.exception()) is not None:
+                log.error("%s", error)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call ``act`` after earlier checkpoints have been written, unless writing one of them fails."""
@@ -246,7 +253,7 @@ class Saver:
     def finish(self) -> None:
         """Wait until all checkpoints have been written, and raise the first error."""
         jobs, self._jobs = self._jobs, []
-        _unfinished.discard(self)
+        atexit.unregister(self._log_failures)
         wait(jobs)
         for job in jobs:
             job.result()
@@ -267,18 +274,6 @@ class Saver:
 
 class _Later(int):
     """Placeholder for a tensor that is constant, or will be assembled in the background: the tensor's index."""
-
-
-_unfinished: set[Saver] = set()
-
-
-@atexit.register
-def _log_failures() -> None:
-    """Log failures that ``finish`` has not reported, for example because a Fabric script ended before calling it."""
-    for saver in _unfinished:
-        for job in saver._jobs:
-            if (error := job.exception()) is not None:
-                log.error("%s", error)
 
 
 def put_together(
