@@ -428,10 +428,6 @@ class Engine:
         """Like ``met``, but without an exchange, for reads that every rank is known to begin now."""
         return self.rendezvous.have_met()
 
-    def background_group(self) -> ProcessGroup | None:
-        """A process group for CPU tensors, for the background; None for one rank. The first call is collective."""
-        return self.communicator.background_group()
-
     def traffic(self) -> Counter[tuple[str, str, str]]:
         """What collectives have sent so far: numbers by (elements, bytes or calls; kind of collective; link)."""
         counters = self.communicator.counters

@@ -77,7 +77,6 @@ class Communicator:
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
         self.tensor = TensorParallel(mesh, self.counters)
         self._own_groups: list[ProcessGroup] = []
-        self._background_group: ProcessGroup | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
         self.is_on_one_machine, self.may_compress = True, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
@@ -287,18 +286,6 @@ class Communicator:
         return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
 
     # -- groups and waits -------------------------------------------------------------------------------------------
-
-    def background_group(self) -> ProcessGroup | None:
-        """A Gloo group for background communication of CPU tensors. The first call is collective.
-
-        Returns None if there is only one rank.
-        """
-        if self.size > 1 and self._background_group is None:
-            # All ranks synchronize first: while a rank waits in the store for the new group, it would not notice that
-            # another rank has ended.
-            self.control.any_rank([False], "creating the background group")
-            self._background_group = self._new_group("gloo", self._alike)
-        return self._background_group
 
     def _new_group(self, backend: str, groups: Sequence[Sequence[int]]) -> ProcessGroup:
         """Make several groups with the user's timeout, and return the group that contains this rank. Collective.

@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -38,7 +37,6 @@ SAME_UNITS = (
 
 _MOMENT = 0.5  # seconds within which a rank's last words arrive after its connections have closed
 _LAST_WORDS = 2.0  # seconds in which the others can read the store at the end of the process that has it
-_FOREVER = timedelta(days=1000)
 _WAS_KILLED = "was killed, or its process has crashed. Its output may say why; the system's log shows if memory ran out"
 
 
@@ -183,7 +181,7 @@ class Notices:
                     works.append((neighbour, begin([message], neighbour, 0)))
         for neighbour, work in works:
             with self._reporting_end_of(neighbour):
-                work.wait(_FOREVER)
+                work.wait(process_group.FOREVER)
 
     @contextmanager
     def _reporting_end_of(self, rank: int) -> Iterator[None]:

@@ -20,6 +20,7 @@ TCPStore = dist.TCPStore
 ReduceOp = dist.ReduceOp
 DistError = dist.DistError
 
+FOREVER = timedelta(days=1000)
 _UNUSED_TAG = 7699
 _CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 # Torch before 2.13 has them only as ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which 2.13 deprecates.
@@ -101,6 +102,13 @@ def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> Proc
             "ranks machine by machine, as torchrun does, or use torch 2.12 or newer."
         )
     return dist.new_group(ranks, timeout=timeout, backend=backend)
+
+
+def new_patient_group() -> ProcessGroup:
+    """Make a Gloo group of all ranks, whose waits have no timeout: they end when a rank fails or ends. Collective."""
+    group = new_group(list(range(world_size())), "gloo", None)
+    dist.distributed_c10d._set_pg_timeout(FOREVER, group)
+    return group
 
 
 def restart(**options: Any) -> None:
