@@ -176,7 +176,7 @@ class Nested(Initialises):
 
 
 class Cloned(Initialises):
-    """torch's encoder copies its layers; the version counters of copies start again."""
+    """torch's encoder copies its layers."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -52,7 +52,8 @@ class UnshardedBucket:
     """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
 
     Attributes:
-        fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
+        fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet, or if the
+            optimizer needs whole parameters.
         gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
         extensions: those of the parameters; empty if the parameters are not extended.
     """
@@ -202,8 +203,8 @@ def assign_to_buckets(
             config=config,
         )
         parameters = [p for _, p in part]
-        has_fields = kind.trains and residency.is_offloaded
-        fields = fields_of(parameters, residency.update_dtype, whole=kind.is_whole) if has_fields else {}
+        has_fields = kind.trains and residency.is_offloaded and not kind.is_whole
+        fields = fields_of(parameters, residency.update_dtype) if has_fields else {}
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
         extensions = [extension_of[p] for p in parameters if p in extension_of]
         units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions))
@@ -362,9 +363,7 @@ def reserve_disk(swap: Swap, units: Sequence[Sequence[UnshardedBucket]], communi
     except OSError as raised:
         error = raised
     errors = communicator.everyone.gather_objects(error and (error.errno, error.strerror, error.filename))
-    if error is not None:
-        raise error
     for rank, found in enumerate(errors):
         if found is not None:
             number, reason, path = found
-            raise OSError(number, f"on rank {rank}: {reason}", path)
+            raise error or OSError(number, f"on rank {rank}: {reason}", path)

@@ -83,11 +83,11 @@ class Hyperparameters:
 
 
 def _comparable(value: Any) -> Any:
-    """A float or string; a tuple of them, such as ``betas``; None for anything else, such as parameters."""
+    """A number or string; a tuple of them, such as ``betas``; None for anything else, such as parameters."""
+    if isinstance(value, (bool, str)):
+        return value
     if isinstance(value, (int, float)):
         return float(value)  # 1 and 1.0 are equal
-    if isinstance(value, str):
-        return value
     if isinstance(value, Tensor):  # reading a device's tensor would wait for the device
         return float(value) if value.dim() == 0 and value.device.type == "cpu" else None
     return tuple(map(_comparable, value)) if isinstance(value, tuple) else None

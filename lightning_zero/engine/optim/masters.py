@@ -210,8 +210,9 @@ class Masters:
 
     def begin_anew(self) -> None:
         """Recover from a step that raised, and drop its gradients: ``zero_grad`` has not found them in the groups."""
-        for parameter in (p for group in self._replaced or () for p in group):
-            parameter.grad = None
+        if self._replaced is not None and (optimizer := self.optimizer) is not None and not running_steps(optimizer):
+            for parameter in (p for group in self._replaced for p in group):
+                parameter.grad = None
         self.recover()
 
     def _put_back(self) -> None:
