@@ -201,8 +201,12 @@ class GradientReducer:
             unit: the unit whose backward begins; it is not gathered yet.
             left: the unit whose backward began before, if any.
         """
-        backward = self._backward
-        if backward is None or not self._synchronises or self._end() is None:  # None: an exception ended that backward
+        is_running = self._backward is not None and self._end() is not None  # None: an exception ended that backward
+        if not is_running and not (self._schedule.accumulates and unit.is_trained):
+            return
+        # Begin even if no gradient has arrived on this rank: another rank may have one, and start a reduction.
+        backward = self._begin()
+        if not self._synchronises:
             return
         is_known = backward.expectation.observed  # in the first backward, the order is only a guess
         for number in backward.expectation.order[backward.position :]:

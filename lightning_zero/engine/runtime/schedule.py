@@ -68,6 +68,12 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires gradients now."""
+        parameters = (bucket.parameter(index) for bucket in self.buckets for index in range(len(bucket.views)))
+        return any(parameter.requires_grad for parameter in parameters)
+
     def now(self, event: str) -> None:
         """Enter the next phase; see ``TRANSITIONS``."""
         self.phase = TRANSITIONS[event][self.phase]
@@ -129,6 +135,7 @@ class Schedule:
         self._expect([unit for unit in units if not unit.is_root])
         self._current: Unit | None = None  # the unit that began last, in forward or in backward
         self._is_backward = False
+        self.accumulates = False  # whether the running backward may add to ``.grad``, unlike ``torch.autograd.grad``
         # Called when a unit's backward begins, with the unit and the one whose backward began before it, if any.
         self.on_turn_in_backward: Callable[[Unit, Unit | None], None] = lambda unit, left: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
@@ -390,6 +397,15 @@ class Schedule:
             if in_backward():
                 unit.now("differentiated")
             unit.release()
+
+    @contextmanager
+    def differentiating(self, *, accumulates: bool) -> Iterator[None]:
+        """Context for autograd's backward. ``accumulates``: whether it may add to ``.grad`` of sharded parameters."""
+        before, self.accumulates = self.accumulates, accumulates
+        try:
+            yield
+        finally:
+            self.accumulates = before
 
     @contextmanager
     def watching(self) -> Iterator[None]:
