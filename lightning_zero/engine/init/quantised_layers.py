@@ -191,12 +191,14 @@ class DeferredCodes(LazyTensor):
 
 
 def prepare(module: nn.Module, device: torch.device) -> None:
-    """Undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
+    """Quantise, undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
     for _, layer in quantised_layers(module):
         weight = layer.weight
         if isinstance(weight, DeferredCodes):
             codes: Any = weight._source.read
             codes.device = device
+        elif weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
+            layer.to(weight.device)
         elif getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
             layer.state_dict()  # undoes it
 

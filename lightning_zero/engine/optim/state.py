@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -319,6 +319,9 @@ class MasterStates:
         before = dict(vars(optimizer))
         optimizer.param_groups = [{**group, "params": [next(stand_ins) for _ in group["params"]]} for group in groups]
         optimizer.state = defaultdict(dict)
+        if is_torchs:
+            entries = state_dict["state"].items()
+            state_dict = {**state_dict, "state": {key: _map_values(_Unread.of, entry) for key, entry in entries}}
         try:
             type(optimizer).load_state_dict(optimizer, state_dict)
             loaded, states = optimizer.param_groups, optimizer.state
@@ -330,7 +333,8 @@ class MasterStates:
         optimizer.param_groups = [
             {**of_file, "params": group["params"]} for group, of_file in zip(groups, loaded, strict=True)
         ]
-        self.adopt({parameter_of.get(key, key): entries for key, entries in states.items()}, loaded=is_torchs)
+        read = {parameter_of.get(key, key): _map_values(_Unread.value_of, state) for key, state in states.items()}
+        self.adopt(read, loaded=is_torchs)
 
     def adopt(self, states: States, loaded: bool = False) -> None:
         """Replace all state by ``states``, converted from state by parameter to state by master.
@@ -407,6 +411,25 @@ class MasterStates:
             elif slot.local_numel:
                 on_disk.write(key, slot.local_range.start, part)
         return entry
+
+
+class _Unread:
+    """Holds a dict in a loaded state. torch copies dicts entry by entry, and replaces strings in them by generators."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        return _Unread(value) if isinstance(value, dict) else value
+
+    @staticmethod
+    def value_of(value: Any) -> Any:
+        return value.value if isinstance(value, _Unread) else value
+
+
+def _map_values(function: Callable[[Any], Any], state: Any) -> Any:
+    return {key: function(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 class StateMapping(defaultdict[Any, dict[str, Any]]):
