@@ -17,6 +17,7 @@ import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter
 from types import CodeType, FrameType
@@ -218,6 +219,17 @@ def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
     """Move a hook to the front; not every torch method that registers hooks has the argument ``prepend``."""
     hooks: Any = handle.hooks_dict_ref()
     hooks.move_to_end(handle.id, last=False)
+
+
+@contextmanager
+def without_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[list[Callable[[Any], None]]]:
+    """Context in which ``load_state_dict`` does not call its post-hooks, which are returned instead."""
+    hooks = optimizer._optimizer_load_state_dict_post_hooks
+    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield list(hooks.values())
+    finally:
+        optimizer._optimizer_load_state_dict_post_hooks = hooks
 
 
 def running_steps(optimizer: torch.optim.Optimizer) -> int:

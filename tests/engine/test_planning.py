@@ -271,3 +271,18 @@ def by_group(tmp: str) -> None:
 
 def test_states_are_counted_per_parameter_group(run_on, tmp_path: Path):
     run_on(1, by_group, tmp=str(tmp_path))
+
+
+def states_of_whole_parameters() -> None:
+    counted = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            host_room, "memory_for", lambda shards, offload: counted.extend(shards) or memory_for(shards, offload)
+        )
+        module = Square()
+        Engine(module, [torch.optim.Adafactor(module.parameters())], offload="cpu").close()
+    assert counted and all(states == [] for _, states in counted)
+
+
+def test_unknown_states_of_optimizers_that_need_whole_parameters_are_not_counted(run_on):
+    run_on(2, states_of_whole_parameters)

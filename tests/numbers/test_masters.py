@@ -363,3 +363,28 @@ def test_counts_are_loaded_with_the_device_and_dtype_that_torch_gives_them(key, 
     found = placed(key, count, {"params": [parameter], **options}, parameter.device)
     assert (found.device, found.dtype) == (expected.device, expected.dtype)
     assert found is not count
+
+
+def read_what_was_loaded() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = SGD(module.parameters(), lr=1.0, momentum=0.5)
+    engine = Engine(module, [optimizer], stage=2)
+    seen = []
+
+    def read(own: Optimizer) -> None:
+        assert own.param_groups[0]["params"][0] is module.weight
+        seen.append(whole(own.state[module.weight]["momentum_buffer"]).clone())
+
+    optimizer.register_load_state_dict_post_hook(read)
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(seen) == 2 and all(torch.equal(each, torch.ones(5, 3)) for each in seen)
+    optimizer.step()
+    assert torch.equal(whole(optimizer.state[module.weight]["momentum_buffer"]), torch.full((5, 3), 1.5))
+    engine.close()
+
+
+def test_a_hook_after_loading_finds_the_state_that_was_loaded(run_on):
+    run_on(2, read_what_was_loaded)

@@ -167,7 +167,7 @@ def copies():
     expected = module.writer.generate(prompt, length=5)
     make_trainer("zero3").validate(module, loader(1), verbose=False)
     for other in kept.values():
-        assert other.generate.__self__ is other
+        assert "generate" not in vars(other) and "__reduce_ex__" not in vars(other)
         assert torch.equal(other.generate(prompt, length=5), expected)
     assert torch.equal(module.writer.generate(prompt, length=5), expected)
 

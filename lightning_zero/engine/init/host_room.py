@@ -71,13 +71,12 @@ def check_room(
 
     Args:
         sources: sources of the parameters' values. Values in host memory will be freed if the device is not the CPU.
-        has_optimizers: whether the optimizers are known. Otherwise, and for optimizers that need whole parameters, two
-            states per parameter are assumed, as for Adam.
+        has_optimizers: whether the optimizers are known; otherwise two states per parameter are assumed, as for Adam.
+            States of optimizers that need whole parameters are unknown, and not counted.
     """
     shards, buckets = [], list(chain.from_iterable(units))
     for bucket in buckets:
-        is_known = has_optimizers and not bucket.layout.is_whole
-        dtypes = list(bucket.fields.values()) if is_known else 2 * [bucket.plan.update_dtype]
+        dtypes = list(bucket.fields.values()) if has_optimizers else 2 * [bucket.plan.update_dtype]
         states = [bucket.plan.state_dtype_of(dtype).itemsize for dtype in dtypes]
         shards.append((bucket.plan, states if bucket.parameters[0].requires_grad else None))
     freed = 0

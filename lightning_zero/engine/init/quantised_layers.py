@@ -273,11 +273,11 @@ def take_scales(module: nn.Module, state: Any) -> tuple[Any, list[tuple[Any, Any
     rest, new = copy.copy(state), []
     for name, keys in names_of_scales(module).items():
         scales = {key: in_memory(rest.pop(key)) for key in keys if key in rest}
-        if f"{name}.weight".lstrip(".") in rest:
-            layer = module.get_submodule(name)
+        layer: Any = module.get_submodule(name)
+        if f"{name}.weight".lstrip(".") in rest and not awaits_quantisation(layer.weight):
             try:
                 new.append((layer, _read(layer, keys, scales)))
-            except Exception as error:
+            except (ValueError, LookupError, AssertionError, RuntimeError) as error:
                 raise ValueError(
                     f"The checkpoint has weights, but not the scales, of the quantised layer {name!r} ({error}): it is "
                     "damaged, or its weights are not quantised. To quantise them, pass its path to "

@@ -151,18 +151,25 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
             "that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): each parameter is "
             f"then updated by one rank. Otherwise {instead}."
         )
-    chunked = config.rounding_options or ("offload='nvme'" if config.offloads_to_disk else None)
+    chunked, also = config.rounding_options, ""
+    if chunked is None and config.offloads_to_disk:
+        chunked, also = "offload='nvme'", "; offload='cpu' is possible"
     if chunked is not None and _rule(known, declared) is not False:
         raise TypeError(
             f"{name} cannot be used with {chunked}: it needs whole parameters"
             f"{f' ({known.why})' if known is not None else ''}, but updates are made in chunks. Use an elementwise "
-            f"optimizer ({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {chunked} out; offload='cpu' is possible."
+            f"optimizer ({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {chunked} out{also}."
         )
     if _has_overrides(optimizer):
         raise TypeError(
             f"{name} has overrides in bitsandbytes' GlobalOptimManager for some parameters. Overrides are looked up "
             "by a tensor's identity or position, but shards are different tensors. Give these parameters to a separate "
             f"optimizer, such as {name.removesuffix('8bit').removesuffix('32bit')}32bit, or {instead}."
+        )
+    if config.offloads_optimizer and getattr(optimizer, "is_paged", False):
+        raise TypeError(
+            f"{name} keeps its states in CUDA unified memory, which cannot be offloaded: leave offload "
+            f"out, or use {name.removeprefix('Paged')} with is_paged=False."
         )
 
 

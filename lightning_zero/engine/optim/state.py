@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
+from lightning_zero.engine.compat import without_load_hooks
 from lightning_zero.engine.offload.updates import of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
@@ -303,6 +304,7 @@ class MasterStates:
 
         The method of the optimizer's class, which may write to ``state``, runs while stand-ins of the same shapes,
         which take almost no memory, replace the parameters. For integer stand-ins, torch's own method casts no states.
+        Users' post-hooks are called once the state has been converted.
         """
         self.synchronize()  # an update that is still queued needs the present state
         is_torchs = type(self.optimizer).load_state_dict is Optimizer.load_state_dict
@@ -323,7 +325,8 @@ class MasterStates:
             entries = state_dict["state"].items()
             state_dict = {**state_dict, "state": {key: _map_values(_Unread.of, entry) for key, entry in entries}}
         try:
-            type(optimizer).load_state_dict(optimizer, state_dict)
+            with without_load_hooks(optimizer) as hooks:
+                type(optimizer).load_state_dict(optimizer, state_dict)
             loaded, states = optimizer.param_groups, optimizer.state
         finally:
             optimizer.param_groups, optimizer.state = groups, state
@@ -335,6 +338,8 @@ class MasterStates:
         ]
         read = {parameter_of.get(key, key): _map_values(_Unread.value_of, state) for key, state in states.items()}
         self.adopt(read, loaded=is_torchs)
+        for hook in hooks:
+            hook(optimizer)
 
     def adopt(self, states: States, loaded: bool = False) -> None:
         """Replace all state by ``states``, converted from state by parameter to state by master.

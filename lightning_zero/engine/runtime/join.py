@@ -145,6 +145,7 @@ class JoinedMethod:
         update_wrapper(self, self._function)
         self.__signature__ = signature(module.generate)  # type: ignore[arg-type]  # read by transformers
         module.generate = self  # type: ignore[assignment]
+        module.__reduce_ex__ = self._reduced  # type: ignore[method-assign]
 
     @staticmethod
     def is_method_of(module: nn.Module) -> bool:
@@ -155,7 +156,16 @@ class JoinedMethod:
     def remove(self) -> None:
         module = self._module()
         if module is not None and vars(module).get("generate") is self:
-            del module.generate
+            del module.generate, module.__reduce_ex__
+
+    def _reduced(self, protocol: Any) -> Any:
+        """The module's ``__reduce_ex__``, which ``copy.deepcopy`` and ``pickle`` look up before the class's."""
+        module = self._module()
+        assert module is not None, "the module was deleted"
+        create, arguments, *more = type(module).__reduce_ex__(module, protocol)
+        if more and isinstance(more[0], dict):
+            more[0] = {key: value for key, value in more[0].items() if key not in ("generate", "__reduce_ex__")}
+        return create, arguments, *more
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -403,13 +403,13 @@ _LOCAL = {
 
 def _lazy_base(tensor: Any) -> LazyTensor | None:
     """The lazy tensor that holds the values of ``tensor``: ``tensor`` itself, or its base if it is a view; or None."""
-    base = tensor.viewed if isinstance(tensor, RecordedView) else tensor
+    base = tensor._viewed if isinstance(tensor, RecordedView) else tensor
     return base if isinstance(base, LazyTensor) else None
 
 
 def _write(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     target, *others = args
-    steps = target.view_steps if isinstance(target, RecordedView) else []
+    steps = target._view_steps if isinstance(target, RecordedView) else []
 
     def kept(value: Any) -> Any:
         """A copy, since user code may change the values before the operator is repeated."""

@@ -150,49 +150,49 @@ class RecordedView(WrapperTensor):
     """A recorded view of a sharded or lazy tensor: reads and writes go to the viewed tensor.
 
     Attributes:
-        viewed: the viewed tensor, which is not a recorded view itself.
-        view_steps: the view operators to replay on the full value.
+        _viewed: the viewed tensor, which is not a recorded view itself.
+        _view_steps: the view operators to replay on the full value.
     """
 
-    viewed: WrapperTensor
-    view_steps: list[tuple[Any, Any, Any]]
+    _viewed: WrapperTensor
+    _view_steps: list[tuple[Any, Any, Any]]
 
     @staticmethod
     def __new__(cls, base: Any, steps: list[tuple[Any, Any, Any]]) -> RecordedView:
         if isinstance(base, RecordedView):
-            base, steps = base.viewed, base.view_steps + steps
+            base, steps = base._viewed, base._view_steps + steps
         meta = replay(torch.empty(base.shape, dtype=base.dtype, device="meta"), steps)
         device = torch.Tensor.device.__get__(base)  # ``base.device`` is meta while it has no values
         options = {"strides": meta.stride(), "storage_offset": 0, "dtype": meta.dtype, "device": device}
         self = new_wrapper(cls, meta.shape, **options)
-        self.viewed, self.view_steps = base, steps
+        self._viewed, self._view_steps = base, steps
         return self
 
     def whole(self) -> Tensor:
-        base = self.viewed
-        return replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self.view_steps)
+        base = self._viewed
+        return replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self._view_steps)
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
-        base = self.viewed
+        base = self._viewed
         # a view with another dtype reinterprets bits, which a cast would change
         if not isinstance(base, WrapperTensor) or self.dtype != base.dtype:
             return None
         at_hand = base.whole_at_hand(dtype)
-        return None if at_hand is None else replay(at_hand, self.view_steps)
+        return None if at_hand is None else replay(at_hand, self._view_steps)
 
     def alias(self) -> Tensor:
         return RecordedView(self, [])
 
     def write_whole(self, value: Tensor) -> None:
-        base = self.viewed
+        base = self._viewed
         is_sharded = isinstance(base, WrapperTensor)  # False if the engine was closed after the view was taken
         whole = base.whole().clone() if is_sharded else base.detach()
-        replay(whole, self.view_steps).copy_(value)
+        replay(whole, self._view_steps).copy_(value)
         if is_sharded:
             base.write_whole(whole)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"view of {self.viewed!r}, shape={tuple(self.shape)}"
+        return f"view of {self._viewed!r}, shape={tuple(self.shape)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.whole().detach().clone()
