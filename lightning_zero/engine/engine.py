@@ -218,7 +218,7 @@ class Engine:
         """
         sources = agree_on_sources(module, self.communicator, extension_of, self.config.rounding_options)
         if self._mesh is None:  # lazy tensors, which record writes, cannot become DTensors
-            check_recorded(module, sources)
+            check_recorded(sources)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload

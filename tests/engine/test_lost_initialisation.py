@@ -138,6 +138,32 @@ def refused(stage: int) -> None:
         Engine(made_on_meta(OfAnOwnClass), stage=stage)
 
 
+class Bare(nn.Module):
+    """Its constructor writes to its tensors on the given rank alone."""
+
+    def __init__(self, writes_on: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        if rank() == writes_on:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def written_on_one_rank() -> None:
+    with torch.device("meta"):
+        modules = [Bare(0), Bare(1)]
+    with pytest.raises(ValueError, match=r"^weight: written to .* for an Engine within .*parameters_await_values\(\)"):
+        Engine(modules[0], stage=3)
+    Engine(modules[1], stage=3).close()
+    assert (modules[1].weight == 1).all()
+
+
+def test_writes_on_rank_0_alone_are_refused_on_every_rank(run_on):
+    run_on(2, written_on_one_rank)
+
+
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.behaviour("The module", "Values written to a module on the meta device are repeated, or refused by name")

@@ -30,6 +30,7 @@ class Source(NamedTuple):
     is_new: bool  # whether no rank has values, so that the module has to initialise them
     writes: Sequence[Write] = ()  # user code's writes to a new tensor
     initialised_by: Sequence[str] = ()  # initialisers that have written to a new lazy tensor on rank 0
+    is_lost: bool = False  # whether rank 0's code has written to a new tensor, which does not record writes
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
@@ -151,7 +152,8 @@ def agree_on_sources(
             kind += f" with {rounding_options}"
         if writes[name]:
             kind += f", written to {len(writes[name])} times"
-        mine[name] = kind, origin, tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
+        initialised_by = tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
+        mine[name] = kind, origin, (initialised_by, found is None and _has_lost_writes(tensor))
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
@@ -164,7 +166,7 @@ def agree_on_sources(
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
         is_new = is_alike and first == _NOWHERE
         from_file = is_alike and first not in (_MEMORY, _NOWHERE)
-        sources[name] = Source(found, from_file, is_new, writes[name], everywhere[0][name][2])
+        sources[name] = Source(found, from_file, is_new, writes[name], *everywhere[0][name][2])
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
@@ -174,14 +176,18 @@ def agree_on_sources(
     return sources
 
 
-def check_recorded(module: nn.Module, sources: Mapping[str, Source]) -> None:
-    """Raise a ValueError on every rank if writes to new tensors have not been recorded."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    new = [(name, tensor) for name, tensor in tensors if sources[name].is_new and not isinstance(tensor, LazyTensor)]
-    if lost := [name for name, tensor in new if not tensor.is_inference() and tensor._version]:
+def _has_lost_writes(tensor: Tensor) -> bool:
+    has_counter = not (isinstance(tensor, LazyTensor) or is_dtensor(tensor) or tensor.is_inference())
+    return has_counter and tensor._version > 0
+
+
+def check_recorded(sources: Mapping[str, Source]) -> None:
+    """Raise a ValueError on every rank if writes to new tensors have not been recorded on rank 0."""
+    if lost := [name for name, source in sources.items() if source.is_new and source.is_lost]:
         raise ValueError(
             f"{listed(lost)}: written to on the meta device, where writes are recorded only within configure_model() "
-            "and init_module(). Create the module there, or outside of torch.device('meta')."
+            "and init_module(). Create the module there, for an Engine within "
+            "lightning_zero.engine.deferred_param.parameters_await_values(), or outside of torch.device('meta')."
         )
 
 

@@ -209,10 +209,11 @@ class Masters:
         self._begun, self._is_in_step = set(), False
 
     def begin_anew(self) -> None:
-        """Recover from a step that raised, and drop its gradients: ``zero_grad`` has not found them in the groups."""
+        """Recover from a step that raised; if ``zero_grad`` has cleared its masters' gradients, clear the parameters'."""
         if self._replaced is not None and (optimizer := self.optimizer) is not None and not running_steps(optimizer):
-            for parameter in (p for group in self._replaced for p in group):
-                parameter.grad = None
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                for parameter in (p for group in self._replaced for p in group):
+                    parameter.grad = None
         self.recover()
 
     def _put_back(self) -> None:
