@@ -176,6 +176,46 @@ def test_weights_without_all_of_their_scales_are_refused_before_anything_is_load
     run_on(2, load_without_scales, kind=kind)
 
 
+def load_into_constructed_layers(kind: str) -> None:
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2))
+    torch.save(source.state_dict(), "linear.pt")
+    x = torch.randn(3, WIDTH)
+    expected = source(x)
+    for wait in (True, False):
+        with torch.device("meta"):
+            module = nn.Sequential(quantised(kind), nn.Linear(WIDTH, 2))
+        with values_may_wait() if wait else nullcontext():
+            load_weights(module, "linear.pt")
+        engine = Engine(module, [torch.optim.SGD(module[1].parameters())], stage=3)
+        assert not module[0].weight.is_floating_point()
+        assert (module(x) - expected).norm() < 0.2 * expected.norm()
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_layers_that_were_constructed_on_the_meta_device_are_quantised_when_they_are_loaded(run_on, kind):
+    run_on(2, load_into_constructed_layers, kind=kind)
+
+
+def quantise_values(kind: str) -> None:
+    """Layers with values that have not been moved, as a LightningModule's constructor makes them."""
+    torch.manual_seed(0)
+    module = quantised(kind)
+    x = torch.randn(3, WIDTH)
+    expected = copy.deepcopy(module).to("cpu")
+    engine = Engine(module, stage=3, device="cpu")
+    assert not module.weight.is_floating_point()
+    same_values(module(x), expected(x), "outputs")
+    engine.close()
+    same_values(module(x), expected(x), "outputs after the end")
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_layers_with_values_are_quantised_by_the_engine(run_on, kind):
+    run_on(2, quantise_values, kind=kind)
+
+
 class Counted(nn.Module):
     calls = 0
 

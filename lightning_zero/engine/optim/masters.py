@@ -209,7 +209,7 @@ class Masters:
         self._begun, self._is_in_step = set(), False
 
     def begin_anew(self) -> None:
-        """Recover from a step that raised; if ``zero_grad`` has cleared its masters' gradients, clear the parameters'."""
+        """Recover from a step that raised. Clear gradients if ``zero_grad`` has cleared those of the masters."""
         if self._replaced is not None and (optimizer := self.optimizer) is not None and not running_steps(optimizer):
             if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
                 for parameter in (p for group in self._replaced for p in group):
