@@ -162,7 +162,8 @@ class JoinedMethod:
         """The module's ``__reduce_ex__``, which ``copy.deepcopy`` and ``pickle`` look up before the class's."""
         module = self._module()
         assert module is not None, "the module was deleted"
-        create, arguments, *more = type(module).__reduce_ex__(module, protocol)
+        reduced: Any = type(module).__reduce_ex__(module, protocol)
+        create, arguments, *more = reduced
         if more and isinstance(more[0], dict):
             more[0] = {key: value for key, value in more[0].items() if key not in ("generate", "__reduce_ex__")}
         return create, arguments, *more
