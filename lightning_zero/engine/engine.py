@@ -368,7 +368,7 @@ class Engine:
         only over the ranks that share one copy of the parameters.
         """
         before = self.reducer.synchronise
-        self.reducer.synchronise = False
+        self.reducer.enter_no_sync()
         try:
             yield
         finally:

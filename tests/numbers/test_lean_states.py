@@ -455,3 +455,30 @@ def test_ranks_with_different_options_get_an_error(run_on, options, says):
 def test_another_state_dtype_is_refused():
     with pytest.raises(ValueError, match="state_dtype='fp8' must be 'bf16' or None"):
         ZeroStrategy(state_dtype="fp8")
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64, bias=False)
+
+    def forward(self, inputs: Tensor, scale: float) -> Tensor:
+        return self.layer(inputs) * scale
+
+
+def accumulate_on_one_rank(stage: int) -> tuple[torch.dtype, list[float]]:
+    """Accumulate a small gradient on rank 0 only; the mean with the large one has no exact value in bf16."""
+    module = Scaled().to(BF16)
+    engine = Engine(module, [SGD(module.parameters(), lr=1.0)], stage=stage, masters=False, units=[nn.Linear])
+    inputs = torch.ones(1, 64, dtype=BF16)
+    with engine.no_sync():
+        if rank() == 0:
+            module(inputs, 2.0**-8).sum().backward()
+    module(inputs, 1.0).sum().backward()
+    local: Any = module.layer.weight.grad
+    return local.local.dtype, local.local.float().unique().tolist()
+
+
+def test_ranks_agree_on_the_dtype_of_gradients_that_only_one_has_accumulated(run_on: Any) -> None:
+    results = run_on(2, accumulate_on_one_rank, stage=1)
+    assert results == [(torch.float32, [1 + 2.0**-9])] * 2

@@ -119,6 +119,7 @@ class GradientReducer:
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
         self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
         self.synchronise = True  # whether the next backward is synchronised; False under ``no_sync``
+        self._continues = False  # whether a ``no_sync`` has been entered since the last synchronised backward
         self._synchronises = True  # whether the running backward is synchronised
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
@@ -146,6 +147,10 @@ class GradientReducer:
             # ``Tensor``'s own method: views and sharded parameters override it for user hooks
             self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
             leaf.requires_grad_(requires_grad)
+
+    def enter_no_sync(self) -> None:
+        """Let the next backwards not be synchronised. All ranks call this alike, also those without a backward."""
+        self.synchronise, self._continues = False, True
 
     def remove(self) -> None:
         for hook in self._hooks:
@@ -242,6 +247,7 @@ class GradientReducer:
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
                 gradients.crosses = self.synchronise
+                gradients.continues = self._continues
                 gradients.forget_dropped()
             self._deferred = True
         if self._deferred:
@@ -316,6 +322,8 @@ class GradientReducer:
         if backward is None:
             return
         self.backwards += 1
+        if self.synchronise:
+            self._continues = False
         used: Sequence[Sequence[int]] = self._complete(backward) if self._synchronises else backward.counts
         with_hooks = [
             slot

@@ -38,11 +38,12 @@ class BucketGradients:
     Attributes:
         crosses: whether the current backward is synchronised, so that it also sums over machines if each of them has
             all parameters.
+        continues: whether a ``no_sync`` came before the current backward, so that some rank may have local gradients.
         flat: the flat buffer, if there is one.
     """
 
     def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
-        self.bucket, self.crosses = bucket, True
+        self.bucket, self.crosses, self.continues = bucket, True, False
         layout, dtype = bucket.layout, bucket.dtype
         self._dtype = sent = full_precision(dtype)
         self._dtype_at_rest = self._dtype if bucket.residency.plan.config.masters else dtype
@@ -60,7 +61,6 @@ class BucketGradients:
         # sums that ``add_local`` has shown as ``p.grad``: the sum, the tensor in ``p.grad``, its version
         self._unreduced: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
-        self._is_resumed = False  # whether this backward continues from local gradients of earlier ones
         self._reducing = 0  # bytes held while gradients are reduced
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
@@ -172,7 +172,6 @@ class BucketGradients:
             Tensors that must be kept until the current stream has read them.
         """
         taken: list[Tensor] = []
-        self._is_resumed = False
         for slot in slots_of(self.bucket):
             gradient = slot.parameter.grad
             if gradient is not None and (values := self._local_values(slot.index, gradient)) is not None:
@@ -180,9 +179,7 @@ class BucketGradients:
                 slot.parameter.grad = None
                 self.accumulate(slot.index, values)
                 taken.append(values)
-                if slot.index in self._unreduced:
-                    self._is_resumed = True
-                else:
+                if slot.index not in self._unreduced:
                     self._local[slot.index] = gradient
         for index in list(self._unreduced):
             self._forget_local(index)
@@ -343,7 +340,7 @@ class BucketGradients:
 
     def _is_of_several(self, slots: list[BucketSlot]) -> bool:
         """Whether gradients are a sum of several micro-batches, or further micro-batches follow."""
-        return not self.crosses or self._is_resumed or any(slot.parameter.grad is not None for slot in slots)
+        return not self.crosses or self.continues or any(slot.parameter.grad is not None for slot in slots)
 
     def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
         """Add a sum within this machine to the gradient shard, which then lacks the other machines' gradients."""
