@@ -114,7 +114,7 @@ class Communicator:
         if simulation is None and not process_group.is_fake(everywhere):
             # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
             with explained("setting up the sharded module"):
-                number = self.everyone.gather_objects(next(_communicators))[0]
+                (number,) = self.everyone.numbers_of(0, [next(_communicators)], "the name of the engine")
             self.name = f"{all_ranks[0]}/{number}"
             self.everyone.watch = watch = Watch(everywhere, self.name)
         if self.tensor.size > 1:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.codec import Codec
+from lightning_zero.engine.plan.layout import ShardRanges
 
 Ranges = Sequence[tuple[int, int]]
 """``[start, stop)`` of each rank's slice of a flat buffer, in the order of ranks: adjacent, and together all of it."""
@@ -18,7 +19,7 @@ Ranges = Sequence[tuple[int, int]]
 
 def are_equal(ranges: Ranges) -> bool:
     """Whether all slices have the same length."""
-    return len({stop - start for start, stop in ranges}) == 1
+    return ranges.are_equal if isinstance(ranges, ShardRanges) else len({stop - start for start, stop in ranges}) == 1
 
 
 def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:

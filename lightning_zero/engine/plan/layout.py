@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
@@ -146,12 +147,9 @@ class BucketLayout:
         return self._bounds[self._first_in_part], self._bounds[self._first_in_part + self.nodes]
 
     @cached_property
-    def part_ranges(self) -> list[tuple[int, int]]:
+    def part_ranges(self) -> Sequence[tuple[int, int]]:
         """``[start, stop)`` of the part of each rank in the group that gathers the bucket."""
-        if self.nodes == 1:
-            return [self.shard_range(rank) for rank in range(self.world_size)]
-        bounds = self._bounds[:: self.nodes]
-        return list(zip(bounds, bounds[1:]))
+        return ShardRanges(self._bounds[:: self.nodes], self.order if self.nodes == 1 else None)
 
     @property
     def ranges_in_part(self) -> list[tuple[int, int]]:
@@ -169,12 +167,12 @@ class BucketLayout:
         return rank if self.order is None else self.order[rank]
 
     @cached_property
-    def _bounds(self) -> list[int]:
+    def _bounds(self) -> Sequence[int]:
         """The start of the shard at each position, and the end of the last one."""
         positions, end = range(self.world_size + 1), self.segments[-1].stop if self.segments else 0
         if self.owners is None:
             length = _align(-(-end // self.world_size))
-            return [position * length for position in positions]
+            return range(0, (self.world_size + 1) * length, length) if length else [0] * (self.world_size + 1)
         starts = [*(segment.start for segment in self.segments), self.padded_to or _align(end)]
         return [starts[bisect_left(self.owners, position)] for position in positions]
 
@@ -187,8 +185,9 @@ class BucketLayout:
         return self._range_within(index, *self.own_part)
 
     def _range_within(self, index: int, low: int, high: int) -> tuple[int, int]:
-        start = min(max(self.segments[index].start, low), high)
-        return start, max(start, min(self.segments[index].stop, high))
+        segment = self.segments[index]
+        start = min(max(segment.start, low), segment.stop)
+        return start, max(start, min(segment.stop, high))
 
     @cached_property
     def own_spans(self) -> Spans:
@@ -208,6 +207,33 @@ class BucketLayout:
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]
         return sizes
+
+
+class ShardRanges(Sequence[tuple[int, int]]):
+    """``[start, stop)`` of each rank's slice, computed only on access, since there may be thousands of ranks.
+
+    Args:
+        bounds: the start of the slice at each position, and the end of the last one.
+        order: each rank's position; None if ranks are in order.
+
+    Attributes:
+        are_equal: whether all slices have the same length.
+    """
+
+    def __init__(self, bounds: Sequence[int], order: Sequence[int] | None) -> None:
+        self._bounds, self._order = bounds, order
+        self.are_equal = (
+            isinstance(bounds, range) or len({stop - start for start, stop in zip(bounds, bounds[1:])}) == 1
+        )
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[number] for number in range(len(self))[rank]]
+        position = range(len(self))[rank] if self._order is None else self._order[rank]
+        return self._bounds[position], self._bounds[position + 1]
 
 
 def _align(numel: int) -> int:
