@@ -67,9 +67,10 @@ from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import whole_tensors
+from lightning_zero.engine.streaming import InOrder, whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.wrapper import read_by
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
@@ -506,8 +507,12 @@ class Engine:
             walk(state, lambda tensor: sharded.append((tensor.slot.name, tensor)), is_sharded)  # aliases only once
             if all(tensor.whole_at_hand() is not None for _, tensor in sharded):
                 return walk(state, leaf)
-            with self.rendezvous.met("the module's state dict"), closing(whole_tensors(sharded, _AHEAD_BYTES)) as whole:
-                return walk(state, lambda tensor: leaf(next(whole) if is_sharded(tensor) else tensor))
+            with (
+                self.rendezvous.met("the module's state dict"),
+                closing(whole_tensors(sharded, _AHEAD_BYTES)) as values,
+                read_by(InOrder(values)),
+            ):
+                return walk(state, leaf)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.

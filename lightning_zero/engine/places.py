@@ -6,8 +6,7 @@ others, which then take part in the gather of the tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,20 +18,10 @@ from lightning_zero.engine.state.gradient_shard import ShownGradient
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import on_meta
-from lightning_zero.engine.tensor.wrapper import Reader, reader
+from lightning_zero.engine.tensor.wrapper import read_by as read_by
 
 Place = tuple[Any, ...]
 """The engine's name, a kind, and keys for that kind."""
-
-
-@contextmanager
-def read_by(reading: Reader | None) -> Iterator[None]:
-    """Context in which ``reading`` provides the values of sharded tensors that user code reads in this thread."""
-    token = reader.set(reading)
-    try:
-        yield
-    finally:
-        reader.reset(token)
 
 
 def place_of(tensor: ShardedTensor) -> Place | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar, Protocol
 
@@ -25,6 +26,16 @@ class Reader(Protocol):
 
 reader: ContextVar[Reader | None] = ContextVar("reader", default=None)
 """The reader in effect in this thread; None in ordinary code, which reads on every rank."""
+
+
+@contextmanager
+def read_by(reading: Reader | None) -> Iterator[None]:
+    """Context in which ``reading`` provides the values of sharded tensors that are read in this thread."""
+    token = reader.set(reading)
+    try:
+        yield
+    finally:
+        reader.reset(token)
 
 
 class WrapperTensor(torch.Tensor):
