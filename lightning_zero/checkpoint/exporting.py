@@ -328,10 +328,10 @@ def export_weights(
         needed = [part_of[id(run[0].values)] for *_, run in runs]
         whole = streaming.stream(needed, max_bytes)
         for (*_, file, run), part in zip(runs, needed):
-            for (_, wanted), (_, value) in zip(part.results, whole):
-                for weight in run:
-                    if weight.values is wanted and file % size == rank:
-                        yield file, weight, value
+            value_of = {id(wanted): value for (_, wanted), (_, value) in zip(part.results, whole)}
+            if file % size == rank:
+                for weight in run:  # in the order of the file's header
+                    yield file, weight, value_of[id(weight.values)]
 
     paths, ranks = ExportPaths(os.path.join(folder, "model.safetensors")), Ranks(rank, gather)
     return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)

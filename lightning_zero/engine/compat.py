@@ -274,7 +274,7 @@ def leave_out_of_copies(module: torch.nn.Module, own: type) -> None:
 
 def _reduce_without(own: type, hooks: Any, all_hooks: Any, _: int) -> Any:
     """What ``OrderedDict.__reduce_ex__`` returns, without the entries of hooks of the class ``own``."""
-    of_users = {number for number, hook in all_hooks().items() if not isinstance(hook, own)}
+    of_users = {number for number, hook in (all_hooks() or {}).items() if not isinstance(hook, own)}
     return OrderedDict, (), None, None, iter([entry for entry in hooks().items() if entry[0] in of_users])
 
 

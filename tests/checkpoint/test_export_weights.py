@@ -140,6 +140,18 @@ def test_adapters_are_merged_into_the_exported_weights(run_on, tmp_path):
     run_on(2, export_merged, folder=tmp_path)
 
 
+def test_merged_layers_may_have_weights_of_two_dtypes(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    layer = nn.Linear(4, 4)
+    layer.weight.data = layer.weight.data.bfloat16()
+    module = get_peft_model(nn.Sequential(layer), LoraConfig(r=2, target_modules=["0"]))
+    lightning_zero.export_weights(module, tmp_path, merge_adapters=True)
+    expected = module.merge_and_unload().state_dict()
+    found = load_file(tmp_path / "model.safetensors")
+    same_tensors({name: found[name] for name in expected}, expected, bound=0)
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
