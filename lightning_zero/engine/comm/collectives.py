@@ -115,6 +115,7 @@ class Communicator:
             # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
             with explained("setting up the sharded module"):
                 (number,) = self.everyone.numbers_of(0, [next(_communicators)], "the name of the engine")
+            self.counters.clear()  # the communicator has only just been made: this exchange does not count
             self.name = f"{all_ranks[0]}/{number}"
             self.everyone.watch = watch = Watch(everywhere, self.name)
         if self.tensor.size > 1:
