@@ -42,7 +42,8 @@ class Ours:
         if self._in_background:
             state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
             whole = {"state_dict": self.module.state_dict(), "optimizer_states": [state]}
-            self._saver.save(SaveJob(SaveMode.ASSEMBLED, path, whole), Ranks(dist.get_rank(), gather))
+            ranks = Ranks(dist.get_rank(), gather, None, self._engine.communicator.background_group())
+            self._saver.save(SaveJob(SaveMode.ASSEMBLED, path, whole), ranks)
             return
         is_first = dist.get_rank() == 0
         whole = {

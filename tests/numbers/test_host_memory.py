@@ -54,9 +54,7 @@ def make() -> nn.Module:
 
 
 def on_meta() -> nn.Module:
-    from lightning_zero.engine.init.deferred_param import parameters_await_values
-
-    with parameters_await_values(only_on_meta=True), torch.device("meta"):
+    with torch.device("meta"):
         return make()
 
 
