@@ -96,8 +96,9 @@ def killed_at_random(folder, form, is_async):
             assert codes == [KILLED if rank == victim else FAILED for rank in range(world_size)]
             (kept,) = [path] if path.exists() else folder.glob("last.old-*")  # killed between two renames
             saved.add(value_at(kept))
-            for value in (-1.0, -2.0):  # the second removes a checkpoint that the killed save put aside
-                save(form, path, value)
+            save(form, path, -1.0)
+            assert names_in(folder) == sorted({path.name, kept.name}) and value_at(path) == -1
+            save(form, path, -2.0)  # removes a checkpoint that the killed save put aside, since there is another now
             assert names_in(folder) == ["last.ckpt"] and value_at(path) == -2
     return saved
 
