@@ -42,8 +42,7 @@ class Ours:
         if self._in_background:
             state = self._engine.full_optimizer_state_dict(self.optimizer, leaf=in_parts)
             whole = {"state_dict": self.module.state_dict(), "optimizer_states": [state]}
-            ranks = Ranks(dist.get_rank(), gather, None, self._engine.communicator.background_group())
-            self._saver.save(SaveJob(SaveMode.ASSEMBLED, path, whole), ranks)
+            self._saver.save(SaveJob(SaveMode.ASSEMBLED, path, whole), Ranks(dist.get_rank(), gather))
             return
         is_first = dist.get_rank() == 0
         whole = {

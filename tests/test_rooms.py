@@ -134,11 +134,8 @@ def test_other_rooms_ask_the_engine_and_do_not_reach_through_it():
 
 LARGE = {
     "checkpoint.weights.load_weights": 69,
-    "engine.comm.collectives.Communicator": 21,
-    "engine.comm.collectives._choose_transports": 61,
     "engine.runtime.reducer.GradientReducer": 21,
     "engine.state.bucket.Bucket": 32,
-    "engine.state.bucket_gradients.BucketGradients": 26,
     "planning.fake_run.fake_run": 97,
 }
 """Functions of more than 60 lines and classes of more than 20 attributes that have not been divided yet."""

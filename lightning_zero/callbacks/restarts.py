@@ -145,20 +145,17 @@ def keep_for_next_attempt() -> None:
         job.keeps = True
 
 
-def _check_own(path: str) -> None:
-    """Raise a PermissionError unless a path is this user's own file, or own folder to which no one else has access."""
-    found = os.lstat(path)
-    is_folder = stat.S_ISDIR(found.st_mode)
-    is_open = is_folder and found.st_mode & 0o077
-    if not (is_folder or stat.S_ISREG(found.st_mode)) or found.st_uid != os.geteuid() or is_open:
-        raise PermissionError(f"{path} is a link, or another user's, or open to others, so it is not read")
+def _check_own(folder: str) -> None:
+    """Raise a PermissionError unless this is this user's own folder, to which no one else has access."""
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        raise PermissionError(f"{folder} is a link, or another user's, or open to others, so it is not read")
 
 
 def _remove_forgotten(private: str, own: str) -> None:
     for name in os.listdir(private):
         job = os.path.join(private, name)
         with suppress(OSError):
-            _check_own(job)
             folders = [job, *(os.path.join(job, each) for each in os.listdir(job))]
             if name != own and time.time() - max(os.lstat(each).st_mtime for each in folders) > _FORGOTTEN:
                 shutil.rmtree(job, ignore_errors=True)
@@ -257,19 +254,7 @@ class Restarts:
 
     def _generations(self) -> dict[int, list[str]]:
         """Return, by step, the names of a generation's files on this machine."""
-        found = {}
-        for step in self._steps():
-            path = self._path_of(step)
-            try:
-                _check_own(path)
-                names = os.listdir(path)
-                for name in names:
-                    _check_own(os.path.join(path, name))
-            except OSError as error:
-                print(f"A kept state is not continued from: {error}", file=sys.stderr, flush=True)
-                continue
-            found[step] = names
-        return found
+        return {step: os.listdir(self._path_of(step)) for step in self._steps()}
 
     def _steps(self) -> list[int]:
         """The steps of the generations on this machine, whole or not."""
@@ -323,12 +308,10 @@ class Restarts:
             except CheckpointNotSavedError as error:
                 self._warn(step, error)
 
-    def _prepare(self, keep: list[int], destination: Destination) -> None:
+    def _prepare(self, keep: list[int]) -> None:
         """Make room and a folder for a generation. Called in the background, on the first rank of each machine."""
         self._keep_only(keep)
         self._make_folders()
-        os.makedirs(destination.partial, exist_ok=True)
-        os.chmod(destination.partial, 0o700)
 
     def _keep_only(self, steps: list[int]) -> None:
         for step in set(self._steps()) - set(steps):
@@ -364,9 +347,8 @@ class Restarts:
         states = [*[each for each in self._recorded() if each.path != path][-7:], KeptState(step, False, path)]
         try:
             self._make_folder_on_disk()
-            fs, record = url_to_fs(self._record)
-            fs.pipe_file(f"{record}.new", json.dumps(states).encode())
-            fs.mv(f"{record}.new", record)
+            with Destination(self._record).replacing() as file:
+                file.write(json.dumps(states).encode())
         except Exception as error:  # libraries for object stores raise errors of their own
             rank_zero_warn(
                 f"The path of the checkpoint {path} could not be recorded ({error}). If the states in memory are lost, "
@@ -409,7 +391,7 @@ class Restarts:
                 self._job.keeps = False
         finally:
             with suppress(Exception):  # raised if another rank, which has failed, has not finished a save
-                self._saver.close(abandon=not has_ended)
+                self._saver.close()
         if has_ended and self._leads and self._whole:
             with suppress(OSError):
                 self._keep_only(self._whole)

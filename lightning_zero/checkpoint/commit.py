@@ -15,7 +15,7 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.io.labels import LABEL, is_left_over, new_label
 from lightning_zero.io.names import listed
-from lightning_zero.io.paths import is_folder, remove_path, replace, sync_folder
+from lightning_zero.io.paths import is_folder, remove_path, sync_folder
 
 _OF_A_CHECKPOINT = re.compile(
     # DCP writes a .tmp file first; the patterns in the last line match files that macOS and NFS create
@@ -91,6 +91,17 @@ class Destination:
                 file.flush()
                 os.fsync(file.fileno())
 
+    @contextmanager
+    def replacing(self) -> Iterator[Stream]:
+        """Context that writes a single file, and puts it in place; after an error, an earlier file is unchanged."""
+        try:
+            with self.writing() as stream:
+                yield stream
+            self.put_in_place()
+        except BaseException:
+            self.discard()
+            raise
+
     def size_of(self, name: str) -> int | None:
         """Return the size in bytes of a written file; None if the file is not visible to this rank."""
         target = os.path.join(self.partial, name)
@@ -101,27 +112,37 @@ class Destination:
         """Move the written checkpoint to its path, and only then delete any earlier contents of the path."""
         self.check_replaceable()
         if self._is_local:
-            if os.path.isdir(self.partial):
+            is_folder_written = os.path.isdir(self.partial)
+            if is_folder_written:
                 sync_folder(self.partial)
-            replace(self.partial, self._place, self._old)
-            # The checkpoint is in place: a failure of the clean-up below must not be reported as a failed save.
-            with suppress(OSError):
-                sync_folder(self._parent)
-            with suppress(OSError):
-                remove_path(self._old)
-            return
-        if not self._fs.exists(self._place):
-            self._fs.mv(self.partial, self._place, recursive=True)
-            return
-        self._fs.mv(self._place, self._old, recursive=True)
+            # the rename of a file replaces another file at once
+            is_moved = is_folder(self._place) or (is_folder_written and os.path.lexists(self._place))
+        else:
+            is_moved = self._fs.exists(self._place)
+        if is_moved:
+            self._move(self._place, self._old)
         try:
-            self._fs.mv(self.partial, self._place, recursive=True)
+            self._move(self.partial, self._place)
         except Exception:
-            if self._fs.exists(self._place):  # with some of the files
-                self._fs.rm(self._place, recursive=True)
-            self._fs.mv(self._old, self._place, recursive=True)
+            if is_moved:
+                if not self._is_local and self._fs.exists(self._place):  # with some of the files
+                    self._fs.rm(self._place, recursive=True)
+                self._move(self._old, self._place)
             raise
-        self._fs.rm(self._old, recursive=True)
+        # The checkpoint is in place: a failure of the clean-up below must not be reported as a failed save.
+        with suppress(OSError):
+            if self._is_local:
+                sync_folder(self._parent)
+                remove_path(self._old)
+            elif is_moved:
+                self._fs.rm(self._old, recursive=True)
+
+    def _move(self, source: str, target: str) -> None:
+        """Rename a local path; copy and remove the files of another file system, which may have no rename."""
+        if self._is_local:
+            os.rename(source, target)
+        else:
+            self._fs.mv(source, target, recursive=True)
 
     def discard(self) -> None:
         """Delete the files written so far. Errors are ignored: callers raise the error that made the save fail."""

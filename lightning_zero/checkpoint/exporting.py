@@ -26,6 +26,7 @@ from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
 from lightning_zero.checkpoint.saving import on_every_rank
 from lightning_zero.checkpoint.trees import identity, is_dense
 from lightning_zero.engine import LazyTensor, flat_range, quantised_layers, streaming
+from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.labels import new_label
 from lightning_zero.io.names import listed
 
@@ -252,7 +253,7 @@ def write_safetensors(
 
     try:
         for act in (write, complete if ranks.rank == 0 else list):
-            act() if len(labels) == 1 else on_every_rank(act, ranks, paths.out)
+            act() if len(labels) == 1 else on_every_rank(act, ranks, paths.out, "export")
     except BaseException:
         for destination in written.values():
             destination.discard()
@@ -311,35 +312,43 @@ def export_weights(
         ['exported/model.safetensors']
         >>> engine.close()
     """
+    check_arguments(export_weights, locals(), "export_weights", max_shard_bytes=1, max_bytes=1)
     parts = streaming.parts_of(module, merge_adapters)
     rank, size, gather = streaming.ranks_of(parts)
     part_of = {id(value): part for part in parts for _, value in part.results}
     content = _content_of(streaming.unwrapped(module), parts, merge_adapters, os.fspath(folder), dtype)
 
     def values_of(shards: list[list[Weight]]) -> Iterator[tuple[int, Weight, Tensor]]:
-        # The first tensors of the first files, then their second tensors, ...: so ranks write at the same time.
-        places = [(file // size, place, file) for file, weights in enumerate(shards) for place in range(len(weights))]
-        order = [(file, shards[file][place]) for _, place, file in sorted(places)]
-        whole = streaming.stream([part_of[id(weight.values)] for _, weight in order], max_bytes)
-        for file, weight in order:
-            for (_, wanted), (_, value) in zip(part_of[id(weight.values)].results, whole):
-                if wanted is weight.values and file % size == rank:
-                    yield file, weight, value
+        # The first parts of the first files, then their second parts, ...: so ranks write at the same time.
+        runs = []
+        for file, weights in enumerate(shards):
+            of_parts = groupby(weights, lambda weight: id(part_of[id(weight.values)]))
+            runs += [(file // size, place, file, list(run)) for place, (_, run) in enumerate(of_parts)]
+        runs.sort(key=itemgetter(0, 1, 2))
+        needed = [part_of[id(run[0].values)] for *_, run in runs]
+        whole = streaming.stream(needed, max_bytes)
+        for (*_, file, run), part in zip(runs, needed):
+            value_of = {id(wanted): value for (_, wanted), (_, value) in zip(part.results, whole)}
+            if file % size == rank:
+                for weight in run:  # in the order of the file's header
+                    yield file, weight, value_of[id(weight.values)]
 
-    paths = ExportPaths(os.path.join(folder, "model.safetensors"))
-    ranks = Ranks(rank, gather)
+    paths, ranks = ExportPaths(os.path.join(folder, "model.safetensors")), Ranks(rank, gather)
     return write_safetensors(content, paths, most_bytes=max_shard_bytes, values_of=values_of, ranks=ranks)
 
 
 def _content_of(
     module: nn.Module, parts: list[streaming.Part], merge_adapters: bool, folder: str, dtype: torch.dtype | None
 ) -> Export:
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"export_weights: dtype={dtype} must be a floating-point dtype.")
     state = {name.replace("_orig_mod.", ""): value for part in parts for name, value in part.results}
     # ``from_pretrained`` would not find weights beside adapters that are not merged
     models = configs_of_models(module) if merge_adapters or not streaming.has_adapters(module) else {}
     content = export({"state_dict": state, CHECKPOINT_KEY: {"transformers": models}}, folder, dtype)
     sources = dict(source for part in parts for source in part.sources)
-    scales = set(map(id, quantised_layers.scales_in(module, sources).values()))
+    names = quantised_layers.names_of_scales(module).values()
+    scales = {id(sources[name]) for of_layer in names for name in of_layer if name in sources}
     for weight in content.weights:
         if id(weight.values) in scales:
             weight.dtype = weight.values.dtype

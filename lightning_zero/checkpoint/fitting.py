@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zero.engine import compatibility, deferred_param, quantised_layers
-from lightning_zero.io.names import listed
 
 
 def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
@@ -31,16 +30,16 @@ def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> N
 
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
     """Load a state dict, also with the scales of quantised layers. If it does not fit, nothing is changed."""
-    state, scales = quantised_layers.without_scales(module, state)
+    state, scales = quantised_layers.take_scales(module, state)
     check_module(module, state, strict)
     with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
         module.load_state_dict(state, strict=strict)
     deferred_param.give_values(targets, wait=True)
-    quantised_layers.load_scales(module, scales)
+    quantised_layers.load_scales(scales)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[str, Any]]) -> None:
-    """Refuse states that do not fit the optimizers."""
+    """Refuse states of other optimizers, or of parameters in another order; torch itself compares the groups."""
     if not states:
         return  # a checkpoint assembled by hand: optimizers start without state, as under DDP
     if len(optimizers) != len(states):
@@ -52,15 +51,6 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
     for number, (optimizer, state) in enumerate(zip(optimizers, states)):
         if "param_groups" not in state:
             continue  # Lightning's mock optimizer, for which nothing is saved
-        which = f"The state of optimizer {number} ({type(optimizer).__name__}) does not fit:"
-        sizes = [len(group["params"]) for group in optimizer.param_groups]
-        saved = [len(group["params"]) for group in state["param_groups"]]
-        if sizes != saved:
-            raise ValueError(
-                f"{which} the saved param groups have [{listed(map(str, saved))}] parameters, but the param groups of "
-                f"the optimizer have [{listed(map(str, sizes))}] parameters. Create the optimizer "
-                "as in the run that saved the checkpoint."
-            )
         if not compatibility.is_torchs_elementwise(type(optimizer)):
             continue  # its states may differ in shape from the parameter
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
@@ -69,6 +59,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], states: Sequence[Mapping[s
             for key, value in state.get("state", {}).get(index, {}).items():
                 if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
                     raise ValueError(
-                        f"{which} {key} of parameter number {index} has the shape {tuple(value.shape)}, not the "
-                        f"parameter's {tuple(parameter.shape)}. Give the optimizer its parameters in the saved order."
+                        f"The state of optimizer {number} ({type(optimizer).__name__}) does not fit: {key} of "
+                        f"parameter number {index} has the shape {tuple(value.shape)}, not the parameter's "
+                        f"{tuple(parameter.shape)}. Give the optimizer its parameters in the saved order."
                     )

@@ -292,8 +292,7 @@ class Folder:
                 continue
             for record in records:
                 if record.crc32 is not None:
-                    start = extent.start + record.start
-                    yield replace(extent, start=start, length=record.length, crc32=record.crc32)
+                    yield replace(record, file=extent.file, start=extent.start + record.start, holds=extent.holds)
 
 
 def _intersection(box: tiling.Box, chunk: _Chunk) -> tuple[list[int], list[int]] | None:

@@ -6,17 +6,14 @@ gathered one by one, to CPU memory.
 
 from __future__ import annotations
 
-import copy
 import io
-import pickle
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from lightning_zero.checkpoint.trees import is_dense
 from lightning_zero.engine import ShardedTensor, places, process_group, sharded_tree
 
 Gather = Callable[[Any], list[Any]]
@@ -36,7 +33,7 @@ class Ranks:
 
     Attributes:
         on_rank_0: calls a function on rank 0, while the other ranks join its gathers; by default, without them.
-        group: a process group that is used only by the ranks' background threads; None if there is one rank.
+        group: the process group of the ranks' background threads, in a background save of several ranks.
     """
 
     rank: int = 0
@@ -136,47 +133,16 @@ class _Leader:
             )
 
 
-def snapshot(value: Any, constant: Container[Tensor] = ()) -> Any:
-    """Return a copy of a picklable value, with the contents that a pickle written now would have.
+def serialised(value: Any) -> bytes:
+    """Return the contents of a file that ``torch.save`` would write now."""
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def snapshot(value: Any) -> Any:
+    """Return a copy of a value in CPU memory, with the contents that a file written now would have.
 
     ``copy.deepcopy`` would refuse tensors computed by autograd, and drop attributes of parameters.
-
-    Args:
-        constant: tensors that will not change, and need not be copied.
     """
-    stream = io.BytesIO()
-    pickler = _Pickler(stream, constant)
-    pickler.dump(value)
-    stream.seek(0)
-    unpickler = pickle.Unpickler(stream)
-    unpickler.persistent_load = pickler.tensors.__getitem__  # type: ignore[method-assign]
-    return unpickler.load()
-
-
-class _Pickler(pickle.Pickler):
-    """Copies tensors, and pickles each tensor's position in the list of copies."""
-
-    def __init__(self, stream: io.BytesIO, constant: Container[Tensor]) -> None:
-        super().__init__(stream, pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
-        self._constant = constant
-        self._memo: dict[int, Any] = {}  # for deep copies, so that a storage shared by tensors is copied once
-        self._known: dict[int, tuple[int, Tensor]] = {}  # with the tensors, so that no id is used again
-
-    def persistent_id(self, value: Any) -> int | None:
-        if not isinstance(value, Tensor):
-            return None
-        if id(value) not in self._known:
-            self._known[id(value)] = len(self.tensors), value
-            self.tensors.append(value if value in self._constant else self._copy_of(value))
-        return self._known[id(value)][0]
-
-    def _copy_of(self, tensor: Any) -> Tensor:
-        if sharded_tree.is_in_parts(tensor):
-            return tensor.ordinary()
-        leaf = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
-        if not is_dense(leaf):
-            return leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        copied = copy.deepcopy(leaf, self._memo)
-        copied.__dict__.update(tensor.__dict__)
-        return copied
+    return torch.load(io.BytesIO(serialised(value)), map_location="cpu", weights_only=False)

@@ -18,7 +18,7 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.folder import Folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, Record, load_torch, records_of
+from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
 from lightning_zero.checkpoint.trees import check_structure, identity, items_of
 from lightning_zero.engine import compat
 
@@ -108,7 +108,7 @@ def open_for_run(path: str | os.PathLike[str], weights_only: bool | None) -> Ope
 
 def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     path = f"{files.path} ({files.size()} bytes)"
-    records: list[Record] = []
+    records: list[Extent] = []
     with files.open() as file:
         head = file.read(4)
         is_older = head[:1] == b"\x80"  # torch before 1.6 wrote bare pickles, without sizes or checksums
@@ -143,27 +143,22 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     written_by = dict(ours.get("written_by", {}))
     if not written_by and "pytorch-lightning_version" in checkpoint:
         written_by = {"lightning": checkpoint["pytorch-lightning_version"]}
-
-    def extents() -> Iterator[Extent]:
-        for record in records:
-            if record.length and record.crc32 is not None:
-                yield Extent("", record.start, record.length, record.crc32, [record.name])
-
-    return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
+    extents = [record for record in records if record.length and record.crc32 is not None]
+    return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, lambda: iter(extents))
 
 
-def _records_of_file(path: str, file: IO[bytes]) -> list[Record]:
+def _records_of_file(path: str, file: IO[bytes]) -> list[Extent]:
     """List an archive's records, and verify all records except those that hold tensor values."""
     try:
         records = records_of(file)
         for record in records:
-            if "/data/" not in record.name and record.crc32 is not None:
+            if "/data/" not in record.holds[0] and record.crc32 is not None:
                 file.seek(record.start)
                 if zlib.crc32(file.read(record.length)) != record.crc32:
-                    raise BrokenArchiveError(f"the checksum of record {record.name} does not match")
+                    raise BrokenArchiveError(f"the checksum of record {record.holds[0]} does not match")
     except BrokenArchiveError as error:
         raise DamagedCheckpointError.of(path, f"it is truncated or was altered ({error})") from error
-    if not any(record.name.endswith("/data.pkl") for record in records):
+    if not any(record.holds[0].endswith("/data.pkl") for record in records):
         raise NoCheckpointError(f"{path} is not a checkpoint: it is a zip archive not written by torch.save.")
     return records
 

@@ -11,10 +11,12 @@ import sys
 import typing
 import zipfile
 from collections.abc import Callable
-from typing import IO, Any, NamedTuple
+from dataclasses import replace
+from typing import IO, Any
 
 import torch
 
+from lightning_zero.checkpoint.checksums import Extent
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.pickles import UnsafeFileError, scan
 from lightning_zero.checkpoint.trees import bytes_of
@@ -72,7 +74,7 @@ def load_torch(
 
 def _load_archive(stream: IO[bytes], data: memoryview, stand_in: Callable[[str], Any]) -> Any:
     """Load an archive with tensors that are views of it; ``torch.load`` would copy them, or reserve memory for them."""
-    records = {record.name.partition("/")[2]: record for record in records_of(stream)}
+    records = {record.holds[0].partition("/")[2]: record for record in records_of(stream)}
 
     def part(name: str) -> memoryview:
         if name not in records:
@@ -151,17 +153,8 @@ class BrokenArchiveError(ValueError):
     """The bytes are not a complete ``torch.save`` archive."""
 
 
-class Record(NamedTuple):
-    """Position and checksum of an uncompressed record; ``crc32`` is None if the archive has no checksums."""
-
-    name: str
-    start: int
-    length: int
-    crc32: int | None
-
-
-def records_of(archive: IO[bytes]) -> list[Record]:
-    """List the records of an archive.
+def records_of(archive: IO[bytes]) -> list[Extent]:
+    """List the uncompressed records of an archive; they have no checksums if the archive was saved without them.
 
     Raises:
         BrokenArchiveError: if the bytes are not a complete archive.
@@ -181,8 +174,8 @@ def records_of(archive: IO[bytes]) -> list[Record]:
             is_there = header[:4] == b"PK\x03\x04" and header[_LOCAL_HEADER:] == name and start + info.file_size <= end
             if not is_stored or not is_there or info.external_attr & _FOLDER:
                 raise BrokenArchiveError(f"record {info.filename} is misplaced or compressed")
-            found.append(Record(info.filename, start, info.file_size, info.CRC))
+            found.append(Extent("", start, info.file_size, info.CRC, [info.filename]))
     except (zipfile.BadZipFile, NotImplementedError, struct.error, OSError, UnicodeError) as error:
         raise BrokenArchiveError("it has no intact zip directory at its end") from error
     has_checksums = any(record.crc32 for record in found)  # False if saved with set_crc32_options(False)
-    return found if has_checksums else [record._replace(crc32=None) for record in found]
+    return found if has_checksums else [replace(record, crc32=None) for record in found]

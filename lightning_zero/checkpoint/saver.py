@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import atexit
 import logging
-import pickle
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from threading import Event
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.objects import ONE_RANK, Gather, Ranks, alone, snapshot
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks, alone, snapshot
 from lightning_zero.checkpoint.saving import (
     CopyBuffer,
     Entry,
@@ -59,9 +57,6 @@ class SaveMode(Enum):
 _Write = Callable[[Ranks, Callable[[], list[Entry]]], None]
 """Writes a rank's part of a checkpoint, given the ranks and a function that returns the rank's entries or copies."""
 
-_PATIENCE = 10.0
-"""Seconds to wait for other ranks to finish writing, once a rank has failed or the run is being abandoned."""
-
 
 @dataclass(frozen=True)
 class SaveJob:
@@ -81,7 +76,7 @@ class SaveJob:
     tree: Mapping[str, Any] = field(default_factory=dict)
     written_by: dict[str, Any] = field(default_factory=dict)
     folders: Sequence[int] = (0,)
-    before: Callable[[Destination], None] | None = None
+    before: Callable[[], None] = lambda: None
 
 
 class Saver:
@@ -96,7 +91,7 @@ class Saver:
         self._memory, self._memory_later = CopyBuffer(), CopyBuffer()
         self._executor: ThreadPoolExecutor | None = None
         self._jobs: list[Future[None]] = []
-        self._abandoned = Event()
+        self._group: process_group.ProcessGroup | None = None  # of all ranks, for their background threads alone
         self._made = WeakIdKeyDictionary()
 
     def __reduce__(self) -> Any:
@@ -109,9 +104,6 @@ class Saver:
         Raises:
             CheckpointNotSavedError: on every rank, if any rank fails to write; in the background, ``finish`` raises it.
         """
-        exchanges = self._in_background and process_group.is_initialized()
-        if exchanges:
-            failures.notices()  # before any other collective, since it ends waits for ranks that are lost
 
         def begin() -> tuple[str, str]:
             label = new_label()
@@ -126,33 +118,40 @@ class Saver:
         if not self._in_background:
             write(ranks, lambda: entries)
             return
-        exchanging: AbstractContextManager[Gather] = nullcontext(alone)
-        if exchanges and (entries or job.mode is SaveMode.SHARDED):
-            exchanging = StoreExchange(label, self._abandoned)
+        group = self._joined() if entries or job.mode is SaveMode.SHARDED else None
+        gather = alone if group is None else partial(process_group.all_gather_objects, group=group)
         stay = []
         if job.mode is SaveMode.SHARDED:
             # Optimizer states on a disk, which may be too large for memory, are not copied, and must not change until
             # they are read.
             stay = [entry for entry in entries if entry.is_guarded and isinstance(entry.values, LazyTensor)]
-        reading = BackgroundWork(is_awaited=bool(stay))
         copied = self._copying(entries, stay)
+        work = BackgroundWork()  # training waits for it before it changes guarded values
 
         def copies() -> list[Entry]:
             found = copied()
-            if job.before is not None:
-                job.before(destination)
+            if not stay:
+                work.end()
+            job.before()
             return found
 
+        def written(value: Any) -> list[Any]:
+            work.end()  # this rank's file has been written
+            return gather(value)
+
         def save() -> None:
-            with reading, exchanging as exchange:
-
-                def written(value: Any) -> list[Any]:
-                    reading.end()  # this rank's file has been written
-                    return exchange(value)
-
-                write(replace(ranks, gather=written), copies)
+            with work, failures.explained(f"Saving the checkpoint {path} in the background"):
+                write(replace(ranks, gather=written, group=group), copies)
 
         self._submit(save)
+
+    def _joined(self) -> process_group.ProcessGroup | None:
+        """Return the group of the ranks' background threads; None for a process alone. The first call is collective."""
+        if not process_group.is_initialized():
+            return None
+        if self._group not in process_group.all_groups():
+            self._group = process_group.new_patient_group()
+        return self._group
 
     def _part_of_folder(self, job: SaveJob, ranks: Ranks, destination: Destination) -> tuple[list[Entry], _Write]:
         """Serialise rank 0's objects, and return the shards that this rank writes, and the function that writes."""
@@ -167,32 +166,38 @@ class Saver:
         """Copy rank 0's objects, and return this rank's shards, and the function with which rank 0 writes the file."""
         if not self._in_background:
             return [], lambda ranks, _: ranks.on_first(lambda: write_file(job.contents, destination))
-        sharded: list[ShardedTensor] = []
+        aside: list[Any] = []
 
         def later(tensor: Any) -> Any:
             if is_view_of_parameter(tensor):
                 return tensor.whole()
-            sharded.append(tensor)
-            return _Later(len(sharded) - 1)
+            aside.append(tensor)
+            return _Later(len(aside) - 1)
 
-        hollow = sharded_tree.walk(dict(job.contents), later, sharded_tree.is_in_parts)
-        kept = ranks.on_first(lambda: snapshot(hollow, self._made))
-        ranges = [tensor.slot.ranges() for tensor in sharded]
+        def is_constant(leaf: Any) -> bool:
+            return isinstance(leaf, Tensor) and leaf in self._made
+
+        contents = dict(job.contents)
+        hollow = sharded_tree.walk(contents, later, lambda leaf: sharded_tree.is_in_parts(leaf) or is_constant(leaf))
+        kept = ranks.on_first(lambda: snapshot(hollow))
+        constant = {number: tensor for number, tensor in enumerate(aside) if is_constant(tensor)}
+        sharded = {number: tensor for number, tensor in enumerate(aside) if number not in constant}
+        numbers, ranges = list(sharded), [tensor.slot.ranges() for tensor in sharded.values()]
 
         def write(ranks: Ranks, entries: Callable[[], list[Entry]]) -> None:
-            with failures.explained(f"Assembling the checkpoint {destination.path} on rank 0"):
-                whole = put_together(entries, ranges, ranks, destination.path)
+            whole = dict(zip(numbers, put_together(entries, ranges, ranks, destination.path)))
             if ranks.rank == 0:
-                complete = sharded_tree.walk(kept, whole.__getitem__, lambda leaf: isinstance(leaf, _Later))
+                complete = sharded_tree.walk(
+                    kept, (constant | whole).__getitem__, lambda leaf: isinstance(leaf, _Later)
+                )
                 write_file(as_made_of_tensors(complete), destination)
 
-        return [entry_of(tensor, ranks.rank) for tensor in sharded], write
+        return [entry_of(tensor, ranks.rank) for tensor in sharded.values()], write
 
     def _copying(self, entries: list[Entry], stay: list[Entry]) -> Callable[[], list[Entry]]:
         """Copy unguarded values, which may change at any time, and return a function that copies the guarded values.
 
-        That function returns the copies and, in their places, the entries that ``stay`` uncopied. Another thread must
-        call it, since training waits for it before changing guarded values.
+        That function returns the copies and, in their places, the entries that ``stay`` uncopied.
         """
         left = set(map(id, stay))
         guarded = [entry for entry in entries if entry.is_guarded and id(entry) not in left]
@@ -200,11 +205,9 @@ class Saver:
         copies = dict(zip(map(id, unguarded), self._memory.copied(unguarded)))
         device = device_of(guarded)
         ready = torch.accelerator.current_stream(device).record_event() if device is not None else None
-        work = BackgroundWork()
 
         def copied() -> list[Entry]:
-            with work:
-                copies.update(zip(map(id, guarded), self._memory_later.copied(guarded, ready)))
+            copies.update(zip(map(id, guarded), self._memory_later.copied(guarded, ready)))
             return [copies.get(id(entry), entry) for entry in entries]
 
         return copied
@@ -230,8 +233,15 @@ class Saver:
                 before.result()  # raises if the earlier job has failed
             job()
 
+        if before is None:
+            atexit.register(self._log_failures)
         self._jobs.append(self._executor.submit(run))
-        _unfinished.add(self)
+
+    def _log_failures(self) -> None:
+        """Log failures that ``finish`` has not reported: a Fabric script, for example, may end before calling it."""
+        for job in self._jobs:
+            if (error := job.exception()) is not None:
+                log.error("%s", error)
 
     def then(self, act: Callable[[], None]) -> None:
         """Call ``act`` after earlier checkpoints have been written, unless writing one of them fails."""
@@ -243,42 +253,27 @@ class Saver:
     def finish(self) -> None:
         """Wait until all checkpoints have been written, and raise the first error."""
         jobs, self._jobs = self._jobs, []
-        _unfinished.discard(self)
+        atexit.unregister(self._log_failures)
         wait(jobs)
         for job in jobs:
             job.result()
 
-    def close(self, *, abandon: bool = False) -> None:
-        """End a run: call ``finish``, and end the background thread.
-
-        Args:
-            abandon: whether other ranks may be gone; a save that waits for such a rank is discarded after some seconds.
-        """
-        if abandon:
-            self._abandoned.set()
+    def close(self) -> None:
+        """End a run: call ``finish``, and end the background thread. After a failure, saves under way fail, too."""
         try:
             self.finish()
         finally:
             if self._executor is not None:
                 self._executor.shutdown()
                 self._executor = None
-            self._abandoned.clear()
+            if self._group is not None:
+                with suppress(RuntimeError, ValueError):  # the group may have failed, or already be destroyed
+                    process_group.destroy(self._group)
+                self._group = None
 
 
 class _Later(int):
-    """Placeholder for a sharded tensor that is assembled in the background; its value is the tensor's index."""
-
-
-_unfinished: set[Saver] = set()
-
-
-@atexit.register
-def _log_failures() -> None:
-    """Log failures that ``finish`` has not reported, for example because a Fabric script ended before calling it."""
-    for saver in _unfinished:
-        for job in saver._jobs:
-            if (error := job.exception()) is not None:
-                log.error("%s", error)
+    """Placeholder for a tensor that is constant, or will be assembled in the background: the tensor's index."""
 
 
 def put_together(
@@ -314,64 +309,3 @@ def put_together(
                 process_group.receive(flat[start:stop], ranks.group, source)
         whole[number] = flat.view(entry.shape)
     return whole
-
-
-class StoreExchange:
-    """All-gather of small values through the process group's store, usable from a thread while collectives run.
-
-    Args:
-        name: identifies this exchange on every rank.
-        abandoned: once set, the exchange waits for other ranks for only a few more seconds.
-    """
-
-    def __init__(self, name: str, abandoned: Event) -> None:
-        self._notices = failures.notices(collective=False)
-        self._store = process_group.named_store(f"lightning_zero/checkpoint/{name}", self._notices.connection)
-        self._rank, self._size, self._abandoned = process_group.rank(), process_group.world_size(), abandoned
-        self._round = 0
-
-    def __call__(self, value: Any) -> list[Any]:
-        """All-gather a small picklable value, and return the values in the order of ranks."""
-        number, self._round = self._round, self._round + 1
-        # fails if the store's host process ends
-        with failures.explained("The exchange of checkpoint metadata", process_group.DistError):
-            self._store.set(f"{number}/{self._rank}", pickle.dumps(value))  # type: ignore[arg-type]
-            missing = self._wait(f"{number}")
-        if missing:
-            raise RuntimeError(
-                f"rank(s) {missing} did not finish a checkpoint: "
-                f"{failures.failure() or 'their processes have ended, or the run has ended'}"
-            )
-        return [
-            value if rank == self._rank else pickle.loads(self._store.get(f"{number}/{rank}"))
-            for rank in range(self._size)
-        ]
-
-    def __enter__(self) -> StoreExchange:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Announce that this rank is done. Rank 0, the host of the store, waits for the others and deletes the keys."""
-        with suppress(RuntimeError):  # raised if the store is gone: then no rank can wait for this key
-            if self._rank != 0:
-                self._store.set(f"left/{self._rank}", "")
-            elif not self._wait("left"):
-                for what in (*range(self._round), "left"):
-                    for rank in range(self._size):
-                        self._store.delete_key(f"{what}/{rank}")
-
-    def _wait(self, what: str) -> list[int]:
-        """Wait until all other ranks have set a key, or a rank has ended or failed; return the ranks without a key."""
-        missing = [rank for rank in range(self._size) if rank != self._rank]
-        pause, lost_since = 1e-3, None
-        while True:
-            ended = set(self._notices.gone)  # read before the keys, since a rank may write its key and then end
-            missing = [rank for rank in missing if not self._store.check([f"{what}/{rank}"])]
-            if not missing or ended.intersection(missing):
-                return missing
-            if self._abandoned.is_set() or failures.failure() is not None:
-                lost_since = lost_since or time.monotonic()
-                if time.monotonic() - lost_since > _PATIENCE:
-                    return missing
-            time.sleep(pause)
-            pause = min(2 * pause, 0.05)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,7 +17,7 @@ from torch.utils.serialization import config as serialization
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, MANIFEST, REST, SAVE_ID, VERSIONS, Manifest
-from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
+from lightning_zero.checkpoint.objects import ONE_RANK, Ranks, serialised
 from lightning_zero.checkpoint.trees import (
     by_dotted_name,
     identity,
@@ -105,12 +104,6 @@ class Content:
     paths: dict[str, tuple[Any, ...]]
 
 
-def _serialised(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
 def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = ONE_RANK) -> Content:
     """Return the part of a checkpoint that a rank writes. Every rank must pass the same sharded tensors.
 
@@ -137,7 +130,7 @@ def content_of(tree: Mapping[str, Any], rest: Mapping[str, Any], ranks: Ranks = 
             others[name] = leaf
 
     def serialise() -> tuple[dict[str, bytes], bytes]:
-        return {name: _serialised(value) for name, value in others.items()}, _serialised(hollow)
+        return {name: serialised(value) for name, value in others.items()}, serialised(hollow)
 
     objects, data = ranks.on_first(serialise) or ({}, b"")
     entries = [entry_of(tensor, ranks.rank, tuple(shared[key])) for key, tensor in tensors.items()]
@@ -245,7 +238,6 @@ class Written:
     nbytes: int
     tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[tiling.Box, list[int]]]]]
     objects: dict[str, list[int]]
-    rest: dict[str, int | None] | None
 
     def pieces(self) -> list[list[int]]:
         return [place for *_, placed in self.tensors for _, place in placed] + list(self.objects.values())
@@ -294,8 +286,11 @@ def write_folder(
         raise
 
 
-def on_every_rank(act: Callable[[], _Result], ranks: Ranks, path: str) -> list[_Result]:
+def on_every_rank(act: Callable[[], _Result], ranks: Ranks, path: str, what: str = "checkpoint") -> list[_Result]:
     """Call a function on every rank, and return all results. Collective.
+
+    Args:
+        what: what the function writes at the path, for errors.
 
     Raises:
         CheckpointNotSavedError: on every rank, if the function fails on any rank.
@@ -308,7 +303,7 @@ def on_every_rank(act: Callable[[], _Result], ranks: Ranks, path: str) -> list[_
     everyone = ranks.gather((result, reason))
     for rank, (_, why) in enumerate(everyone):
         if why is not None:
-            raise _not_saved(path, rank, why)
+            raise _not_saved(path, rank, why, what)
     return [each for each, _ in everyone]
 
 
@@ -320,20 +315,16 @@ def write_file(checkpoint: Mapping[str, Any], destination: Destination) -> None:
     """
     try:
         destination.clear_leftovers()
-        with destination.writing() as stream:
+        with destination.replacing() as stream:
             torch.save(checkpoint, stream)  # type: ignore[arg-type]
-        destination.put_in_place()
-    except BaseException as error:
-        destination.discard()
-        if not isinstance(error, (OSError, RuntimeError)):
-            raise
+    except (OSError, RuntimeError) as error:
         raise _not_saved(destination.path, 0, _reason_of(error)) from error
 
 
-def _not_saved(path: str, rank: int, reason: str) -> CheckpointNotSavedError:
+def _not_saved(path: str, rank: int, reason: str, what: str = "checkpoint") -> CheckpointNotSavedError:
     return CheckpointNotSavedError(
-        f"The checkpoint {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
-        "removed; any earlier checkpoint at this path is unchanged."
+        f"The {what} {path} was not saved: rank {rank} could not write it: {reason}. Its partial files were "
+        f"removed; any earlier {what} at this path is unchanged."
     )
 
 
@@ -363,33 +354,26 @@ def _write(content: Content, destination: Destination, rank: int) -> Written:
             stream.begin()
             stream.write(data)
             objects[key] = stream.piece
-    rest: dict[str, int | None] | None = None
-    if rank == 0:
-        with destination.writing(REST) as file:
-            rest = {"bytes": file.write(content.rest), "crc32": file.crc32}
-    return Written(name, stream.position, tensors, objects, rest)
+    return Written(name, stream.position, tensors, objects)
 
 
 def _complete(
     content: Content, destination: Destination, written_by: dict[str, Any], everyone: list[Written], are_visible: bool
 ) -> None:
-    """On rank 0, write the metadata and the manifest; ``are_visible``: whether all files must be in this folder."""
+    """On rank 0, write the files of the whole checkpoint; ``are_visible``: whether all files must be in this folder."""
     invisible = [rank for rank, written in enumerate(everyone) if destination.size_of(written.file) != written.nbytes]
     if invisible and are_visible:
         raise OSError(
             f"the files of rank(s) {invisible} are not visible to rank 0: a sharded checkpoint requires a folder that "
             "all machines share. Choose such a folder, or ZeroStrategy(checkpoint='full')"
         )
-    metadata = metadata_of(content.paths, everyone)
-    data = pickle.dumps(metadata)
     manifest = Manifest(written_by)
-    with destination.writing(DCP_METADATA) as file:
-        manifest.files[DCP_METADATA] = {"bytes": file.write(data), "crc32": file.crc32}
+    for name, data in ((REST, content.rest), (DCP_METADATA, pickle.dumps(metadata_of(content.paths, everyone)))):
+        with destination.writing(name) as file:
+            manifest.files[name] = {"bytes": file.write(data), "crc32": file.crc32}
     for written in everyone:
         manifest.files[written.file] = {"bytes": written.nbytes, "crc32": None}
         manifest.pieces[written.file] = written.pieces()
-        if written.rest is not None:
-            manifest.files[REST] = written.rest
     with destination.writing(MANIFEST) as file:
         file.write(manifest.to_bytes())
 

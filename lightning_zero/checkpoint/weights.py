@@ -62,7 +62,7 @@ def load_weights(
         6.0
     """
     state = _read(Path(path))
-    state, scales = quantised_layers.without_scales(module, state)
+    state, scales = quantised_layers.take_scales(module, state)
     targets, keys, misshapen = _taken(module, state)
     wrong = []
     fits = not state or len(keys.unexpected_keys) < len(state)
@@ -83,7 +83,7 @@ def load_weights(
         quantised_layers.replace_linear_layers(module, quantize, state)
         targets, _, _ = _taken(module, state)
     deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
-    quantised_layers.load_scales(module, scales)
+    quantised_layers.load_scales(scales)
     return keys
 
 

@@ -1,6 +1,5 @@
 """Find invalid configuration values before any process is started; each error is one line that names the key."""
 
-import copy
 import importlib.util
 import inspect
 import math
@@ -57,6 +56,10 @@ RULES: dict[str, _Rule] = {
         "null or a recipe of torchao: tensorwise, rowwise or rowwise_with_gw_hp",
     ),
     "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
+    "optimizer.betas": (
+        lambda v: isinstance(v, ListConfig) and len(v) > 1 and all(type(b) in (int, float) and 0 <= b < 1 for b in v),
+        "two or more numbers from 0 to below 1",
+    ),
     "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
     "trainer.val_check_interval": _ABOVE_0,
     "trainer.limit_val_batches": _ABOVE_0,
@@ -206,33 +209,23 @@ def _check_made(config: DictConfig) -> None:
             try:
                 make(config[group])
             except _REFUSALS as error:
-                raise ConfigError(_with_key(error, group, config, make)) from error
+                raise ConfigError(_with_key(error, group, config)) from error
 
 
 # Exceptions that constructors raise for invalid values.
 _REFUSALS = (InstantiationException, ArithmeticError, ValueError, TypeError, LookupError, OSError, RuntimeError)
 
 
-def _with_key(error: Exception, group: str, config: DictConfig, make: Callable[[DictConfig], Any]) -> str:
-    """Return the error as one line that begins with the invalid key: the key without which ``make`` succeeds."""
+def _with_key(error: Exception, group: str, config: DictConfig) -> str:
+    """Return the error as one line that begins with the invalid key, or the node for which it was raised."""
     text = in_one_line(error)
     if re.match(r"\w+=|offload: ", text):  # the message already names the key, as in: heads=3 must ...
         return f"{group}.{text}"
     found = re.search(r"^full_key: (.+)$", str(error), flags=re.MULTILINE)
     key = found[1] if found else group
-    node = OmegaConf.select(config, key)
     if unknown := re.search(r"unexpected keyword argument '(\w+)'", text):
-        return _unknown(f"{key}.{unknown[1]}", inspect.signature(get_object(node._target_)).parameters)
-    for name, value in node.items():
-        if name.startswith("_"):
-            continue
-        without = copy.deepcopy(config)
-        del OmegaConf.select(without, key)[name]
-        try:
-            make(without[group])
-        except _REFUSALS:
-            continue
-        return f"{key}.{name}={value}: {text}"
+        known = inspect.signature(get_object(OmegaConf.select(config, key)._target_)).parameters
+        return _unknown(f"{key}.{unknown[1]}", known)
     return f"{key}: {text}"
 
 

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
 
 def _write(runs: Sequence[Any], root: Path, output: Path) -> list[Path]:
     """Write the page and, for each run with records, a card in the run's subfolder of ``output``; return all paths."""
-    from lightning_zero.io.paths import write_anew
+    from lightning_zero.checkpoint.commit import Destination
     from lightning_zero.reporting import page
     from lightning_zero.reporting.records import ReportError
 
@@ -67,6 +67,6 @@ def _write(runs: Sequence[Any], root: Path, output: Path) -> list[Path]:
         if path.name == page.CARD and path.exists() and page.MARK not in path.read_text(errors="replace"):
             raise ReportError(f"{path} exists and was not written by this command: choose another folder with --output")
     for path, text in texts.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_anew(path, text)
+        with Destination(path).replacing() as file:
+            file.write(text.encode())
     return list(texts)

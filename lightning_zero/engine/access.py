@@ -16,6 +16,7 @@ from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor.identity import project_class, with_attributes
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import whole
+from lightning_zero.io.annotations import check_arguments
 
 
 @contextmanager
@@ -92,6 +93,7 @@ def iter_full_parameters(
         [('weight', torch.Size([2, 3])), ('bias', torch.Size([2]))]
         >>> engine.close()
     """
+    check_arguments(iter_full_parameters, locals(), "iter_full_parameters", max_bytes=1)
     return streaming.stream(streaming.parts_of(module, merge_adapters), max_bytes)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.init.quantised_layers import quantised_layers
+
 _ADVICE = "leave out merge_adapters=True, or call peft's merge_and_unload after the run"
 
 
@@ -38,6 +40,8 @@ def adapters_in(module: nn.Module) -> tuple[list[str], dict[str, nn.Module]]:
             owners |= dict.fromkeys(map(id, inner.parameters()), prefix)
         if hasattr(inner, "get_base_layer") or hasattr(inner, "unload_and_optionally_merge_module"):
             layers[prefix] = inner
+            if any(quantised_layers(inner)):
+                raise ValueError(f"The adapters of {name} cannot be merged, since it is quantised: {_ADVICE}.")
     for name, parameter in module.named_parameters(remove_duplicate=False):
         if not name.startswith(prefix := owners.get(id(parameter), "")):
             raise ValueError(f"The adapters of {prefix[:-1]} change a weight that is tied to {name}: {_ADVICE}.")
@@ -63,9 +67,6 @@ def merged(layer: nn.Module, prefix: str, names: Sequence[str], values: Sequence
             else:
                 copied.merge()
                 base = copied.get_base_layer()
-        found = base.state_dict(prefix=prefix)
-        if not all(value.is_floating_point() for value in found.values()):
-            raise TypeError("its weights are quantised")
     except Exception as error:
         raise ValueError(f"The adapters of {prefix[:-1]} cannot be merged ({error}): {_ADVICE}.") from error
-    return found
+    return base.state_dict(prefix=prefix)

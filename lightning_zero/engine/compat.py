@@ -11,14 +11,14 @@ Checked with torch 2.11, 2.13 and 2.15. Exceptions: private names of ``torch.dis
 
 from __future__ import annotations
 
-import copyreg
 import sys
 import threading
 import traceback
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator
-from itertools import chain
+from contextlib import contextmanager
+from functools import partial
 from operator import attrgetter
 from types import CodeType, FrameType
 from typing import Any
@@ -53,7 +53,6 @@ from torch.utils._pytree import (
     tree_unflatten,
 )
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator
-from torch.utils.weak import WeakIdKeyDictionary
 
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 """The exceptions that operators on fake tensors raise if their result depends on the tensors' values."""
@@ -63,14 +62,6 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 # The id of the running backward pass, or -1. Module hooks need it, since recomputation calls them in backward.
 current_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 current_autograd_node = torch._C._current_autograd_node
-# Whether a node is part of the running backward pass, before or after the node has run; raises outside of a backward.
-is_in_running_backward: Callable[[Any], bool] = torch._C._will_engine_execute_node
-
-
-def sequence_number(node: Any) -> int:
-    """A number that is larger for nodes of the autograd graph that were made later in the same thread."""
-    number: int = node._sequence_nr()
-    return number
 
 
 def queue_callback(function: Callable[[], None]) -> None:
@@ -108,8 +99,6 @@ swap_tensor = torch._C._swap_tensor_impl
 # Asserts on the device that a value is true, after the work already queued there; the host need not wait for the value.
 assert_on_device: Callable[[torch.Tensor], None] = torch._assert_async
 
-slot_names: Callable[[type], list[str]] = copyreg._slotnames  # type: ignore[attr-defined]
-
 make_wrapper = torch.Tensor._make_wrapper_subclass
 disabled_torch_function = torch._C._disabled_torch_function_impl
 
@@ -122,6 +111,11 @@ address_of: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 # The attribute that ``nn.Parameter(tensor)`` sets to True on an instance of a tensor subclass.
 PARAMETER_MARK = "_is_param"
+
+
+def let_foreach_take(cls: type) -> None:
+    """Let ``foreach`` functions accept a tensor class, so that clipping needs one reduction, not one per parameter."""
+    _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
 
 
 def parts_of_sparse(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -216,20 +210,8 @@ def set_gradient_hooks(tensor: torch.Tensor, hooks: Hooks | None) -> None:
 accumulation_hooks: Callable[[torch.Tensor], Hooks | None] = attrgetter("_post_accumulate_grad_hooks")
 
 
-def take_accumulation_hooks(tensor: torch.Tensor) -> Hooks | None:
-    """Remove and return a tensor's post-accumulate-grad hooks; the engine calls them after it reduces the gradient.
-
-    The tensor gets a new dictionary even if the old one is empty: after its contents were swapped, torch calls no hooks
-    in the old one.
-    """
-    hooks: Any = tensor._post_accumulate_grad_hooks
-    if hooks is not None:
-        tensor._post_accumulate_grad_hooks = OrderedDict()
-    return hooks
-
-
 def set_accumulation_hooks(tensor: torch.Tensor, hooks: Hooks) -> None:
-    """Restore a tensor's dictionary of post-accumulate-grad hooks, which users' handles refer to."""
+    """Replace a tensor's dictionary of post-accumulate-grad hooks. Users' handles refer to the dictionary."""
     tensor._post_accumulate_grad_hooks = hooks
 
 
@@ -237,6 +219,17 @@ def call_first(handle: torch.utils.hooks.RemovableHandle) -> None:
     """Move a hook to the front; not every torch method that registers hooks has the argument ``prepend``."""
     hooks: Any = handle.hooks_dict_ref()
     hooks.move_to_end(handle.id, last=False)
+
+
+@contextmanager
+def without_load_hooks(optimizer: torch.optim.Optimizer) -> Iterator[list[Callable[[Any], None]]]:
+    """Context in which ``load_state_dict`` does not call its post-hooks, which are returned instead."""
+    hooks = optimizer._optimizer_load_state_dict_post_hooks
+    optimizer._optimizer_load_state_dict_post_hooks = OrderedDict()
+    try:
+        yield list(hooks.values())
+    finally:
+        optimizer._optimizer_load_state_dict_post_hooks = hooks
 
 
 def running_steps(optimizer: torch.optim.Optimizer) -> int:
@@ -265,6 +258,24 @@ FLAT_WEIGHTS = "_flat_weights"
 def flatten_weights(module: torch.nn.RNNBase) -> None:
     """Move a recurrent module's parameters into one block of memory for cuDNN."""
     module._init_flat_weights()
+
+
+def leave_out_of_copies(module: torch.nn.Module, own: type) -> None:
+    """Leave forward hooks of the class ``own`` out of copies and pickles of a module, and of the handles of its hooks.
+
+    ``copy.deepcopy`` and ``pickle`` look up ``__reduce_ex__`` on the dictionaries of hooks, before the class is asked.
+    """
+    for kind in ("_forward_hooks", "_forward_pre_hooks"):
+        all_hooks = weakref.ref(vars(module)[kind])
+        for name, hooks in vars(module).items():
+            if name.startswith(kind):  # also the dictionaries with the options of hooks
+                hooks.__reduce_ex__ = partial(_reduce_without, own, weakref.ref(hooks), all_hooks)
+
+
+def _reduce_without(own: type, hooks: Any, all_hooks: Any, _: int) -> Any:
+    """What ``OrderedDict.__reduce_ex__`` returns, without the entries of hooks of the class ``own``."""
+    of_users = {number for number, hook in (all_hooks() or {}).items() if not isinstance(hook, own)}
+    return OrderedDict, (), None, None, iter([entry for entry in hooks().items() if entry[0] in of_users])
 
 
 # -- torch.compile -----------------------------------------------------------------------------------------------------
@@ -338,124 +349,36 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Patch:
-    """A patch of a torch module, in effect as long as at least one owner lives.
+    """A patch that replaces an attribute of a module with ``make(original)`` as long as at least one owner lives."""
 
-    Args:
-        install: applies the patch and returns a function that reverts it.
-    """
-
-    def __init__(self, install: Callable[[], Callable[[], None]]) -> None:
-        self._install, self._undo = install, install  # ``_undo``: a placeholder until the patch is installed
+    def __init__(self, holder: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._holder, self._name, self._make = holder, name, make
+        self._before = self._ours = None
         self._count, self._lock = 0, threading.RLock()  # reentrant: a garbage collection may call ``_let_go``
 
     def hold(self, owner: object) -> None:
         """Keep the patch in effect until the owner is deleted."""
         with self._lock:
             if not self._count:
-                self._undo = self._install()  # type: ignore[assignment]
+                self._before = getattr(self._holder, self._name)
+                self._ours = self._make(self._before)
+                setattr(self._holder, self._name, self._ours)
             self._count += 1
         weakref.finalize(owner, self._let_go).atexit = False
 
     def _let_go(self) -> None:
         with self._lock:
             self._count -= 1
-            if not self._count:
-                self._undo()
-
-
-def replaced(holder: Any, name: str, make: Callable[[Any], Any]) -> Patch:
-    """A patch that replaces an attribute of a module with ``make(original)``."""
-
-    def install() -> Callable[[], None]:
-        before = getattr(holder, name)
-        ours = make(before)
-
-        def undo() -> None:
-            if getattr(holder, name) is ours:  # otherwise another patch wraps ours: leave both
-                setattr(holder, name, before)
-
-        setattr(holder, name, ours)
-        return undo
-
-    return Patch(install)
-
-
-def not_copied(is_own: Callable[[Any], bool]) -> tuple[Patch, Patch]:
-    """Return patches that leave the engine's hooks and attributes on modules out of copies and pickles of the modules.
-
-    The second patch does the same for the handles of users' hooks, which refer to the same dictionaries.
-    """
-
-    def kept(hooks: dict[int, Any], numbers: set[int]) -> dict[int, Any]:
-        if numbers.issuperset(hooks):
-            return hooks
-        # the same object during one copy, so that the copies of a module and of a handle have the same dictionary, too
-        reference = _without_own.get(hooks)
-        copy = reference() if reference is not None else None
-        if copy is None:
-            copy = OrderedDict()
-            _without_own[hooks] = weakref.ref(copy)
-        copy.clear()
-        copy.update((number, hook) for number, hook in hooks.items() if number in numbers)
-        return copy
-
-    def of_users(*all_hooks: dict[int, Any]) -> set[int]:
-        return {number for hooks in all_hooks for number, hook in hooks.items() if not is_own(hook)}
-
-    def cleaned(part: Any) -> Any:
-        if type(part) is tuple:
-            return tuple(map(cleaned, part))
-        if not isinstance(part, dict) or "_forward_hooks" not in part:
-            return part
-        numbers = of_users(part["_forward_hooks"], part["_forward_pre_hooks"])
-        return {
-            name: kept(value, numbers) if name.startswith(("_forward_hooks", "_forward_pre_hooks")) else value
-            for name, value in part.items()
-            if not is_own(value)
-        }
-
-    def reduce(original: Any) -> Any:
-        return lambda module, protocol: cleaned(original(module, protocol))
-
-    def state_of(original: Any) -> Any:
-        def state(handle: Any) -> Any:
-            hooks, number, *extra = original(handle)
-            numbers = of_users(hooks or {})
-            others = [tuple(kept(each, numbers) for each in extra[0])] if extra else []
-            return (hooks and kept(hooks, numbers), number, *others)
-
-        return state
-
-    return (
-        replaced(torch.nn.Module, "__reduce_ex__", reduce),
-        replaced(torch.utils.hooks.RemovableHandle, "__getstate__", state_of),
-    )
-
-
-_without_own: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""For each dictionary of hooks, a weak reference to the dictionary that copies have in its place."""
+            # otherwise another patch wraps ours: leave both
+            if not self._count and getattr(self._holder, self._name) is self._ours:
+                setattr(self._holder, self._name, self._before)
 
 
 def run_backward(make: Callable[[Any], Any]) -> Patch:
     """Patch ``torch.autograd.grad`` and ``backward`` to include gradients of the unsharded tensors that units used."""
-    return replaced(torch.autograd, "_engine_run_backward", make)
+    return Patch(torch.autograd, "_engine_run_backward", make)
 
 
 def hooks_disabled(make: Callable[[Any], Any]) -> Patch:
     """Patch the check in ``torch.func`` that refuses saved-tensor hooks, since the engine uses such hooks."""
-    return replaced(torch.autograd.graph, "disable_saved_tensors_hooks", make)
-
-
-def zero_grad(make: Callable[[Any], Any]) -> Patch:
-    """Patch ``Optimizer.zero_grad``, since no hook is called when a step raises while the groups hold masters."""
-    return replaced(torch.optim.Optimizer, "zero_grad", make)
-
-
-def taken_by_foreach(cls: type) -> Patch:
-    """Let ``foreach`` functions accept a tensor class, so that clipping needs one reduction, not one per parameter."""
-
-    def install() -> Callable[[], None]:
-        _foreach_utils._foreach_supported_types.append(cls)  # type: ignore[arg-type]
-        return lambda: _foreach_utils._foreach_supported_types.remove(cls)  # type: ignore[arg-type]
-
-    return Patch(install)
+    return Patch(torch.autograd.graph, "disable_saved_tensors_hooks", make)

@@ -23,7 +23,7 @@ OffloadTarget = Literal["cpu", "nvme"]
 
 # The paper's names (P_os, P_os+g, P_os+g+p), and names from other texts that say what each stage shards in addition
 # to the previous stage: ZeRO-O(ptimizer), ZeRO-D (gra*d*ients), ZeRO-P(arameters).
-_STAGE_NAMES = {"os": 1, "o": 1, "os+g": 2, "d": 2, "os+g+p": 3, "p": 3}
+_STAGES = {"1": 1, "os": 1, "o": 1, "2": 2, "os+g": 2, "d": 2, "3": 3, "os+g+p": 3, "p": 3}
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 """Dtypes of parameters whose master weights and gradients are in fp32, unless ``masters=False``."""
@@ -73,8 +73,8 @@ class EngineConfig:
             each rank keeps only an equal part, on the device or where ``offload`` puts activations.
         state_dtype: ``"bf16"`` keeps the floating-point states of elementwise optimizers, such as Adam's moments, in
             bf16. They are updated in fp32 and rounded stochastically. ``None`` keeps them in the dtype of the update.
-        masters: ``False`` keeps no fp32 master weights of bf16 parameters, and their reduced gradients in bf16. The
-            parameters are updated in fp32 and rounded stochastically.
+        masters: ``False`` keeps no fp32 master weights of bf16 parameters, and their reduced gradients in bf16 unless
+            micro-batches are accumulated. The parameters are updated in fp32 and rounded stochastically.
         whole_parameters: whether optimizers of unknown classes need whole parameters. ``True``: yes, so each
             parameter is updated by one rank; ``False``: no, they are elementwise; or a predicate of (name, parameter).
             ``None`` accepts only known classes.
@@ -106,10 +106,11 @@ class EngineConfig:
     handshake_timeout: float = field(default=600.0, metadata={"least": 0})
 
     def __post_init__(self) -> None:
+        compression = config_of("compression", self.compression, CompressionConfig, _COMPRESSIONS)
         resolved = {
             "stage": stage_number(self.stage),
-            "offload": offload_config(self.offload),
-            "compression": compression_config(self.compression),
+            "offload": config_of("offload", self.offload, OffloadConfig, _OFFLOADS),
+            "compression": compression if compression is not None and compression.gradients is not None else None,
             "reduce_dtype": wire_dtype_of(self.reduce_dtype),
         }
         for name, value in resolved.items():
@@ -118,42 +119,41 @@ class EngineConfig:
         if self.activation_checkpointing is not None:
             _check_modules("activation_checkpointing", self.activation_checkpointing, "units")
         check_fields(self)
-        offload, compression = self.offload, self.compression
-        if offload is not None and offload.parameters is not None and self.stage != 3:
+        self._check_together(self.offload or OffloadConfig(optimizer=None))
+
+    def _check_together(self, offload: OffloadConfig) -> None:
+        """Raise a ValueError if options contradict each other."""
+        within, parameters, activations = self.shard_within, offload.parameters, offload.activations
+        for prefix, option, value in (("offload: ", "parameters", parameters), ("", "shard_within", within)):
+            if value is not None and self.stage != 3:
+                raise ValueError(
+                    f"{prefix}{option}={value!r} requires stage 3: at stage {self.stage} every rank keeps all "
+                    f"parameters gathered. Write stage=3, or leave {option}= out."
+                )
+        if within is not None and parameters is not None:
             raise ValueError(
-                f"offload: parameters={offload.parameters!r} requires stage 3: at stage {self.stage} every rank keeps "
-                "all parameters gathered. Write stage=3, or leave parameters= out."
+                f"shard_within={within!r} keeps parameters on the device, but the offload option "
+                f"parameters={parameters!r} would offload them. Leave one of the two out."
             )
-        within = self.shard_within
-        if within is not None:
-            if self.stage != 3:
-                raise ValueError(
-                    f"shard_within={within!r} requires stage 3: at stage {self.stage} every rank keeps all parameters "
-                    "gathered. Write stage=3, or leave shard_within= out."
-                )
-            if offload is not None and offload.parameters is not None:
-                raise ValueError(
-                    f"shard_within={within!r} keeps parameters on the device, but the offload option "
-                    f"parameters={offload.parameters!r} would offload them. Leave one of the two out."
-                )
-        if compression is not None:
-            compression.check(self)
-        if self.rounding_options is not None and self.offloads_to_disk:
+        if self.compression is not None and self.reduce_dtype is not None:
+            raise ValueError(
+                f"compression: gradients={self.compression.gradients!r} and reduce_dtype={self.reduce_dtype} both "
+                "determine how gradients are sent. Leave one of the two out."
+            )
+        if self.rounding_options is not None and offload.optimizer == "nvme":
             raise ValueError(
                 f"With {self.rounding_options}, results of updates are rounded, which is not supported for states on a "
                 f"disk. Write offload='cpu', or leave {self.rounding_options} out."
             )
-        if offload is not None and offload.activations is not None and self.activation_checkpointing is None:
-            raise ValueError(
-                f"offload: activations={offload.activations!r} offloads the inputs of checkpointed modules, but no "
-                "module is checkpointed: write activation_checkpointing='units' to checkpoint all units."
-            )
-
-        if self.partition_activations and self.activation_checkpointing is None:
-            raise ValueError(
-                "partition_activations=True divides the inputs of checkpointed modules, but no module is checkpointed: "
-                "write activation_checkpointing='units' to checkpoint all units."
-            )
+        for option, is_set in (
+            (f"offload: activations={activations!r} offloads", activations is not None),
+            ("partition_activations=True divides", self.partition_activations),
+        ):
+            if is_set and self.activation_checkpointing is None:
+                raise ValueError(
+                    f"{option} the inputs of checkpointed modules, but no module is checkpointed: write "
+                    "activation_checkpointing='units' to checkpoint all units."
+                )
 
     @property
     def offloads_optimizer(self) -> bool:
@@ -185,10 +185,6 @@ class EngineConfig:
             )
 
 
-_PLACES = (None, "cpu", "nvme")
-_MOVED = ("optimizer", "parameters")
-
-
 @dataclass(frozen=True)
 class OffloadConfig:
     """Which model states and activations are offloaded, and where to.
@@ -204,7 +200,7 @@ class OffloadConfig:
         parameters: each rank's shard of the parameters while they are not gathered (stage 3): ``"cpu"``, ``"nvme"`` or
             None.
         activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"`` or None.
-        path: a folder on a fast local disk, for ``"nvme"``.
+        path: a folder on a fast local disk, for ``"nvme"``; None for ``default_folder()``.
         fraction: share of the optimizer states and master weights to offload, starting with the last modules.
         sub_group: number of master weights in one chunk of an update from disk. Three chunks are in host memory: one is
             updated while the next is read and the previous one is written.
@@ -243,25 +239,10 @@ class OffloadConfig:
                 "file. Write optimizer='nvme' as well, or parameters='cpu'."
             )
         if self.optimizer == "nvme" and self.path is None:
-            raise ValueError("offload: 'nvme' requires path=, a folder on a fast local disk.")
+            object.__setattr__(self, "path", default_folder())
 
 
-def offload_config(offload: Any) -> OffloadConfig | None:
-    """Convert the option ``offload`` to an ``OffloadConfig``.
-
-    Args:
-        offload: None, ``"cpu"``, ``"nvme"``, an ``OffloadConfig``, or a mapping of its fields, as from Hydra. If
-            ``path`` is needed but missing, ``default_folder()`` is used, except for an ``OffloadConfig``.
-
-    Raises:
-        ValueError, TypeError: for any other value.
-    """
-    if isinstance(offload, str) and offload in _PLACES:
-        offload = {"optimizer": offload}
-    if isinstance(offload, Mapping) and offload.get("path") is None:
-        if any(isinstance(place := offload.get(name), str) and place == "nvme" for name in _MOVED):
-            offload = {**offload, "path": default_folder()}
-    return config_of("offload", offload, OffloadConfig, ["cpu", "nvme"])
+_OFFLOADS = {"cpu": {"optimizer": "cpu"}, "nvme": {"optimizer": "nvme"}}
 
 
 @dataclass(frozen=True)
@@ -293,45 +274,12 @@ class CompressionConfig:
         if self.block % 2:
             raise ValueError(f"compression: block={self.block} must be an even number.")
 
-    def check(self, config: EngineConfig) -> None:
-        """Raise a ValueError if the engine's other options contradict this configuration."""
-        if self.gradients is not None and config.reduce_dtype is not None:
-            raise ValueError(
-                f"compression: gradients={self.gradients!r} and reduce_dtype={config.reduce_dtype} both determine how "
-                "gradients are sent. Leave one of the two out."
-            )
-
     def exempts(self, parameter: torch.Tensor) -> bool:
         """Whether a parameter's gradient is sent unchanged."""
         return parameter.dim() < 2 or parameter.numel() < self.exempt_numel
 
 
-_COMPRESSIONS = {"int8": CompressionConfig(gradients="int8"), "int4": CompressionConfig(gradients="int4")}
-
-
-def compression_config(compression: Any) -> CompressionConfig | None:
-    """Convert the option ``compression`` to a ``CompressionConfig``; to None if nothing is compressed.
-
-    Args:
-        compression: None, a name, a ``CompressionConfig``, or a mapping of its fields, as from Hydra.
-
-    Raises:
-        ValueError: for any other value.
-    """
-    if isinstance(compression, str):
-        compression = _COMPRESSIONS.get(compression, compression)
-    config = config_of("compression", compression, CompressionConfig, _COMPRESSIONS)
-    return config if config is not None and config.gradients else None
-
-
-def stages_allowed(shard_within: str | int | None) -> tuple[int, ...]:
-    """The stages at which ``shard_within`` is allowed."""
-    return (1, 2, 3) if shard_within is None else (3,)
-
-
-def name_of_compression(compression: CompressionConfig) -> str:
-    """A compression as a user would write it: its name if it has one, otherwise the ``CompressionConfig``."""
-    return next((repr(name) for name, each in _COMPRESSIONS.items() if each == compression), repr(compression))
+_COMPRESSIONS = {"int8": {"gradients": "int8"}, "int4": {"gradients": "int4"}}
 
 
 def default_folder() -> str:
@@ -343,8 +291,8 @@ def default_folder() -> str:
     folder = os.path.join(tempfile.gettempdir(), f"lightning_zero-offload-{os.getuid()}")
     if is_in_memory(folder):
         raise ValueError(
-            f"offload='nvme' would write to {folder}, which is on an in-memory file system: write "
-            "offload=OffloadConfig(optimizer='nvme', path=...) with a folder on a local disk, or set TMPDIR to one."
+            f"offload: optimizer='nvme' would write to {folder}, which is on an in-memory file system: write "
+            "OffloadConfig(optimizer='nvme', path=...) with a folder on a local disk, or set TMPDIR to one."
         )
     return folder
 
@@ -355,15 +303,13 @@ def stage_number(stage: int | str) -> int:
     Raises:
         ValueError: if there is no such stage.
     """
-    key = _STAGE_NAMES.get(stage.lower().strip(), stage) if isinstance(stage, str) else stage
-    if isinstance(key, str) and key.isdecimal():
-        key = int(key)
-    if isinstance(key, bool) or not isinstance(key, int) or key not in (1, 2, 3):
+    name = str(stage).lower().strip() if isinstance(stage, (int, str)) else ""
+    if name not in _STAGES:
         raise ValueError(
             f"stage={shown(stage)} is not a ZeRO stage: write 1, 2 or 3, or the paper's name 'os', 'os+g' or "
             "'os+g+p'. For stage 0, use Lightning's strategy='ddp'."
         )
-    return int(key)
+    return _STAGES[name]
 
 
 def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
@@ -374,9 +320,9 @@ def wire_dtype_of(reduce_dtype: torch.dtype | str | None) -> torch.dtype | None:
     """
     if reduce_dtype is None:
         return None
-    for name, dtype in _WIRE_DTYPES.items():
-        if isinstance(reduce_dtype, (str, torch.dtype)) and reduce_dtype in (name, dtype):
-            return dtype
+    dtype = _WIRE_DTYPES.get(reduce_dtype) if isinstance(reduce_dtype, str) else reduce_dtype
+    if isinstance(dtype, torch.dtype) and dtype in _WIRE_DTYPES.values():
+        return dtype
     raise ValueError(
         f"reduce_dtype={shown(reduce_dtype)} must be 'fp32', 'bf16', 'fp16', one of these as a torch.dtype, or None "
         "for the dtype in which gradients are accumulated (fp64 for fp64 parameters, otherwise fp32)."

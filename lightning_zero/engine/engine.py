@@ -8,7 +8,7 @@ import threading
 import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -19,28 +19,30 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.counters import summed
 from lightning_zero.engine.comm.phases import Phases
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
-from lightning_zero.engine.compat import flatten_weights, not_copied, tree_leaves
+from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
 from lightning_zero.engine.init.initialisation import initialisers_of
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
-from lightning_zero.engine.init.quantised_layers import QuantisedLayers
+from lightning_zero.engine.init.quantised_layers import QuantisedLayers, prepare
 from lightning_zero.engine.init.restore import restore_parameters
 from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     agree_on_sources,
     check_dtypes,
+    check_float8,
     check_frozen,
     check_ordinary,
+    check_recorded,
     first_device,
-    move_own_kinds,
 )
 from lightning_zero.engine.offload.states import Swap
 from lightning_zero.engine.offload.updates import Updates
@@ -51,7 +53,7 @@ from lightning_zero.engine.optim.masters import Masters
 from lightning_zero.engine.optim.optimizers import Optimizers
 from lightning_zero.engine.plan.placement import Placements, placements_of
 from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, torchscript_parameters
-from lightning_zero.engine.report import Offloaded, Report, formula_bytes, offloaded_in, report_of
+from lightning_zero.engine.report import Offloaded, Report, ddp_bytes, formula_bytes, memory_of, offloaded_in
 from lightning_zero.engine.runtime import autograd_patches
 from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
 from lightning_zero.engine.runtime.activation_offload import ActivationStore, activation_store
@@ -64,11 +66,11 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import reading_ahead
+from lightning_zero.engine.streaming import InOrder, whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.engine.tensor.sharded_tree import Leaf, identity, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.wrapper import read_by
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
@@ -76,7 +78,6 @@ if TYPE_CHECKING:
 
 _engines: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Engine]] = weakref.WeakKeyDictionary()
 _AHEAD_BYTES = 2**26  # of the tensors of a state dict that are gathered at once; a larger one is gathered alone
-_NOT_COPIED = not_copied(lambda value: isinstance(value, (OwnHook, JoinedMethod)))
 
 
 def engine_of(module: nn.Module) -> Engine | None:
@@ -107,8 +108,9 @@ class Engine:
 
     Args:
         module: the root module. Its parameters and buffers may be ordinary tensors (rank 0's values are used), on the
-            meta device (each submodule initialises its own tensors), or mapped from files (``torch.load(mmap=True)``,
-            safetensors; each rank reads only its shard). The module is sharded unit by unit, so values on the meta
+            meta device (each submodule initialises its own tensors; make the module within
+            ``deferred_param.parameters_await_values()``), or mapped from files (``torch.load(mmap=True)``, safetensors;
+            each rank reads only its shard). The module is sharded unit by unit, so values on the meta
             device or in files are never all in memory at once.
         optimizers: the optimizers of the module's parameters; keep using the same objects afterwards.
         config: the options; ``EngineConfig()`` by default.
@@ -124,6 +126,7 @@ class Engine:
         config: the options.
         placements: how the stage shards parameters, gradients and optimizer state.
         units: the units in the order of the plan; the root unit is first.
+        windows: opens and closes steps, and copies rank 0's buffers.
 
     Raises:
         ValueError, TypeError: if the module, the optimizers or the options are not supported; nothing has been changed.
@@ -149,12 +152,12 @@ class Engine:
         self.background = Updates.of(config, simulation)
         self._swap: Swap | None = None
         self._scripted = torchscript_parameters(module)
-        device = torch.device(device) if device is not None else None
+        device = torch.device(device) if device is not None else first_device(module)
+        check_float8(module, device)
         with without_extensions(module, device) as extension_of:
             self._check(module, optimizers, ranks=world_size(group if mesh is None else None))
-            move_own_kinds(module, device)
+            prepare(module, device)
             plans = plan_units(module, config.units, config.unit_numel)
-            device = device or first_device(plans)
             checkpointed = modules_to_checkpoint(module, plans, config.activation_checkpointing)
             if device.type == "cpu":
                 let_freed_memory_stay()
@@ -169,19 +172,18 @@ class Engine:
                 self.phases,
                 self.background,
                 Scales(),
-                self._rounding(),
             )
             activations = activation_store(config, self.communicator, self.ledger)
             self.placements = placements_of(config.stage, shards_within=self.communicator.shards_within)
             self.units = self._shard(module, plans, optimizers, simulation, extension_of)
             for bucket in self.buckets:
-                if bucket.extensions is not None and bucket.is_replicated:
+                if bucket.extensions and bucket.is_replicated:
                     bucket.gather(refresh=True)
             self._share_unsharded(module)
             self._install(module, plans, optimizers, checkpointed, activations)
             _engines[module] = weakref.ref(self)
-            for patch in _NOT_COPIED:
-                patch.hold(self)
+            for inner in module.modules():
+                leave_out_of_copies(inner, OwnHook)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -203,14 +205,6 @@ class Engine:
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
 
-    def _rounding(self) -> Rounding:
-        """Make the source of random bits from rank 0's seed of torch. Collective if the options require bits."""
-        if self.config.rounding_options is None:
-            return Rounding(0)
-        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
-        (agreed,) = self.communicator.everyone.control.numbers_of(0, [seed], "the seed of stochastic rounding")
-        return Rounding(agreed)
-
     def _shard(
         self,
         module: nn.Module,
@@ -223,7 +217,9 @@ class Engine:
 
         The original values are freed on return; the buckets then hold the values.
         """
-        sources = agree_on_sources(module, self.communicator, extension_of)
+        sources = agree_on_sources(module, self.communicator, extension_of, self.config.rounding_options)
+        if self._mesh is None:  # lazy tensors, which record writes, cannot become DTensors
+            check_recorded(sources)
         initialisers = initialisers_of(module, sources)
         detach_kept_graphs(module)
         offload = self.config.offload
@@ -282,13 +278,15 @@ class Engine:
             self._shared.streams,
             self.phases,
             reduce_dtype=config.reduce_dtype,
-            in_flight=config.reduction_buffers,
-            overlap=config.overlap,
+            in_flight=config.reduction_buffers if config.overlap else 0,
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
-        self._optimizers = Optimizers(config, module, self.buckets, self._shared)
-        self._windows = Windows(
+        seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
+        if config.rounding_options is not None:
+            (seed,) = self.communicator.everyone.numbers_of(0, [seed], "the seed of stochastic rounding")
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared, seed)
+        self.windows = Windows(
             module,
             self.schedule,
             self.reducer,
@@ -298,7 +296,7 @@ class Engine:
             before=self._optimizers.before_forward,
             check=partial(check_frozen, self._scripted),
         )
-        self.sync_buffers()
+        self.windows.sync_buffers()
         self.set_optimizers(optimizers)
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(self._before_forward)
@@ -315,10 +313,10 @@ class Engine:
         ]
 
     def _before_forward(self, *_: Any) -> None:
-        self._windows.before_forward()
+        self.windows.before_forward()
 
     def _after_forward(self, _: bool, module: nn.Module, arguments: Any, output: Any) -> None:
-        self._windows.after_forward(output)
+        self.windows.after_forward(output)
 
     @property
     def module(self) -> nn.Module:
@@ -340,24 +338,7 @@ class Engine:
 
     def window(self) -> AbstractContextManager[None]:
         """Context for a step that is not merely a call of the root module, such as Lightning's ``training_step``."""
-        return self._windows.step()
-
-    @property
-    def buffers_follow(self) -> bool:
-        """Whether the next step's forward begins by copying rank 0's buffers to all ranks."""
-        return self._windows.buffers_follow
-
-    @buffers_follow.setter
-    def buffers_follow(self, follow: bool) -> None:
-        self._windows.buffers_follow = follow
-
-    def note_forward(self) -> None:
-        """Set ``buffers_follow`` after a step's forward: like DDP, only if the forward's backward is synchronised."""
-        self._windows.note_forward()
-
-    def sync_buffers(self) -> None:
-        """Broadcast rank 0's buffers, as DDP does. Collective."""
-        self._windows.sync_buffers()
+        return self.windows.step()
 
     def take_turn(self, position: int | None) -> None:
         """Join uneven evaluation loops: call before each batch and once at the end. Collective at stage 3.
@@ -370,9 +351,9 @@ class Engine:
             position: the index of the next batch's dataloader; None at the end of the loop.
         """
         if self.gathers:
-            if self.buffers_follow:
-                self.sync_buffers()  # here, since every rank makes this call
-                self.buffers_follow = False
+            if self.windows.buffers_follow:
+                self.windows.sync_buffers()  # here, since every rank makes this call
+                self.windows.buffers_follow = False
             self.join.take(position)
 
     @property
@@ -388,7 +369,7 @@ class Engine:
         only over the ranks that share one copy of the parameters.
         """
         before = self.reducer.synchronise
-        self.reducer.synchronise = False
+        self.reducer.enter_no_sync()
         try:
             yield
         finally:
@@ -438,7 +419,7 @@ class Engine:
 
     def gather_objects(self, value: Any) -> list[Any]:
         """All-gather a picklable value; the result is in the order of ranks. Collective."""
-        return self.communicator.everyone.control.gather_objects(value)
+        return self.communicator.everyone.gather_objects(value)
 
     def met(self, what: str) -> AbstractContextManager[None]:
         """Context for reads of sharded tensors that every rank begins now; ``what`` is read, for errors. Collective."""
@@ -447,10 +428,6 @@ class Engine:
     def have_met(self) -> AbstractContextManager[None]:
         """Like ``met``, but without an exchange, for reads that every rank is known to begin now."""
         return self.rendezvous.have_met()
-
-    def background_group(self) -> ProcessGroup | None:
-        """A process group for CPU tensors, for the background; None for one rank. The first call is collective."""
-        return self.communicator.background_group()
 
     def traffic(self) -> Counter[tuple[str, str, str]]:
         """What collectives have sent so far: numbers by (elements, bytes or calls; kind of collective; link)."""
@@ -475,8 +452,26 @@ class Engine:
         """Report the memory in use and the communication so far."""
         for masters in self.masters:
             masters.states.measure()
-        done = {"steps": self._optimizers.steps, "backwards": self.reducer.backwards}
-        return report_of(self.placements, self.units, self.communicator, self.ledger, **done)
+        counters = self.communicator.counters
+        return Report(
+            stage=self.placements.stage,
+            world_size=self.communicator.everyone.size,
+            tensor_parallel_size=self.communicator.tensor.size,
+            numel=sum(unit.numel for unit in self.units),
+            padded_numel=sum(bucket.layout.padded_numel for bucket in self.buckets),
+            at_rest=dict(self.ledger.now),
+            peak=dict(self.ledger.peak),
+            calls=summed(counters.calls, "kind"),
+            elements=summed(counters.elements, "kind"),
+            bytes=summed(counters.bytes, "kind"),
+            bytes_by_link={"within": 0, "across": 0} | summed(counters.bytes, "link"),
+            steps=self._optimizers.steps,
+            backwards=self.reducer.backwards,
+            formula=formula_bytes(self.placements, self.buckets),
+            replicated=ddp_bytes(self.buckets),
+            units={unit.name: unit.numel for unit in self.units},
+            device_memory=memory_of(self.device),
+        )
 
     def reset_counters(self) -> None:
         self.communicator.counters.clear()
@@ -504,14 +499,19 @@ class Engine:
                 state.pop(name, None)
             if leaf is in_parts:
                 return state
-            sharded: dict[Any, ShardedTensor] = {}
-            for each in tree_leaves(state):
-                if isinstance(each, ShardedTensor):
-                    sharded.setdefault(identity(each), each)  # ``walk`` reads the first of several aliases
-            if all(tensor.whole_at_hand() is not None for tensor in sharded.values()):
+            sharded: list[tuple[str, ShardedTensor]] = []
+
+            def is_sharded(value: Any) -> bool:
+                return isinstance(value, ShardedTensor)
+
+            walk(state, lambda tensor: sharded.append((tensor.slot.name, tensor)), is_sharded)  # aliases only once
+            if all(tensor.whole_at_hand() is not None for _, tensor in sharded):
                 return walk(state, leaf)
-            ahead = reading_ahead(list(sharded.values()), _AHEAD_BYTES)
-            with self.rendezvous.met("the module's state dict"), ahead:
+            with (
+                self.rendezvous.met("the module's state dict"),
+                closing(whole_tensors(sharded, _AHEAD_BYTES)) as values,
+                read_by(InOrder(values)),
+            ):
                 return walk(state, leaf)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
@@ -644,7 +644,7 @@ class Engine:
                 masters.close(None if alone else device)
         for part in self._installed:
             part.remove()
-        self._windows.activations = None
+        self.windows.activations = None
         restore_parameters(self.buckets, self.communicator, self.rendezvous, device, alone)
         if (module := self._module()) is not None:
             _engines.pop(module, None)

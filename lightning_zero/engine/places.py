@@ -27,7 +27,7 @@ Place = tuple[Any, ...]
 def place_of(tensor: ShardedTensor) -> Place | None:
     """The place of a tensor; None if other ranks cannot find the tensor, as for a part of an optimizer's state."""
     slot: Any = tensor.slot
-    engine = slot.bucket.communicator.everyone.name
+    engine = slot.bucket.communicator.name
     if tensor.is_parameter:
         return engine, "parameter", slot.name
     if isinstance(tensor.keep, ShownGradient):
@@ -41,14 +41,14 @@ def place_of_states(states: MasterStates) -> Place | None:
     for engine in engines():
         for number, masters in enumerate(engine.masters):
             if masters.states is states:
-                return engine.communicator.everyone.name, "optimizer", number
+                return engine.communicator.name, "optimizer", number
     return None
 
 
 def gather_at(place: Place) -> Callable[[], Any] | None:
     """A function that takes part in the gather of what is at a place; None if nothing is there."""
     name, kind, which, *more = place
-    engine = next((each for each in engines() if each.communicator.everyone.name == name), None)
+    engine = next((each for each in engines() if each.communicator.name == name), None)
     if engine is None:
         return None
     if kind == "optimizer":

@@ -8,12 +8,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.counters import summed
 from lightning_zero.engine.plan.placement import Placements, replicated_bytes
-from lightning_zero.engine.runtime.schedule import Unit
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.residency import Medium
 
 
@@ -24,15 +20,10 @@ class DeviceMemory:
     Attributes:
         allocated_peak: the most bytes that tensors occupied at one time.
         reserved_peak: the most bytes that the allocator held at one time.
-        inactive_split_peak: the most unused bytes that the allocator could not return to the device, since tensors used
-            other parts of the same segments.
-        retries: how many allocations failed and were retried after cached memory was returned to the device.
     """
 
     allocated_peak: int
     reserved_peak: int
-    inactive_split_peak: int
-    retries: int
 
     @property
     def fragmentation(self) -> float:
@@ -117,49 +108,21 @@ def offloaded_in(buckets: Sequence[Bucket]) -> Offloaded:
     )
 
 
-def report_of(
-    placements: Placements,
-    units: Sequence[Unit],
-    communicator: Communicator,
-    ledger: Ledger,
-    *,
-    steps: int,
-    backwards: int,
-) -> Report:
-    """Make the report of an engine."""
-    buckets = [bucket for unit in units for bucket in unit.buckets]
-    counters = communicator.counters
-    return Report(
-        stage=placements.stage,
-        world_size=communicator.everyone.size,
-        tensor_parallel_size=communicator.tensor.size,
-        numel=sum(unit.numel for unit in units),
-        padded_numel=sum(bucket.layout.padded_numel for bucket in buckets),
-        at_rest=dict(ledger.now),
-        peak=dict(ledger.peak),
-        calls=summed(counters.calls, "kind"),
-        elements=summed(counters.elements, "kind"),
-        bytes=summed(counters.bytes, "kind"),
-        bytes_by_link={"within": 0, "across": 0} | summed(counters.bytes, "link"),
-        steps=steps,
-        backwards=backwards,
-        formula=formula_bytes(placements, buckets),
-        replicated=sum(
-            replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=bucket.views[0].requires_grad)
-            for bucket in buckets
-        ),
-        units={unit.name: unit.numel for unit in units},
-        device_memory=_memory_of(communicator.device),
-    )
-
-
-def _memory_of(device: torch.device) -> DeviceMemory | None:
+def memory_of(device: torch.device) -> DeviceMemory | None:
+    """The memory used by torch's allocator on a device; None on a CPU."""
     read = getattr(torch.get_device_module(device), "memory_stats", None) if device.type != "cpu" else None
     if read is None:
         return None
     counts = read(device)
-    names = *(f"{kind}_bytes.all.peak" for kind in ("allocated", "reserved", "inactive_split")), "num_alloc_retries"
-    return DeviceMemory(*(counts.get(name, 0) for name in names))
+    return DeviceMemory(counts.get("allocated_bytes.all.peak", 0), counts.get("reserved_bytes.all.peak", 0))
+
+
+def ddp_bytes(buckets: Sequence[Bucket]) -> int:
+    """Bytes of model states per rank under DDP, which keeps all of them on every rank."""
+    return sum(
+        replicated_bytes(bucket.layout.numel, bucket.dtype.itemsize, trains=bucket.views[0].requires_grad)
+        for bucket in buckets
+    )
 
 
 def formula_bytes(placements: Placements, buckets: Sequence[Bucket]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, NamedTuple
@@ -78,7 +78,7 @@ def parts_of(module: nn.Module, merge_adapters: bool) -> list[Part]:
 
 def stream(parts: Sequence[Part], max_bytes: int) -> Iterator[Named]:
     """Yield the results of parts, in new memory. Collective; see ``iter_full_parameters``."""
-    whole = _whole([source for part in parts for source in part.sources], max_bytes)
+    whole = whole_tensors([source for part in parts for source in part.sources], max_bytes)
     for part in parts:
         made = list(islice(whole, len(part.sources)))
         if part.compute is not None:
@@ -87,39 +87,11 @@ def stream(parts: Sequence[Part], max_bytes: int) -> Iterator[Named]:
             yield name, made.pop(0)
 
 
-@contextmanager
-def reading_ahead(tensors: Sequence[ShardedTensor], max_bytes: int) -> Iterator[None]:
-    """Context in which code reads these tensors, each once and in order, while the next are gathered. Collective."""
-    whole = _whole([(tensor.slot.name, tensor) for tensor in tensors], max_bytes)
-    with read_by(_Ahead(deque(tensors), whole)):
-        try:
-            yield
-        finally:
-            whole.close()
-
-
-class _Ahead:
-    """Provides tensors that are gathered ahead; others are gathered when they are read."""
-
-    def __init__(self, tensors: deque[ShardedTensor], whole: Iterator[Tensor]) -> None:
-        self._left, self._whole = tensors, whole
-
-    def whole(self, tensor: ShardedTensor) -> Tensor:
-        with read_by(None):
-            if not self._left or tensor is not self._left[0]:  # such as one of which the state dict has a view
-                return tensor.whole()
-            self._left.popleft()
-            return next(self._whole)
-
-    def states(self, states: Any) -> dict[Any, dict[str, Any]]:
-        raise NotImplementedError
-
-
 def ranks_of(parts: Sequence[Part]) -> tuple[int, int, Callable[[Any], list[Any]]]:
     """This rank among the ranks that stream the parts, the number of these ranks, and their all-gather of objects."""
     if (bucket := _bucket_of(source for part in parts for _, source in part.sources)) is not None:
         everyone = bucket.communicator.everyone
-        return everyone.rank, everyone.size, everyone.control.gather_objects
+        return everyone.rank, everyone.size, everyone.gather_objects
     size = process_group.world_size()
     return process_group.rank(), size, process_group.all_gather_objects if size > 1 else lambda value: [value]
 
@@ -128,8 +100,8 @@ def _bucket_of(tensors: Iterable[Tensor]) -> Bucket | None:
     return next((tensor.slot.bucket for tensor in tensors if isinstance(tensor, ShardedTensor)), None)
 
 
-def _whole(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor, None, None]:
-    """Yield the whole tensors, in new memory. Each begins to be gathered as soon as ``max_bytes`` allows."""
+def whole_tensors(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor, None, None]:
+    """Yield whole tensors, in new memory. Each begins to be gathered as soon as ``max_bytes`` allows. Collective."""
     bucket, left = _bucket_of(tensor for _, tensor in tensors), deque(tensors)
     ledger = bucket.ledger if bucket is not None else Ledger()
     begun: deque[tuple[int, Callable[[], Tensor]]] = deque()
@@ -156,6 +128,20 @@ def _whole(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor, None, 
             with suppress(RuntimeError):
                 wait()
         ledger.add("gathered", -held)
+
+
+class InOrder:
+    """Reader of sharded tensors that are read in the order of a stream, each once."""
+
+    def __init__(self, values: Iterator[Tensor]) -> None:
+        self._values = values
+
+    def whole(self, _: Any) -> Tensor:
+        with read_by(None):
+            return next(self._values)
+
+    def states(self, _: Any) -> dict[Any, dict[str, Any]]:
+        raise NotImplementedError("the stream has no optimizer states")
 
 
 def _begin(tensor: Tensor) -> Callable[[], Tensor]:

@@ -12,18 +12,21 @@ from lightning_zero.io.names import suggestion
 Config = TypeVar("Config")
 
 
-def config_of(option: str, value: Any, kind: type[Config], names: Iterable[str]) -> Config | None:
+def config_of(option: str, value: Any, kind: type[Config], names: Mapping[str, Mapping[str, Any]]) -> Config | None:
     """Convert an option's value to the dataclass ``kind``.
 
     Args:
-        value: None, an instance of ``kind``, or a mapping of its fields, as from Hydra; an empty one means None.
-        names: the names that the option also accepts, which the caller has replaced.
+        value: None, a name, an instance of ``kind``, or a mapping of its fields, as from Hydra; an empty one means
+            None.
+        names: the fields for which each name stands.
 
     Raises:
         ValueError: for any other value.
     """
     if value is None or isinstance(value, kind):
         return value
+    if isinstance(value, str) and value in names:
+        return kind(**names[value])
     if not isinstance(value, Mapping):
         allowed = ", ".join(["None", *map(repr, names)])
         a_config = f"{'an' if kind.__name__[0] in 'AEIOU' else 'a'} {kind.__name__}"

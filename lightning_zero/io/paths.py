@@ -1,4 +1,4 @@
-"""Replace files and folders so that other processes never see incomplete ones; remove paths and sync folders."""
+"""Read JSON, remove paths and sync folders."""
 
 from __future__ import annotations
 
@@ -6,47 +6,8 @@ import errno
 import json
 import os
 import shutil
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
-
-from lightning_zero.io.labels import new_label
-
-
-def replace(new: str, place: str, aside: str) -> None:
-    """Rename ``new`` to ``place``. A file at ``place`` is replaced at once; a folder is first renamed to ``aside``.
-
-    All three paths are in one folder.
-    """
-    try:
-        os.rename(new, place)  # succeeds if ``place`` does not exist, or if both are files
-        return
-    except OSError:
-        if not os.path.lexists(place):
-            raise
-    os.rename(place, aside)
-    try:
-        os.rename(new, place)
-    except OSError:
-        os.rename(aside, place)
-        raise
-
-
-def write_anew(path: Path, text: str) -> None:
-    """Write a text file as a new file that replaces the old one at once. A link at ``path`` is replaced, not followed.
-
-    Raises:
-        OSError: if the file cannot be written; the old file is then unchanged.
-    """
-    new = f"{path}.{new_label()}"
-    try:
-        with open(new, "x", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(new, path)
-    except BaseException:
-        with suppress(OSError):
-            os.remove(new)
-        raise
 
 
 def read_json(path: str | Path) -> dict[str, Any]:

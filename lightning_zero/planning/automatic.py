@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.engine import config, placement
+from lightning_zero.engine import placement
 from lightning_zero.io.annotations import check_value
 from lightning_zero.io.paths import read_json
 from lightning_zero.strategies.lightning_internals import training_dataloader
@@ -85,7 +85,7 @@ class AutomaticStrategy(TrainerStrategy):
                 "tensor_parallel_size: zero_auto does not plan tensor parallelism. Write "
                 f"strategy=ZeroStrategy(stage=..., tensor_parallel_size={options['tensor_parallel_size']})."
             )
-        self.stages = config.stages_allowed(options.get("shard_within"))
+        self.stages = (1, 2, 3) if options.get("shard_within") is None else (3,)
         super().__init__(stage=self.stages[-1], **options)  # provisional: stage 3 allows parameters on the meta device
         self.choice: Choice | None = None
         self._given = {name: value for name, value in options.items() if name not in self._arguments_of_base}

@@ -99,7 +99,7 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
     for size in _SIZES:
         part = size // 4
         full = torch.zeros(part * ranks, device=place)
-        positions = communicator.mesh.order(placement.ALL) or range(ranks)
+        positions = communicator.mesh.order or range(ranks)
         ranges = [(part * position, part * (position + 1)) for position in positions]
         gather = partial(communicator.along(placement.ALL).all_gather, full, ranges, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait()))  # type: ignore[misc]

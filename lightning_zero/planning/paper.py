@@ -21,19 +21,15 @@ def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
     return {1: 4 * psi + 12 * shard, 2: 2 * psi + 14 * shard, 3: 16 * shard}[stage]
 
 
-def engine_bytes(parameters: float, ranks: int, stage: int, *, lean: bool = False) -> int:
-    """Bytes of model states per rank at the end of backward, with Adam and bf16 parameters; ``lean``: all in bf16."""
+def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
+    """Bytes of model states per rank at the end of backward, with Adam and bf16 parameters."""
     # by then, stage 1 also has only shards of gradients: it keeps full gradients only while micro-batches accumulate
     placements = placement.placements_of(max(stage, 2))
-    mesh, width = placement.Mesh.flat(ranks), 2 if lean else 4
-    return placements.model_state_bytes(round(parameters), mesh, parameter_bytes=2, master_bytes=width)
+    return placements.model_state_bytes(round(parameters), placement.Mesh.flat(ranks), parameter_bytes=2)
 
 
 def table_1() -> list[dict[str, float]]:
-    """The table's 54 cells, in GB (10^9 bytes) per rank: by the paper's formula, and in this engine after backward.
-
-    ``lean_gb`` is with ``masters=False`` and ``state_dtype="bf16"``.
-    """
+    """The table's 54 cells, in GB (10^9 bytes) per rank: by the paper's formula, and in this engine after backward."""
     return [
         {
             "ranks": ranks,
@@ -41,7 +37,6 @@ def table_1() -> list[dict[str, float]]:
             "stage": stage,
             "formula_gb": formula_bytes(size, ranks, stage) / 1e9,
             "engine_gb": engine_bytes(size, ranks, stage) / 1e9,
-            "lean_gb": engine_bytes(size, ranks, stage, lean=True) / 1e9,
         }
         for ranks, size, stage in product(TABLE_1_RANKS, TABLE_1_SIZES, (1, 2, 3))
     ]

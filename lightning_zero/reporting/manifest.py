@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.engine import compat
 from lightning_zero.io.annotations import check_arguments
-from lightning_zero.io.paths import write_anew
 from lightning_zero.io.plain import name_of, plain
 from lightning_zero.reporting.fingerprint import fingerprint_of_datasets, fingerprint_of_files
 
@@ -68,7 +68,6 @@ class RunManifest(Callback):
         if not trainer.is_global_zero:
             return
         self._path = Path(folder) / NAME
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         config, strategy = self._config, trainer.strategy
         about_strategy: dict[str, Any] = {"class": name_of(type(strategy))}
         if config is None:
@@ -98,7 +97,7 @@ class RunManifest(Callback):
             },
             "data": self._fingerprint(trainer),
         }
-        write_anew(self._path, json.dumps(self._manifest, indent=1))
+        self._write()
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         engine = getattr(trainer.strategy, "engine", None)
@@ -112,7 +111,11 @@ class RunManifest(Callback):
             return
         seconds = time.monotonic() - self._began
         self._manifest["end"] = {"status": status, "seconds": seconds, "steps": trainer.global_step, **found}
-        write_anew(self._path, json.dumps(self._manifest, indent=1))
+        self._write()
+
+    def _write(self) -> None:
+        with Destination(self._path).replacing() as file:
+            file.write(json.dumps(self._manifest, indent=1).encode())
 
     def _fingerprint(self, trainer: Trainer) -> dict[str, Any]:
         datasets = [getattr(loader, "dataset", loader) for loader in compat.tree_leaves(trainer.train_dataloader)]

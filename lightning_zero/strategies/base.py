@@ -272,14 +272,11 @@ def _compute_dtype_of(plugin: Any, lightning: ModuleType) -> torch.dtype | None:
     """
     plugins = lightning.plugins.precision
     if isinstance(plugin, tuple(getattr(plugins, f"{name}Precision") for name in _REFUSED)):
-        advice = "set precision to '32-true', '64-true', '16-true', 'bf16-true', '16-mixed' or 'bf16-mixed', or pass "
-        advice += "your own Precision plugin"
-        if isinstance(plugin, plugins.BitsandbytesPrecision):
-            advice = (
-                "leave it out, and quantise in configure_model, by lightning_zero.load_weights(model, path, "
-                "quantize='nf4') or quantization_config of transformers"
-            )
-        raise ValueError(f"{type(plugin).__name__} cannot be used with ZeroStrategy: {advice}.")
+        raise ValueError(
+            f"{type(plugin).__name__} cannot be used with ZeroStrategy: set precision to '32-true', '64-true', "
+            "'16-true', 'bf16-true', '16-mixed' or 'bf16-mixed', or pass your own Precision plugin. To quantise a "
+            "model, call lightning_zero.load_weights(model, path, quantize='nf4') in configure_model."
+        )
     if isinstance(plugin, plugins.MixedPrecision):
         return torch.bfloat16 if plugin.precision == "bf16-mixed" else torch.float16
     return None

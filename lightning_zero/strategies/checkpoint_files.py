@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_zero.checkpoint.objects import Ranks, on_rank_0, snapshot
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, open_for_run
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
-from lightning_zero.engine import Engine, process_group, sharded_tree
+from lightning_zero.engine import process_group, sharded_tree
 from lightning_zero.version import __version__
 
 _Result = TypeVar("_Result")
@@ -81,7 +81,6 @@ class CheckpointFiles:
         path: Any,
         contents: dict[str, Any],
         tree_in: Callable[[dict[str, Any]], dict[str, Any]],
-        engine: Engine | None,
         storage_options: Any,
     ) -> None:
         """Save a checkpoint. Every rank raises if this save, or an earlier background save, failed.
@@ -89,7 +88,6 @@ class CheckpointFiles:
         Args:
             contents: the checkpoint's entries; see ``SaveJob``.
             tree_in: removes and returns the entries that a sharded checkpoint stores in DCP's format.
-            engine: the engine of the checkpoint's sharded tensors.
             storage_options: those that the user has given, for a ``CheckpointIO`` of the user's.
         """
         if storage_options is not None or (mode is not SaveMode.SHARDED and not self.has_default_io):
@@ -103,28 +101,25 @@ class CheckpointFiles:
             return
         self.finish()
         tree = tree_in(contents) if mode is SaveMode.SHARDED else {}
-        group = None
-        if mode is SaveMode.ASSEMBLED and engine is not None:
-            group = engine.background_group()
-        elif mode is not SaveMode.SHARDED:
+        if mode is SaveMode.GATHERED:
             contents = self.gathered(contents)
-        self.saver.save(SaveJob(mode, path, contents, tree, self.written_by), self.ranks(group))
+        self.saver.save(SaveJob(mode, path, contents, tree, self.written_by), self.ranks())
 
     def finish(self) -> None:
         """Wait for background saves. An error is raised on every rank."""
         self._strategy.ranks.alike(self.saver.finish)
 
     def close(self) -> None:
-        """End a run: wait for background saves, but after a failure not for other ranks."""
+        """End a run: wait for background saves. After a failure, each rank raises its own error."""
         ranks = self._strategy.ranks
         if ranks.ended_by is not None:
-            self.saver.close(abandon=ranks.is_cut_off)
+            self.saver.close()
         elif self._strategy.options.async_save:
             ranks.alike(self.saver.close)
 
-    def ranks(self, group: process_group.ProcessGroup | None = None) -> Ranks:
-        """Return the ranks that save a checkpoint; ``group`` is for ``SaveMode.ASSEMBLED``."""
-        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0, group)
+    def ranks(self) -> Ranks:
+        """Return the ranks that save a checkpoint."""
+        return Ranks(self._strategy.global_rank, self._strategy.ranks.all_gather_values, self.on_rank_0)
 
     def gathered(self, checkpoint: Mapping[str, Any]) -> dict[str, Any]:
         """Gather the sharded tensors that hooks may have added to a checkpoint."""

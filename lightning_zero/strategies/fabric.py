@@ -180,7 +180,7 @@ class FabricStrategy(BaseStrategy):
             about = {CHECKPOINT_KEY: {"masters": masters}} if masters else {}
             collected = {key: self._state_of(value, leaf) for key, value in state.items()}
             contents = {**self._convert_stateful_objects_in_state(collected, filter=filter or {}), **about}
-            self._files.save(mode, path, contents, partial(self._tree_in, state), engine, storage_options)
+            self._files.save(mode, path, contents, partial(self._tree_in, state), storage_options)
 
     def _tree_in(self, state: dict[str, Any], contents: dict[str, Any]) -> dict[str, Any]:
         """Remove and return the entries that are stored in DCP's format: weights, and optimizer states by name."""
@@ -285,7 +285,7 @@ def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
     return tell
 
 
-_uncaught_exceptions = compat.replaced(sys, "excepthook", _telling)
+_uncaught_exceptions = compat.Patch(sys, "excepthook", _telling)
 
 
 class ZeroStrategy(FabricStrategy, ParallelStrategy):

@@ -83,9 +83,8 @@ class TrainerOptions(StrategyOptions):
     resilience: ResilienceConfig | None = field(default=None, metadata={"given": Literal["memory"] | Mapping[str, Any]})
 
     def __post_init__(self) -> None:
-        given: Any = self.resilience
-        value = ResilienceConfig() if isinstance(given, str) and given == "memory" else given
-        object.__setattr__(self, "resilience", config_of("resilience", value, ResilienceConfig, ["memory"]))
+        resilience = config_of("resilience", self.resilience, ResilienceConfig, {"memory": {}})
+        object.__setattr__(self, "resilience", resilience)
         super().__post_init__()
 
 

@@ -70,7 +70,7 @@ class Signals:
         if self._ranks.is_single:
             return noted
         assert self._ranks.communicator is not None
-        control = self._ranks.communicator.everyone.control
+        control = self._ranks.communicator.everyone
         *agreed, some_have_ended, some_have_not = control.any_rank([*noted, has_ended, not has_ended], what)
         if some_have_ended and some_have_not:
             loop = self._trainer.fit_loop

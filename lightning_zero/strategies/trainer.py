@@ -57,7 +57,7 @@ def _in_window(step: str) -> Callable[..., Any]:
             output = run_step(*args, **kwargs)
         # Lightning uses DDP only in a fit, and with manual optimization disables DDP's synchronisation after each step.
         if not module.automatic_optimization or module.trainer.state.fn != TrainerFn.FITTING:
-            engine.buffers_follow = False
+            engine.windows.buffers_follow = False
         return output
 
     return run
@@ -170,7 +170,7 @@ class TrainerStrategy(BaseStrategy):
                 simulation=self._simulation,
             )
         if self.engine is not None:
-            self.engine.buffers_follow = fitting
+            self.engine.windows.buffers_follow = fitting
             self.engine.load_masters((self.checkpoints.loaded or {}).get("masters", {}))
             attend(trainer, self.engine, self._wrappers)
         elif not self.ranks.is_single:
@@ -198,7 +198,7 @@ class TrainerStrategy(BaseStrategy):
             and (not fitting or type(sync) is type(self._layer_sync))
             and precision == self.precision_plugin.precision
         ):
-            engine.sync_buffers()
+            engine.windows.sync_buffers()
             return engine
         engine.close(device=self.root_device)
         self._revert_layers()
@@ -263,7 +263,7 @@ class TrainerStrategy(BaseStrategy):
     def pre_backward(self, closure_loss: Tensor) -> None:
         super().pre_backward(closure_loss)
         if self.engine is not None and not self.lightning_module.automatic_optimization:
-            self.engine.note_forward()  # as in Lightning's ``prepare_for_backward``
+            self.engine.windows.note_forward()  # as in Lightning's ``prepare_for_backward``
 
     def on_exception(self, exception: BaseException) -> None:
         is_asked_to_end = isinstance(exception, self.lightning.utilities.exceptions.SIGTERMException)

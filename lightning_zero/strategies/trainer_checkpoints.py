@@ -113,7 +113,7 @@ class TrainerCheckpoints:
         module = self._strategy.lightning_module
         parameters = module.named_parameters(remove_duplicate=False)
         frozen = {name for name, parameter in parameters if not parameter.requires_grad}
-        return frozen.union(quantised_layers.scales_in(module, module.state_dict(keep_vars=True)))
+        return frozen.union(*quantised_layers.names_of_scales(module).values())
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state; see ``module_state``."""
@@ -140,7 +140,7 @@ class TrainerCheckpoints:
         to_resume = "optimizer_states" in checkpoint  # false with ``save_weights_only=True``
         mode = self._mode
         contents = {**checkpoint, CHECKPOINT_KEY: self._about_checkpoint(mode, to_resume=to_resume)}
-        self._files.save(mode, path, contents, self._tree_in, self._strategy.engine, storage_options)
+        self._files.save(mode, path, contents, self._tree_in, storage_options)
         return to_resume
 
     def _tree_in(self, checkpoint: dict[str, Any]) -> dict[str, Any]:
@@ -175,23 +175,21 @@ class TrainerCheckpoints:
             checkpoint[CHECKPOINT_KEY] = self._about_checkpoint(SaveMode.SHARDED, to_resume=True)
             return self._tree_in(checkpoint), checkpoint
 
-    def save_generation(
-        self, saver: Saver, path: str, folders: list[int], before: Callable[[Destination], None]
-    ) -> None:
+    def save_generation(self, saver: Saver, path: str, folders: list[int], before: Callable[[], None]) -> None:
         """Begin to save the state to a folder on each machine. Collective.
 
         The ranks in ``folders``, the first of each machine, call ``before`` before files are written.
         """
         tree, contents = self.state_to_keep()
         ranks = self._files.ranks()
-        first = before if ranks.rank in folders else None
-        saver.save(SaveJob(SaveMode.SHARDED, path, contents, tree, self._files.written_by, folders, first), ranks)
+        before = before if ranks.rank in folders else lambda: None
+        saver.save(SaveJob(SaveMode.SHARDED, path, contents, tree, self._files.written_by, folders, before), ranks)
 
     def save_last(self, path: Any) -> None:
         """Save the last checkpoint of a job that a signal ends, sharded if there is one machine. Collective."""
         with self.for_restart(is_sharded=self._strategy.num_nodes == 1):
             self._strategy.lightning_module.trainer.save_checkpoint(path)
-        self._files.finish()  # at the end of the run, a save in the background may be abandoned
+        self._files.finish()  # which raises the error of a save in the background
 
     def _about_checkpoint(self, mode: SaveMode, *, to_resume: bool) -> dict[str, Any]:
         """Return this package's entry for a checkpoint: versions, and state that Lightning does not save."""

@@ -3,8 +3,10 @@
 import math
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
@@ -12,8 +14,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchmetrics import Metric
-
-from lightning_zero.zoo.float8 import compute_in_float8
 
 
 class Supervised(LightningModule):
@@ -25,7 +25,7 @@ class Supervised(LightningModule):
         warmup_steps: Optimizer steps until the learning rate peaks. It then decays along a cosine to a twentieth.
 
     Attributes:
-        float8: The recipe by which linear layers compute in float8, see ``compute_in_float8``; None if they do not.
+        float8: torchao's recipe by which the linear layers of blocks compute in float8; None if they do not.
     """
 
     float8: str | None = None
@@ -36,8 +36,15 @@ class Supervised(LightningModule):
         self.optimizer, self.warmup_steps = optimizer, warmup_steps
 
     def configure_model(self) -> None:
-        if self.float8 is not None:
-            compute_in_float8(self, self.float8, self.trainer.strategy.root_device)
+        if self.float8 is None:
+            return
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # type: ignore[import-untyped]
+
+        device, gathers = self.trainer.strategy.root_device, self.float8 == "tensorwise"
+        emulates = device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9)
+        config = Float8LinearConfig.from_recipe_name(self.float8)
+        config = replace(config, enable_fsdp_float8_all_gather=gathers, emulate=emulates)
+        convert_to_float8_training(self, module_filter_fn=_may_be_float8, config=config)
 
     def training_step(self, batch: tuple[Tensor, Tensor], batch_index: int) -> Tensor:
         inputs, targets = batch
@@ -65,6 +72,10 @@ class Supervised(LightningModule):
             return 0.05 + 0.95 * 0.5 * (1.0 + math.cos(math.pi * progress))
 
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, scale), "interval": "step"}}
+
+
+def _may_be_float8(layer: nn.Module, name: str) -> bool:
+    return type(layer) is nn.Linear and "blocks." in name and not any(size % 16 for size in layer.weight.shape)
 
 
 def groups_of(module: nn.Module, optimizer: Any) -> list[dict[str, Any]]:

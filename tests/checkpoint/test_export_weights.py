@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import lightning_zero
 from lightning_zero.checkpoint import exporting
-from lightning_zero.engine import Engine
+from lightning_zero.engine import Engine, streaming
 from tests.fabric.training import make_fabric
 from tests.libraries.models import MODELS
 from tests.libraries.training import Learner, fit, same_learning
@@ -60,7 +60,7 @@ def export_while_sharded(folder: Path, stage: int) -> None:
     assert {os.path.basename(path) for path in paths} == set(contents(folder))
     assert engine.ledger.peak["gathered"] - held <= MOST and engine.ledger.now["gathered"] == held
     with patch.object(exporting, "write_values", side_effect=OSError("disk full") if rank() == 0 else None):
-        with pytest.raises(OSError, match="rank 0 could not write it: OSError: disk full"):
+        with pytest.raises(OSError, match="The export .* was not saved: rank 0 could not write it: OSError: disk full"):
             lightning_zero.export_weights(module, folder, max_shard_bytes=SHARD)
     lightning_zero.export_weights(module.network.model, folder.with_name("inner"), dtype=torch.bfloat16)
     expected = engine.full_state_dict(module=module.network.model)
@@ -125,13 +125,50 @@ def export_merged(folder: Path) -> None:
     for parameter in module.parameters():
         nn.init.uniform_(parameter, -0.1, 0.1)
     engine = Engine(module, stage=3)
+    with patch.object(streaming, "merged", wraps=streaming.merged) as merged:
+        lightning_zero.export_weights(module, folder.with_name("one file"), merge_adapters=True)
+    layers = {name.rpartition(".lora_A")[0] for name, _ in module.named_parameters() if "lora_A" in name}
+    assert merged.call_count == 2 * len(layers), "once on the meta device and once with values"
     lightning_zero.export_weights(module, folder, max_shard_bytes=SHARD, max_bytes=MOST, merge_adapters=True)
     engine.close()
-    same_tensors(loaded(folder), module.merge_and_unload().state_dict(), bound=0)
+    expected = module.merge_and_unload().state_dict()
+    same_tensors(loaded(folder), expected, bound=0)
+    same_tensors(loaded(folder.with_name("one file")), expected, bound=0)
 
 
 def test_adapters_are_merged_into_the_exported_weights(run_on, tmp_path):
     run_on(2, export_merged, folder=tmp_path)
+
+
+def test_merged_layers_may_have_weights_of_two_dtypes(tmp_path):
+    from peft import LoraConfig, get_peft_model
+
+    layer = nn.Linear(4, 4)
+    layer.weight.data = layer.weight.data.bfloat16()
+    module = get_peft_model(nn.Sequential(layer), LoraConfig(r=2, target_modules=["0"]))
+    lightning_zero.export_weights(module, tmp_path, merge_adapters=True)
+    expected = module.merge_and_unload().state_dict()
+    found = load_file(tmp_path / "model.safetensors")
+    same_tensors({name: found[name] for name in expected}, expected, bound=0)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_bytes": "1GB"}, "export_weights: max_bytes='1GB' must be an integer of at least 1"),
+        ({"max_bytes": None}, "max_bytes=None must be an integer"),
+        ({"max_shard_bytes": "5GB"}, "max_shard_bytes='5GB' must be an integer of at least 1"),
+        ({"dtype": "bf16"}, "dtype='bf16' must be a dtype or None"),
+        ({"dtype": torch.int8}, "dtype=torch.int8 must be a floating-point dtype"),
+    ],
+    ids=str,
+)
+def test_wrong_options_are_refused(tmp_path, options, says):
+    with pytest.raises(ValueError, match=says):
+        lightning_zero.export_weights(nn.Linear(2, 2), tmp_path, **options)
+    with pytest.raises(ValueError, match="iter_full_parameters: max_bytes=0 must be an integer of at least 1"):
+        lightning_zero.iter_full_parameters(nn.Linear(2, 2), max_bytes=0)
+    assert not list(tmp_path.iterdir())
 
 
 def export_for_from_pretrained(folder: Path) -> None:

@@ -408,7 +408,7 @@ def of_another_model(folder: Path, form: str) -> None:
 
     for optimizer, what in (
         (two_optimizers, r"has the state of 1 optimizer\(s\), but configure_optimizers returns 2"),
-        (two_groups, r"the saved param groups have \[\d+\] parameters, but .* have \[1, \d+\] parameters"),
+        (two_groups, "loaded state dict has a different number of parameter groups"),
         (other_order, r"exp_avg of parameter number \d+ has the shape"),
     ):
         module = Learner(optimizer=optimizer, batches=2)

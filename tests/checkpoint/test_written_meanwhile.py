@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import distributed as dist
 from torch import nn
 
 from lightning_zero import full_parameters
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver, StoreExchange
+from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import CopyBuffer, by_name, names_in
 from lightning_zero.engine import Engine
 from lightning_zero.engine.offload.states import DiskStates
@@ -121,8 +118,7 @@ def saved_while_written(folder, stage, form, name, offload=None):
         else:
             tree = {"state_dict": model.state_dict(), "optimizer_states": [states], "average": average}
             job = SaveJob(SaveMode.ASSEMBLED, folder, tree)
-        gather, group = engine.communicator.control.gather_objects, engine.communicator.background_group()
-        saver.save(job, Ranks(rank(), gather, group=group))
+        saver.save(job, Ranks(rank(), engine.communicator.control.gather_objects))
         begun.set()
         WRITES[name](model, optimizer, average)
         saver.finish()
@@ -174,14 +170,13 @@ def waits_for_nothing(folder, form):
         return copied(memory, entries, after)
 
     saver = Saver(in_background=True)
-    gather, group = engine.communicator.control.gather_objects, engine.communicator.background_group()
     CopyBuffer.copied = late
     try:
         tree = {"state_dict": model.state_dict()}
         job = SaveJob(SaveMode.SHARDED, folder, {}, tree)
         if form == "full":
             job = SaveJob(SaveMode.ASSEMBLED, folder, tree)
-        saver.save(job, Ranks(rank(), gather, group=group))
+        saver.save(job, Ranks(rank(), engine.communicator.control.gather_objects))
         model(torch.randn(4, 5)).square().mean().backward()
         computed.set()
         optimizer.step()
@@ -195,54 +190,3 @@ def waits_for_nothing(folder, form):
 @pytest.mark.parametrize("form", ["full", "sharded"])
 def test_forward_and_backward_passes_do_not_wait_for_a_background_save(run_on, tmp_path, form):
     run_on(2, waits_for_nothing, folder=tmp_path / "c.ckpt", form=form)
-
-
-def keys_in_the_store(folder):
-    """The number of keys after the first save, and after each of two more."""
-    saver, counts = Saver(in_background=True), []
-    for number in range(3):
-        tree = {"state_dict": {"a": torch.ones(3)}}
-        saver.save(SaveJob(SaveMode.SHARDED, folder / f"{number}", {}, tree), Ranks(rank(), everyones))
-        saver.finish()
-        everyones(None)
-        counts.append(dist.distributed_c10d._get_default_store().num_keys())
-    return counts
-
-
-def everyones(value):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
-def test_a_background_save_leaves_no_keys_in_the_process_groups_store(run_on, tmp_path):
-    counts, _ = run_on(2, keys_in_the_store, folder=tmp_path)
-    assert counts == [counts[0]] * 3
-
-
-class EndsMeanwhile:
-    """A store. While a rank looks for keys, rank 1 writes its key, and its process ends."""
-
-    def __init__(self, store, ended):
-        self.store, self.ended = store, ended
-
-    def check(self, keys):
-        found = self.store.check(keys)
-        self.store.set(keys[0], pickle.dumps("from rank 1"))
-        self.ended.add(1)
-        return found
-
-    def __getattr__(self, name):
-        return getattr(self.store, name)
-
-
-def exchanged_with_a_rank_that_ends():
-    exchange = StoreExchange("exchange", threading.Event())
-    if rank() == 0:
-        exchange._notices = SimpleNamespace(gone=set())
-        exchange._store = EndsMeanwhile(exchange._store, exchange._notices.gone)
-        assert exchange("from rank 0") == ["from rank 0", "from rank 1"]
-
-
-def test_a_value_counts_that_a_rank_wrote_just_before_its_process_ended(run_on):
-    run_on(2, exchanged_with_a_rank_that_ends)

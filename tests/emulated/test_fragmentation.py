@@ -183,7 +183,6 @@ def run_on_unused_device(library: Path) -> Iterator[Callable[..., Any]]:
 def test_little_memory_is_lost_if_all_batches_have_one_size(run_on_unused_device, stage):
     (memory,) = run_on_unused_device(1, trained, stage=stage)
     assert 0 <= memory.fragmentation <= 0.10
-    assert memory.inactive_split_peak <= memory.reserved_peak and memory.retries == 0
     (memory,) = run_on_unused_device(1, trained, stage=stage, expandable=True)
     assert memory.reserved_peak - memory.allocated_peak <= 2 * 20 * MB, "segments grow by 20 MB, 5 % of this memory"
 

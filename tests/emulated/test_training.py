@@ -17,6 +17,7 @@ import lightning_zero
 from lightning_zero.engine import Engine, OffloadConfig
 from tests.emulated import device
 from tests.emulated.device import NAME, in_order
+from tests.engine import test_activation_offload as activations
 from tests.libraries import test_float8
 from tests.numbers.test_offload import EACH, ON_BOTH, Wide, is_as_without
 from tests.support import models
@@ -170,6 +171,23 @@ def test_offloaded_activations_change_nothing(run_on_device, ranks):
     offload = {"activations": "cpu", "optimizer": None}
     checkpointed = {"units": [nn.Linear], "activation_checkpointing": "units"}
     run_on_device(ranks, is_ddps, recipe=recipe, stage=3, offload=offload, **checkpointed)
+
+
+@in_order
+def moves_inputs(kind: type[activations.Net]) -> None:
+    found = []
+    for offload in (None, activations.OFFLOAD):
+        model = activations.made(kind).to(NAME)
+        engine, optimizer = activations.engine_for(model, offload=offload, device=NAME)
+        losses = [activations.step_of(model, optimizer, step, NAME).cpu() for step in (0, 1, 2)]
+        found.append(dict(enumerate(losses)) | engine.full_state_dict())
+        engine.close()
+    same_tensors(found[1], found[0], bound=0)
+
+
+@pytest.mark.parametrize("kind", [activations.Keywords, activations.Views, activations.Shared, activations.Twice])
+def test_offloaded_inputs_of_every_kind_change_nothing(run_on_device, kind):
+    run_on_device(1, moves_inputs, kind=kind)
 
 
 # -------------------------------------------------------------------------------------------------------- missing waits

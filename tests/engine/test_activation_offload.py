@@ -5,10 +5,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import weakref
 from collections import namedtuple
-from functools import partial
-from threading import Lock
+from functools import partial, partialmethod
 
 import pytest
 import torch
@@ -20,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.runtime.activation_offload import LEAST, _Copied, _Form
+from lightning_zero.engine.runtime.activation_offload import LEAST, Kept, _Form
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank, world_size
 from tests.support.training import CLOSE, same_tensors
@@ -29,10 +27,6 @@ WIDTH, ROWS = 64, 256
 assert WIDTH * ROWS * 4 == LEAST, "a hidden state is just large enough to be moved"
 
 OFFLOAD = {"optimizer": None, "activations": "cpu"}
-
-
-def store_of(engine):
-    return engine._windows._checkpointed[0]._store
 
 
 # -- the GPT of the zoo, compared with DDP ----------------------------------------------------------------------------
@@ -69,7 +63,7 @@ def train_sharded(stage, moved=0, **options):
     optimizer = torch.optim.Adam(module.parameters())
     engine = Engine(module, [optimizer], stage=stage, activation_checkpointing="units", **options)
     no_sync = engine.no_sync if stage == 1 else contextlib.nullcontext
-    with counting(store_of(engine)) as counted:
+    with counting() as counted:
         found = train_gpt(module, optimizer, no_sync) | engine.full_state_dict()
     assert counted["out"] == moved, "each block's input once a forward"
     assert counted["in"] == moved * 2 // 3, "the last block's is still there"
@@ -137,7 +131,7 @@ class Keywords(Net):
             return {"out": [x + self.inner(pair.rest[1]), options["name"]]}
 
     def run(self, x):
-        half = torch.tensor([0.5])
+        half = x.new_tensor([0.5])
         for block in self.blocks:
             options = {"more": (x * 2, None), "name": "x"}
             x = block([half], Pair(x, ["y", torch.tanh(x)]), options=options)["out"][0]
@@ -168,7 +162,7 @@ class Shared(Net):
             return x + self.inner(x * mask) + many.mean(0)
 
     def run(self, x):
-        mask, many = torch.ones(ROWS, WIDTH).tril(), torch.ones(WIDTH).expand(ROWS, WIDTH)
+        mask, many = x.new_ones(ROWS, WIDTH).tril(), x.new_ones(WIDTH).expand(ROWS, WIDTH)
         for block in self.blocks:
             x = block(x, mask, many)
         return x
@@ -251,14 +245,11 @@ class WrittenInside(Net):
 class WrittenAfter(Net):
     """An input that is written to after its block has run, which plain autograd refuses if backward needs it."""
 
-    writes = True
-
     def run(self, x):
         for block in self.blocks:
             before = x * 1.0
             x = block(before)
-            if self.writes:
-                before.detach().zero_()
+            before.detach().zero_()
         return x
 
 
@@ -285,42 +276,37 @@ NETS = {
     Outputs: 3,
     Nested: 3,
     Doubly: 0,
-    WrittenInside: 3,
-    WrittenAfter: 3,
     Differentiating: 3,
 }
 
 
 @contextlib.contextmanager
-def counting(store):
+def counting():
     """Count the tensors that are offloaded and loaded within the context."""
     moved = {"out": 0, "in": 0}
-    if store is None:
+    with pytest.MonkeyPatch.context() as patch:
+        for cls, method, kind in ((Kept, "__init__", "out"), (_Form, "empty", "in")):
+
+            def count(*args, call, kind=kind):
+                moved[kind] += 1
+                return call(*args)
+
+            patch.setattr(cls, method, partialmethod(count, call=getattr(cls, method)))
         yield moved
-        return
-    copies = store._copies
 
-    def counted(kind, call):
-        def count(*args, **options):
-            moved[kind] += 1
-            return call(*args, **options)
 
-        return count
-
-    copies.out, copies.into = counted("out", copies.out), counted("in", copies.into)
-    try:
-        yield moved
-    finally:
-        del copies.out, copies.into
+def outlived():
+    """Moved tensors that are still alive."""
+    return [each for each in gc.get_objects() if type(each) is Kept]
 
 
 def batch(step):
     return torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(step))
 
 
-def step_of(model, optimizer, step):
+def step_of(model, optimizer, step, device="cpu"):
     torch.manual_seed(100 + step)  # for dropout
-    loss = model(batch(step))
+    loss = model(batch(step).to(device))
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -348,14 +334,13 @@ def same_training(kind, moved):
     for stage in (1, 3):
         reference = made(kind)
         model = copy.deepcopy(reference)
-        reference.writes = False
         expected = train(reference)
         engine, optimizer = engine_for(model, stage)
-        with counting(store_of(engine)) as counted:
+        with counting() as counted:
             found = {f"loss {step}": step_of(model, optimizer, step) for step in (0, 1, 2)}
         assert counted["out"] == 3 * moved, counted
         same_tensors(found | engine.full_state_dict(), expected | reference.state_dict(), bound=0)
-        assert not list(store_of(engine)._kept.values()), "something outlived its graph"
+        assert not outlived(), "something outlived its graph"
         engine.close()
 
 
@@ -364,75 +349,18 @@ def test_every_kind_of_module_trains_the_same_with_offloaded_inputs(run_on, kind
     run_on(1, same_training, kind=kind, moved=NETS[kind])
 
 
-class Late:
-    """An event that runs its work as late as possible: when it is waited for."""
-
-    def __init__(self, act):
-        self._act, self._lock = act, Lock()
-
-    def synchronize(self):
-        with self._lock:
-            act, self._act = self._act, lambda: None
-            act()
-
-
-class LateCopies:
-    """Asynchronous copies, as on a GPU: code that does not wait for them finds wrong values."""
-
-    def now(self):
-        return Late(lambda: None)
-
-    def wait(self, copied):
-        copied.event.synchronize()
-
-    def out(self, source, room, form):
-        found = weakref.ref(source)
-
-        def copy():
-            assert found() is not None, "let go of before it was copied"
-            form.in_place(room).copy_(form.kept_of(found()))
-
-        return _Copied(Late(copy))
-
-    def into(self, target, room, form, after):
-        target.fill_(float("nan"))
-        found = weakref.ref(target)
-
-        def copy():
-            after.synchronize()
-            assert found() is not None, "let go of before it was filled"
-            form.kept_of(found()).copy_(form.in_place(room))
-
-        return _Copied(Late(copy))
-
-
-def with_late_copies(kind):
-    reference = made(kind)
-    model = copy.deepcopy(reference)
-    engine, optimizer = engine_for(model)
-    store_of(engine)._copies = LateCopies()
-    found = {f"loss {step}": step_of(model, optimizer, step) for step in (0, 1, 2)}
-    same_tensors(found | engine.full_state_dict(), train(reference) | reference.state_dict(), bound=0)
-    engine.close()
-
-
-@pytest.mark.parametrize("kind", [Net, Keywords, Views, Shared, Twice], ids=lambda kind: kind.__name__)
-def test_operations_that_depend_on_a_copy_wait_for_it(run_on, kind):
-    run_on(1, with_late_copies, kind=kind)
-
-
-def written_while_it_is_copied():
+def written():
     for kind in (WrittenInside, WrittenAfter):
-        model = made(kind)
-        engine, optimizer = engine_for(model)
-        store_of(engine)._copies = LateCopies()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation: tensor of shape \\(256, 64\\) is at"):
-            step_of(model, optimizer, 0)
-        engine.close()
+        for offload in (None, OFFLOAD):
+            model = made(kind)
+            engine, optimizer = engine_for(model, offload=offload)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                step_of(model, optimizer, 0)
+            engine.close()
 
 
-def test_writing_to_an_input_before_it_is_copied_raises_autograds_error(run_on):
-    run_on(1, written_while_it_is_copied)
+def test_an_input_that_is_written_to_raises_autograds_error_as_without_offload(run_on):
+    run_on(1, written)
 
 
 def test_a_loaded_tensor_keeps_its_strides_and_alignment():
@@ -446,10 +374,10 @@ def test_a_loaded_tensor_keeps_its_strides_and_alignment():
         memory[:65_536].view(256, 256).bfloat16()[:, 1:200],
     ):
         form = _Form(tensor)
-        host = torch.empty(form.nbytes, dtype=torch.uint8)
-        form.in_place(host).copy_(form.kept_of(tensor))
+        host = form.kept_of(tensor).clone()
+        assert len(host) == form.numel
         back = form.empty()
-        form.kept_of(back).copy_(form.in_place(host))
+        form.kept_of(back).copy_(host)
         assert torch.equal(back, tensor)
         assert (back.stride(), back.dtype) == (tensor.stride(), tensor.dtype)
         assert back.data_ptr() % 64 == tensor.data_ptr() % 64
@@ -459,9 +387,9 @@ def shared_by_all():
     model = made(Shared)
     engine, optimizer = engine_for(model)
     loss = model(batch(0))
-    with counting(store_of(engine)) as moved:
+    with counting() as moved:
         loss.backward()
-    assert moved["in"] == 2, "the hidden states of two blocks; the last one's is still there, and the mask as well"
+    assert moved["in"] == 3, "the hidden states of two blocks, and once the mask"
     engine.close()
 
 
@@ -499,22 +427,27 @@ def test_memory_of_offloaded_inputs_is_free_between_forward_and_backward(run_on)
 
 
 def order():
+    with pytest.MonkeyPatch.context() as patch:
+        fetch_in_order(patch)
+
+
+def fetch_in_order(patch):
     model = made(Deep)
     engine, optimizer = engine_for(model)
     step_of(model, optimizer, 0)
-    events, rooms = [], []
-    copies = store_of(engine)._copies
-    out, into = copies.out, copies.into
+    events, forms = [], []
+    create, empty = _Form.__init__, _Form.empty
 
-    def leaving(tensor, room, form):
-        rooms.append(room)
-        return out(tensor, room, form)
+    def leaving(form, *args):
+        forms.append(form)
+        create(form, *args)
 
-    def coming(tensor, room, form, after):
-        events.append(f"fetch {next(index for index, left in enumerate(rooms) if left is room)}")
-        return into(tensor, room, form, after)
+    def coming(form):
+        events.append(f"fetch {forms.index(form)}")
+        return empty(form)
 
-    copies.out, copies.into = leaving, coming
+    patch.setattr(_Form, "__init__", leaving)
+    patch.setattr(_Form, "empty", coming)
     for index, block in enumerate(model.blocks):
         block.register_forward_pre_hook(lambda *_, index=index: events.append(f"compute {index}"))
     loss = model(batch(1))
@@ -613,11 +546,11 @@ def same_by(way):
     expected = train_by(way, reference, torch.optim.Adam(reference.parameters(), lr=0.01)) | reference.state_dict()
     for stage, model in zip((1, 3), copies):
         engine, optimizer = engine_for(model, stage)
-        with counting(store_of(engine)) as moved:
+        with counting() as moved:
             found = train_by(way, model, optimizer, engine.window) | engine.full_state_dict()
         assert moved["out"] == 3 * WAYS[way][2]
         same_tensors(found, expected, bound=0)
-        assert not list(store_of(engine)._kept.values()), "something outlived its graph"
+        assert not outlived(), "something outlived its graph"
         engine.close()
 
 
@@ -634,7 +567,7 @@ def without_and_with(change, context, rows=ROWS):
         change(model)
         engine, optimizer = engine_for(model, offload=offload, compute_dtype=context)
         losses = {}
-        with counting(store_of(engine)) as moved:
+        with counting() as moved:
             for step in (0, 1):
                 torch.manual_seed(step)
                 with torch.autocast("cpu", torch.bfloat16, enabled=context is not None):
@@ -660,7 +593,7 @@ def transformed():
     checkpointed = partial(checkpoint, block, use_reentrant=False)
     model = made(Net).eval()
     engine, _ = engine_for(model)
-    with counting(store_of(engine)) as moved:
+    with counting() as moved:
         for transform, value, torchs in zip(transforms_of(model.blocks[0]), expected, transforms_of(checkpointed)):
             if torch.__version__ >= (2, 12):
                 assert torch.equal(transform(), value)
@@ -715,7 +648,7 @@ def fail(in_backward, kind):
         expected = train(reference, steps=(1, 2))
         same_tensors(found | engine.full_state_dict(), expected | reference.state_dict(), bound=0)
         gc.collect()  # exceptions keep the frames of their traceback alive
-        assert not list(store_of(engine)._kept.values()), "something outlived its graph"
+        assert not outlived(), "something outlived its graph"
         engine.close()
 
 

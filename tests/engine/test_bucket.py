@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.config import OffloadConfig
+from lightning_zero.engine.config import EngineConfig, OffloadConfig
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.state.bucket import BucketState
@@ -27,7 +27,7 @@ MIXED = OffloadConfig("nvme", parameters="cpu", path="/anywhere")
 
 def planned(stage: int, ranks: int, dtype: torch.dtype, offload: OffloadConfig | None, **options: Any) -> ResidencyPlan:
     layout = BucketLayout.of([("weight", torch.Size([256]))], ranks)  # 256 / 4 is a multiple of the alignment
-    chosen = {"dtype": dtype, "compute_dtype": dtype, "trains": True} | options
+    chosen = {"dtype": dtype, "compute_dtype": dtype, "trains": True, "config": EngineConfig()} | options
     return ResidencyPlan.of(layout, placements_of(stage), offload, device=torch.device("cuda"), **chosen)
 
 

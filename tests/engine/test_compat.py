@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import io
@@ -36,30 +37,6 @@ def in_a_backward(act):
 def test_code_can_tell_whether_it_runs_in_a_backward_pass():
     assert compat.current_graph_task() == -1 and compat.current_autograd_node() is None
     assert in_a_backward(compat.current_graph_task) >= 0
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(context, tensor):
-        return 2 * tensor
-
-    @staticmethod
-    def backward(context, gradient):
-        return 2 * gradient
-
-
-@pytest.mark.parametrize("double", [Doubled.apply, lambda tensor: 2 * tensor])
-def test_nodes_have_increasing_numbers_and_are_found_in_the_running_backward_pass_only(double):
-    tensor = torch.ones(2, requires_grad=True)
-    part, other = double(tensor), double(tensor)
-    loss, found = part.sum(), []
-    loss.register_hook(lambda _: found.extend(map(compat.is_in_running_backward, (part.grad_fn, other.grad_fn))))
-    loss.backward(retain_graph=True)
-    torch.autograd.grad(loss, tensor)
-    assert found == [True, False] * 2
-    assert compat.sequence_number(part.grad_fn) < compat.sequence_number(other.grad_fn)
-    (leaf, _), *_ = part.grad_fn.next_functions
-    assert not leaf.next_functions
 
 
 def test_a_function_is_called_at_the_end_of_a_backward_pass():
@@ -137,6 +114,13 @@ def test_many_small_tensors_are_handled_by_one_call():
     assert not any(tensor.any() for tensor in targets)
 
 
+def test_foreach_functions_accept_sharded_tensors():
+    from torch.utils._foreach_utils import _has_foreach_support
+
+    wrapper = compat.make_wrapper(ShardedTensor, (2,), dtype=torch.float32, device="cpu")
+    assert _has_foreach_support([torch.ones(2), wrapper], wrapper.device)
+
+
 def test_a_sparse_tensor_that_is_not_coalesced_has_indices_and_values():
     sparse = torch.sparse_coo_tensor([[1, 1, 0]], torch.ones(3, 4), (2, 4), check_invariants=True)
     indices, values = compat.parts_of_sparse(sparse)
@@ -171,19 +155,20 @@ def test_a_parameter_of_a_tensor_subclass_has_torchs_mark():
 def test_dtensors_have_the_slots_that_are_declared_for_them():
     from torch.distributed.tensor import DTensor
 
-    assert set(compat.slot_names(DTensor)) == set(compat.SlotsOfDTensor.__slots__)
+    assert set(DTensor.__slots__) == set(compat.SlotsOfDTensor.__slots__)
     assert compat.local_memory(plain := torch.ones(2)) is plain
 
 
 def test_hooks_of_a_tensor_can_be_read_set_and_removed():
     tensor, calls = torch.ones(2, requires_grad=True), []
-    assert not compat.gradient_hooks(tensor) and compat.take_accumulation_hooks(tensor) is None
+    assert not compat.gradient_hooks(tensor) and compat.accumulation_hooks(tensor) is None
     handle = tensor.register_hook(lambda _: calls.append("gradient"))
     hooks = compat.gradient_hooks(tensor)
     assert list(hooks) == [handle.id]
     compat.set_gradient_hooks(tensor, hooks)
     tensor.register_post_accumulate_grad_hook(lambda _: calls.append("accumulated"))
-    taken = compat.take_accumulation_hooks(tensor)
+    taken = compat.accumulation_hooks(tensor)
+    compat.set_accumulation_hooks(tensor, {})
     tensor.sum().backward()
     assert calls == ["gradient"] and len(taken) == 1
     compat.set_accumulation_hooks(tensor, taken)
@@ -206,6 +191,28 @@ def test_post_accumulate_grad_hooks_can_be_read():
     assert not compat.accumulation_hooks(tensor)
     tensor.register_post_accumulate_grad_hook(hook)
     assert list(compat.accumulation_hooks(tensor).values()) == [hook]
+
+
+class Hook:
+    def __call__(self, *_, **__):
+        pass
+
+
+def test_forward_hooks_of_a_class_are_left_out_of_copies_and_pickles():
+    module = nn.Linear(2, 2)
+    module.handle = module.register_forward_hook(print, always_call=True)
+    for _ in range(2):
+        compat.leave_out_of_copies(module, Hook)
+    module.register_forward_hook(Hook(), always_call=True, with_kwargs=True)
+    module.register_forward_pre_hook(Hook(), with_kwargs=True)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert list(other._forward_hooks.values()) == [print] and not other._forward_pre_hooks
+        assert list(other._forward_hooks_always_called) == [module.handle.id]
+        assert not other._forward_hooks_with_kwargs and not other._forward_pre_hooks_with_kwargs
+        assert other.handle.hooks_dict_ref() is other._forward_hooks
+    reference = weakref.ref(module)
+    del module
+    assert reference() is None
 
 
 def test_hooks_of_an_optimizer_can_be_ordered():
@@ -385,26 +392,19 @@ def test_dataloaders_take_indices_from_a_sampler_and_count_their_batches():
 
 
 def what_engines_patch():
-    from torch.utils import _foreach_utils
-
     return (
         torch.autograd._engine_run_backward,
         torch.autograd.graph.disable_saved_tensors_hooks,
-        torch.optim.Optimizer.zero_grad,
-        tuple(_foreach_utils._foreach_supported_types),
-        nn.Module.__reduce_ex__,
-        torch.utils.hooks.RemovableHandle.__getstate__,
     )
 
 
 def patched_only_while_an_engine_exists():
     before = what_engines_patch()
-    assert ShardedTensor not in before[3]
     modules = [nn.Linear(2, 2), nn.Linear(2, 2)]
     optimizers = [torch.optim.SGD(module.parameters(), lr=0.1) for module in modules]
     engines = [Engine(module, [optimizer], stage=3) for module, optimizer in zip(modules, optimizers)]
     patched = what_engines_patch()
-    assert all(one is not other for one, other in zip(before, patched)) and ShardedTensor in patched[3]
+    assert all(one is not other for one, other in zip(before, patched))
     for left in (1, 0):
         engines.pop().close()
         modules.pop()
@@ -424,7 +424,7 @@ def test_a_patch_that_other_code_has_wrapped_is_left_in_place(monkeypatch):
     class Owner:
         pass
 
-    patch = compat.replaced(sys, "excepthook", lambda before: lambda *given: before(*given))
+    patch = compat.Patch(sys, "excepthook", lambda before: lambda *given: before(*given))
     owner = Owner()
     patch.hold(owner)
     ours = sys.excepthook

@@ -19,7 +19,7 @@ def test_every_element_of_every_parameter_is_owned_by_exactly_one_rank(world_siz
     for index, segment in enumerate(layout.segments):
         owned = []
         for rank in range(world_size):
-            start, stop = layout.owned_range(index, index, rank)
+            start, stop = layout.owned_range(index, rank)
             owned.extend(range(start, stop))
         assert owned == list(range(segment.start, segment.stop))
 
@@ -40,7 +40,7 @@ def test_in_a_bucket_of_whole_parameters_each_has_one_owner_and_shards_cover_the
     assert ranges[0][0] == 0 and ranges[-1][1] == layout.padded_numel
     assert all(before[1] == after[0] for before, after in zip(ranges, ranges[1:]))
     for index, segment in enumerate(layout.segments):
-        owned = [layout.owned_range(index, index, rank) for rank in range(4)]
+        owned = [layout.owned_range(index, rank) for rank in range(4)]
         for rank, (start, stop) in enumerate(owned):
             expected = (segment.start, segment.stop) if rank == owners[index] else None
             assert (start, stop) == expected or (start == stop and not (expected and segment.numel))
@@ -137,13 +137,11 @@ def test_model_state_bytes_follow_the_formula_of_each_stage(stage, width, master
     )
 
 
-def test_a_mesh_numbers_ranks_along_any_of_its_dimensions():
+def test_a_mesh_numbers_ranks_so_that_those_with_one_local_index_are_adjacent():
     mesh = Mesh.of(Topology(tuple("aabbab")), rank=1)  # machine a has ranks 0, 1, 4; b has 2, 3, 5
-    assert [mesh.position(rank, (LOCAL,)) for rank in range(6)] == [0, 1, 0, 1, 2, 2]
-    assert [mesh.position(rank, (NODE,)) for rank in range(6)] == [0, 0, 1, 1, 0, 1]
-    assert mesh.order(ALL) == (0, 2, 1, 3, 4, 5) and mesh.order((NODE, LOCAL)) == (0, 1, 3, 4, 2, 5)
+    assert mesh.order == (0, 2, 1, 3, 4, 5)
     assert [mesh.size(over) for over in ((), (NODE,), (LOCAL,), ALL)] == [1, 2, 3, 6]
-    assert Mesh.flat(6).order(ALL) is None and Mesh.flat(6).size(ALL) == 6
+    assert Mesh.flat(6).order is None and Mesh.flat(6).size(ALL) == 6
 
 
 @pytest.mark.parametrize(
@@ -166,7 +164,7 @@ def test_a_topology_says_which_ranks_share_a_machine(machines, nodes, has_two_le
 
 @pytest.mark.parametrize("owners", [None, (0, 2, 2, 3)])
 def test_ranks_at_the_same_position_on_their_machines_have_adjacent_shards(owners):
-    order = Mesh.of(Topology(tuple("abab")), 0).order(ALL)
+    order = Mesh.of(Topology(tuple("abab")), 0).order
     layout = BucketLayout.of(SHAPES, 4, owners, order=order)
     ranges = [layout.shard_range(rank) for rank in range(4)]
     assert [ranges[0][1], ranges[1][1], ranges[2][1]] == [ranges[1][0], ranges[2][0], ranges[3][0]], (

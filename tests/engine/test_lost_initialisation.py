@@ -1,12 +1,9 @@
-"""Values that a project writes to tensors on the meta device, where nothing records them, are never lost silently."""
+"""Values that a project writes to tensors on the meta device are recorded, and never lost silently."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import warnings
-from contextlib import nullcontext
-from functools import partial
 
 import pytest
 import torch
@@ -115,38 +112,62 @@ class TiedByHand(nn.Module):
         nn.init.normal_(self.head.weight, std=0.02)
 
 
-LOST = {
-    ScalesAfterwards: "layers.2.weight",
-    AsResNet: "conv.weight",
-    FillsABuffer: "norm.running_var",
-    OfAnOwnClass: "weight",
-    InitialisedByHand: "layer.weight, layer.bias",
-    PartOfATable: "table.weight",
-    TiedByHand: "table.weight",
-}
+def made_on_meta(make):
+    """A module made as in ``configure_model``."""
+    with parameters_await_values(only_on_meta=True), torch.device("meta"):
+        return make()
 
 
 def refused(stage: int) -> None:
-    for make, names in LOST.items():
-        with torch.device("meta"):
-            module = make()
-        with pytest.raises(ValueError, match=f"^{names}: written to on the meta device by code other than"):
-            Engine(module, stage=stage)
-        assert not any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
+    message = "written to on the meta device, where writes are recorded only within"
+    with torch.device("meta"):
+        module = FillsABuffer()
+    names = "norm.weight, norm.bias, norm.running_mean, norm.running_var, norm.num_batches_tracked"
+    with pytest.raises(ValueError, match=f"^{names}: {message}"):
+        Engine(module, stage=stage)
+    assert not any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
     with torch.device("meta"):
         loaded = nn.Linear(2, 2)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that nothing is copied
         if rank() == 0:
             loaded.load_state_dict(nn.Linear(2, 2).state_dict())
-    with pytest.raises(ValueError, match=r"^weight, bias: written to on the meta device"):
+    with pytest.raises(ValueError, match=f"^weight, bias: {message}"):
         Engine(loaded, stage=stage)
+    with pytest.raises(ValueError, match=f"^weight: {message}"):
+        Engine(made_on_meta(OfAnOwnClass), stage=stage)
+
+
+class Bare(nn.Module):
+    """Its constructor writes to its tensors on the given rank alone."""
+
+    def __init__(self, writes_on: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(4, 4))
+        if rank() == writes_on:
+            self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def written_on_one_rank() -> None:
+    with torch.device("meta"):
+        modules = [Bare(0), Bare(1)]
+    with pytest.raises(ValueError, match=r"^weight: written to .* for an Engine within .*parameters_await_values\(\)"):
+        Engine(modules[0], stage=3)
+    Engine(modules[1], stage=3).close()
+    assert (modules[1].weight == 1).all()
+
+
+def test_writes_on_rank_0_alone_are_refused_on_every_rank(run_on):
+    run_on(2, written_on_one_rank)
 
 
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.behaviour("The module", "Values written to a module on the meta device are repeated, or refused by name")
-def test_values_that_initialisers_would_replace_are_refused_on_every_rank(run_on, stage):
+def test_values_that_were_not_recorded_are_refused_on_every_rank(run_on, stage):
     run_on(2, refused, stage=stage)
 
 
@@ -181,7 +202,7 @@ class Nested(Initialises):
 
 
 class Cloned(Initialises):
-    """torch's encoder copies its layers; the version counters of copies start again."""
+    """torch's encoder copies its layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,8 +261,7 @@ def initialised(stage: int) -> None:
     for make in ORDINARY:
         torch.manual_seed(0)
         expected = make()
-        with torch.device("meta"):
-            module = make()
+        module = made_on_meta(make)
         torch.manual_seed(0)
         before = torch.get_rng_state()
         with warnings.catch_warnings(record=True) as shown:
@@ -272,8 +292,7 @@ def torch_layers() -> None:
             continue
         for arguments in ((4, 4, 2), (4, 2, 8), (4, 4), (4, 2), (4,)):
             try:
-                with torch.device("meta"):
-                    module = cls(*arguments)
+                module = made_on_meta(lambda: cls(*arguments))
             except Exception:
                 continue
             if any(True for _ in module.parameters()):
@@ -301,10 +320,9 @@ def transformers_models() -> None:
         lambda: t.ViTForImageClassification(t.ViTConfig(**image)),
         lambda: t.ResNetForImageClassification(t.ResNetConfig(hidden_sizes=[8, 8, 8, 8], depths=[1, 1, 1, 1])),
     ]
-    for make, context in itertools.product(models, (nullcontext, partial(parameters_await_values, only_on_meta=True))):
+    for make in models:
         expected = make().state_dict()
-        with context(), torch.device("meta"):
-            model = make()
+        model = made_on_meta(make)
         Engine(model).close()
         for name, found in model.state_dict().items():
             if found.is_floating_point() and found.numel() > 100:
@@ -329,8 +347,7 @@ class Careless(nn.Module):
 
 
 def buffers_without_values() -> None:
-    with torch.device("meta"):
-        module = Careless()
+    module = made_on_meta(Careless)
     with pytest.raises(RuntimeError, match="^mask, codes: still without values"):
         Engine(module)
 
@@ -347,7 +364,7 @@ class Outside(Learner):
 
 
 def in_trainer_and_fabric() -> None:
-    message = r"layers.2.weight: written to .* Create the module within configure_model\(\) or init_module\(\)"
+    message = r"layers.2.weight.*recorded only within configure_model\(\) and init_module\(\). Create the module there"
     for stage in (1, 3):
         with pytest.raises(ValueError, match=message):
             make_trainer(f"zero{stage}").fit(Outside("meta"))
@@ -386,8 +403,12 @@ class Replaced(Initialises):
         self.layers[2] = nn.Linear(4, 4)
 
 
+RECORDED = (Marked, Nested, Replaced, Unused, Cloned, Tied, ByAnother, FillsABuffer, PartOfATable, AsResNet)
+RECORDED += (ScalesAfterwards, InitialisedByHand, TiedByHand)
+
+
 def recorded() -> None:
-    for make in (Marked, Nested, Replaced, Unused, Cloned, Tied, ByAnother, FillsABuffer, PartOfATable, AsResNet):
+    for make in RECORDED:
         torch.manual_seed(0)
         expected = make().state_dict()
         for stage in (1, 3):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -11,11 +10,12 @@ from torch import nn
 
 from lightning_zero.engine import Engine, ShardedTensor
 from lightning_zero.engine.init.bucketing import UnshardedBucket
-from lightning_zero.engine.init.deferred_param import parameters_await_values
+from lightning_zero.engine.init.deferred_param import is_on_meta, parameters_await_values
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank
 from tests.support.training import same_tensors
 
+on_meta = partial(parameters_await_values, only_on_meta=True)
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 
 
@@ -53,7 +53,7 @@ def construct(stage):
         drawn_by_rank_0 = torch.get_rng_state()
         torch.manual_seed(rank())  # each rank would draw different numbers: rank 0's are used
         before = torch.get_rng_state()
-        with torch.device("meta"):
+        with on_meta(), torch.device("meta"):
             module = make()
         parameters = list(module.parameters())
         engine = Engine(module, [torch.optim.AdamW(parameters, fused=True)], stage=stage)
@@ -95,7 +95,7 @@ buckets: list[UnshardedBucket] = []
 
 def one_at_a_time():
     Counted.whole.clear()
-    with torch.device("meta"):
+    with on_meta(), torch.device("meta"):
         module = nn.Sequential(*(Counted() for _ in range(4)))
     made = UnshardedBucket.__init__
 
@@ -140,7 +140,7 @@ class Parent(nn.Module):
 
 
 def a_projects_own(stage):
-    with torch.device("meta"):
+    with on_meta(), torch.device("meta"):
         module = nn.Sequential(Parent(), Parent(), nn.Linear(2, 2))
     optimizer = torch.optim.Adagrad(module.parameters(), lr=0.5, initial_accumulator_value=0.25)
     engine = Engine(module, [optimizer], stage=stage)
@@ -179,7 +179,7 @@ class Model(nn.Module):
 
 
 def by_a_model(stage):
-    with torch.device("meta"):
+    with on_meta(), torch.device("meta"):
         module = nn.Sequential(Model(), nn.Linear(2, 2))
     engine = Engine(module, stage=stage, units=[Model])
     assert (module[0].first.weight == 5).all() and (module[0].scale == 6).all() and not (module[1].weight == 5).any()
@@ -190,10 +190,10 @@ def partly(stage):
     """The head is new, and the backbone keeps its values even if one module initialises both."""
     torch.manual_seed(rank())
     module = untied()
-    with torch.device("meta"):
+    with on_meta(), torch.device("meta"):
         module.head = nn.Linear(16, 7)
-    module.norm.bias = nn.Parameter(module.norm.bias.to("meta"))
-    values = {name: p.detach().clone() for name, p in module.named_parameters() if not p.is_meta}
+        module.norm.bias = nn.Parameter(module.norm.bias.to("meta"))
+    values = {name: p.detach().clone() for name, p in module.named_parameters() if not is_on_meta(p)}
     engine = Engine(module, stage=stage)
     engine.close()
     assert module.head.weight.std() > 0 and (module.norm.bias == 0).all()
@@ -228,7 +228,7 @@ class Forgetful(nn.Linear):
 
 
 def refused():
-    with torch.device("meta"):
+    with on_meta(), torch.device("meta"):
         half = layers()
     if rank() == 1:
         half[0].to_empty(device="cpu")
@@ -242,7 +242,7 @@ def refused():
     with pytest.raises(ValueError, match=r"differs between ranks: weight is \(2, 3\) in .* \(3, 3\) in .* on rank 1"):
         Engine(different)
 
-    with torch.device("meta"):
+    with on_meta(), torch.device("meta"):
         forgetful = nn.Sequential(nn.Linear(2, 2), Forgetful(2, 2))
     with pytest.raises(RuntimeError, match=r"^1.bias: still without values after every module was initialised"):
         Engine(forgetful)
@@ -252,7 +252,7 @@ def test_ranks_that_disagree_and_modules_that_forget_a_parameter_are_refused_on_
     run_on(2, refused)
 
 
-def adapters(stage, context):
+def adapters(stage):
     import peft
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -261,9 +261,9 @@ def adapters(stage, context):
     )
     torch.manual_seed(0)
     eager = LlamaForCausalLM(config)
-    with context(), torch.device("meta"):
+    with on_meta(), torch.device("meta"):
         model = LlamaForCausalLM(config)
-    with context():
+    with on_meta():
         model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
     engine = Engine(model, stage=stage)
     engine.close()
@@ -278,6 +278,5 @@ def adapters(stage, context):
             assert 0.015 < parameter.std() < 0.025, f"{name}: transformers draw from a normal distribution of 0.02"
 
 
-@pytest.mark.parametrize("context", [nullcontext, partial(parameters_await_values, only_on_meta=True)])
-def test_transformers_models_and_peft_adapters_are_initialised_as_by_their_libraries(run_on, context):
-    run_on(2, adapters, stage=3, context=context)
+def test_transformers_models_and_peft_adapters_are_initialised_as_by_their_libraries(run_on):
+    run_on(2, adapters, stage=3)

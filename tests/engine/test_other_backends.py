@@ -139,7 +139,8 @@ def timeouts_of_own_groups() -> None:
     device, group = torch.device("cpu"), dist.new_group(timeout=timedelta(seconds=77))
     module, optimizer = prepare(Recipe(Square))
     engine = Engine(module, [optimizer], group=group)
-    assert engine.communicator.background_group()._get_backend(device).options._timeout == timedelta(seconds=77)
+    made = engine.communicator._new_group("gloo", [[0, 1]])
+    assert made._get_backend(device).options._timeout == timedelta(seconds=77)
     module(*batch(0)).backward()
     engine.close()
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from lightning_zero.engine import Engine
 from lightning_zero.engine.runtime.schedule import TRANSITIONS, Phase, Unit
 
-IDLE, AWAITED, HELD, KEPT = Phase
+IDLE, AWAITED, KEPT = Phase
 
 
 class Block(nn.Module):
@@ -72,7 +72,7 @@ def walk() -> None:
 
         with torch.no_grad():
             model(x)
-        assert go.in_forward.pop() == (HELD, IDLE)
+        assert go.in_forward.pop() == (IDLE, IDLE)
         assert go.phases == (IDLE, IDLE) and go.gathered == (False, False)
 
         loss = model(x)
@@ -87,7 +87,7 @@ def walk() -> None:
 
         with go.engine.window():  # as in manual optimization
             model(x).backward()
-            assert go.phases == (HELD, IDLE) and go.gathered == (True, False)
+            assert go.phases == (IDLE, IDLE) and go.gathered == (True, False)
             with torch.no_grad():
                 model.first(x)
         model(x).backward()
@@ -95,14 +95,14 @@ def walk() -> None:
         assert go.phases == (IDLE, AWAITED), "of a graph without the root unit"
         with go.engine.window():
             loss.backward()
-            assert go.phases == (HELD, IDLE)
+            assert go.phases == (IDLE, IDLE)
         model(x).backward()
 
         interrupt = model.block.register_forward_pre_hook(interrupted)
         with torch.no_grad(), pytest.raises(KeyboardInterrupt):
             model(x)
         interrupt.remove()
-        assert go.phases == (HELD, IDLE), "torch has called no hook"
+        assert go.phases == (IDLE, IDLE), "torch has called no hook"
         with torch.no_grad():
             model(x)
         assert go.phases == (IDLE, IDLE) and go.gathered == (False, False)

@@ -11,9 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lightning_zero import full_grad, load_weights
+from lightning_zero.checkpoint.fitting import load_module
 from lightning_zero.engine import Engine, ShardedTensor
 from lightning_zero.engine.init.deferred_param import values_may_wait
+from lightning_zero.engine.init.quantised_layers import quantised_layers
 from tests.support import world_size
+from tests.support.training import same_values
 
 WIDTH, DEPTH = 512, 4
 NUMEL = DEPTH * WIDTH * WIDTH
@@ -145,3 +148,84 @@ def evaluate_before_and_between() -> None:
 
 def test_evaluation_leaves_codes_in_the_layout_through_which_gradients_flow(run_on):
     run_on(2, evaluate_before_and_between)
+
+
+def load_without_scales(kind: str) -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(quantised(kind).to("cpu"), nn.Linear(WIDTH, 2))
+    saved = {name: value.clone() for name, value in module.state_dict().items()}
+    scales = [name for name in saved if name.startswith("0.") and name not in ("0.weight", "0.weight_format")]
+    engine = Engine(module, [torch.optim.SGD(module[1].parameters())], stage=3)
+    changed = {name: value + 1 if name.startswith("1.") else value for name, value in saved.items()}
+    before = dict(engine.full_state_dict())
+    for missing in [scales, *([name] for name in scales)]:
+        state = {name: value for name, value in changed.items() if name not in missing}
+        with pytest.raises(ValueError, match=rf"not the scales, of the quantised layer '0' \({missing[0]}.* missing"):
+            load_module(module, state, strict=False)
+        torch.save(state, "partial.pt")
+        with pytest.raises(ValueError, match="Nothing was loaded"):
+            load_weights(module, "partial.pt", strict=False)
+    same_values(dict(engine.full_state_dict()), before, "the module")
+    load_module(module, changed, strict=True)
+    same_values(dict(engine.full_state_dict()), changed, "the module")
+    engine.close()
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_weights_without_all_of_their_scales_are_refused_before_anything_is_loaded(run_on, kind):
+    run_on(2, load_without_scales, kind=kind)
+
+
+def load_into_constructed_layers(kind: str) -> None:
+    torch.manual_seed(0)
+    source = nn.Sequential(nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, 2))
+    torch.save(source.state_dict(), "linear.pt")
+    x = torch.randn(3, WIDTH)
+    expected = source(x)
+    for wait in (True, False):
+        with torch.device("meta"):
+            module = nn.Sequential(quantised(kind), nn.Linear(WIDTH, 2))
+        with values_may_wait() if wait else nullcontext():
+            load_weights(module, "linear.pt")
+        engine = Engine(module, [torch.optim.SGD(module[1].parameters())], stage=3)
+        assert not module[0].weight.is_floating_point()
+        assert (module(x) - expected).norm() < 0.2 * expected.norm()
+        engine.close()
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_layers_that_were_constructed_on_the_meta_device_are_quantised_when_they_are_loaded(run_on, kind):
+    run_on(2, load_into_constructed_layers, kind=kind)
+
+
+def quantise_values(kind: str) -> None:
+    """Layers with values that have not been moved, as a LightningModule's constructor makes them."""
+    torch.manual_seed(0)
+    module = quantised(kind)
+    x = torch.randn(3, WIDTH)
+    expected = copy.deepcopy(module).to("cpu")
+    engine = Engine(module, stage=3, device="cpu")
+    assert not module.weight.is_floating_point()
+    same_values(module(x), expected(x), "outputs")
+    engine.close()
+    same_values(module(x), expected(x), "outputs after the end")
+
+
+@pytest.mark.parametrize("kind", CODES)
+def test_layers_with_values_are_quantised_by_the_engine(run_on, kind):
+    run_on(2, quantise_values, kind=kind)
+
+
+class Counted(nn.Module):
+    calls = 0
+
+    def forward(self, weight: Tensor) -> Tensor:
+        self.calls += 1
+        return weight
+
+
+def test_parametrised_weights_are_not_computed_to_find_quantised_layers():
+    layer, counted = nn.Linear(2, 2), Counted()
+    nn.utils.parametrize.register_parametrization(layer, "weight", counted)
+    before = counted.calls
+    assert not list(quantised_layers(nn.Sequential(layer))) and counted.calls == before

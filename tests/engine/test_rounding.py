@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.share import Share
-from lightning_zero.engine.state.rounding import GROUP_KEY, Rounding, random_bits, round_stochastically
+from lightning_zero.engine.state.rounding import GROUP_KEY, count_update, random_bits, round_stochastically
 
 NUMEL = 2**18
 
@@ -120,14 +120,11 @@ def test_values_that_bf16_has_stay_and_nan_stays_nan():
         assert target.isnan().all()
 
 
-def test_counts_are_kept_in_param_groups_and_continue_from_them():
-    rounding = Rounding(5)
+def test_the_seed_and_the_count_are_kept_in_param_groups_and_continue_from_them():
     groups: list[dict[str, object]] = [{}, {}]
-    rounding.restore(groups)
-    assert rounding.key == (5, 0)
-    rounding.advance(groups[:1])
-    rounding.advance(groups)
-    assert groups == [{GROUP_KEY: (5, 2)}, {GROUP_KEY: (5, 1)}]
-    other = Rounding(6)
-    other.restore(groups)
-    assert other.key == (5, 2)
+    count_update(groups, seed=5)
+    count_update(groups, seed=5)
+    assert groups == [{GROUP_KEY: (5, 2)}, {GROUP_KEY: (5, 2)}]
+    groups.append({})
+    count_update(groups, seed=6)
+    assert groups == 3 * [{GROUP_KEY: (5, 3)}]

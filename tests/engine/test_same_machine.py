@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_zero.engine.comm.transport import Started
 from tests.support.training import Recipe, same_runs, train_zero
 from tests.support.transports import cross_memory
 from tests.support.workers import rank, world_size
@@ -35,6 +36,12 @@ def neighbours():
     return found
 
 
+def wait(started: Started) -> Any:
+    for each in started.waits:
+        each()
+    return started.finish()
+
+
 def exchange_slices(numel: int) -> None:
     transport = neighbours()
     values = torch.arange(numel * world_size()).view(world_size(), numel) + 1
@@ -43,7 +50,7 @@ def exchange_slices(numel: int) -> None:
         full[rank()] = values[rank()] * (turn + 1)
         if (turn + rank()) % 3 == 0:
             time.sleep(0.002)  # so that some ranks are ready earlier than others
-        transport.gather(5, list(full))()
+        wait(transport.gather(list(full)))
         assert torch.equal(full, values * (turn + 1))
     dist.barrier()
     transport.close()
@@ -59,12 +66,11 @@ def add_up(numel: int, wire: torch.dtype) -> None:
     transport, size = neighbours(), world_size()
     values = torch.randn(size, size, numel, generator=torch.Generator().manual_seed(3))  # from each rank, for each rank
     own, sent = values[rank()][rank()], values[rank()].to(wire)
-    exchanges = [transport.reduce(7, own, list(sent)) for _ in range(3)]
+    exchanges = [transport.reduce(own, list(sent)) for _ in range(3)]
     terms = [own if other == rank() else values[other][rank()].to(wire).float() for other in range(size)]
     expected = sum(terms[1:], terms[0].clone())
-    for exchange, total in exchanges:
-        exchange()
-        assert torch.equal(total, expected)
+    for exchange in exchanges:
+        assert torch.equal(wait(exchange), expected)
     dist.barrier()
     transport.close()
 
@@ -97,9 +103,9 @@ def many_at_once(count: int) -> None:
     exchanges = []
     for number, full in enumerate(buffers):
         full[rank()] = number
-        exchanges.append(transport.gather(number, list(full)))
+        exchanges.append(transport.gather(list(full)))
     for number, (full, exchange) in enumerate(zip(buffers, exchanges)):
-        exchange()
+        wait(exchange)
         assert (full == number).all()
     dist.barrier()
     transport.close()
@@ -191,12 +197,12 @@ def end_while_others_wait() -> None:
         dist.barrier()
         transport.close()
         return
-    exchange = transport.gather(1, list(torch.zeros(world_size(), 4)))
+    exchange = transport.gather(list(torch.zeros(world_size(), 4)))
     dist.barrier()
     with pytest.raises(RuntimeError, match="closed"):
-        exchange()
+        wait(exchange)
     with pytest.raises(RuntimeError, match="closed"):
-        transport.gather(1, list(torch.zeros(world_size(), 4)))()
+        wait(transport.gather(list(torch.zeros(world_size(), 4))))
     transport.close()
 
 
@@ -210,12 +216,12 @@ def end_one_after_another() -> None:
         transport = neighbours()
         full = torch.full((world_size(), 3), -1.0)
         full[rank()] = rank()
-        exchange = transport.gather(1, list(full))
+        exchange = transport.gather(list(full))
         if rank() == turn % world_size():
-            exchange()
+            wait(exchange)
             transport.close()
         dist.barrier() if turn % 2 else time.sleep(0.001 * rank())
-        exchange()
+        wait(exchange)
         assert full[:, 0].tolist() == list(range(world_size()))
         transport.close()
 
@@ -231,13 +237,13 @@ def close_while_another_is_late() -> None:
     full = torch.full((world_size(), 3), -1.0)
     full[rank()] = rank()
     if rank() == 0:
-        exchange = transport.gather(1, list(full))
+        exchange = transport.gather(list(full))
         transport.close()  # returns after a timeout, and leaves the rest to the thread
         dist.barrier()
     else:
         dist.barrier()
-        exchange = transport.gather(1, list(full))
-    exchange()
+        exchange = transport.gather(list(full))
+    wait(exchange)
     assert full[:, 0].tolist() == list(range(world_size()))
     transport.close()
 
@@ -249,6 +255,7 @@ def test_an_exchange_under_way_when_a_rank_closes_its_transport_still_completes(
 def fail_before_the_last_has_read() -> None:
     """Rank 2 fails, and frees memory that others would read, while rank 0 is busy with data from rank 1."""
     from lightning_zero.engine.comm.cross_memory import process_memory
+    from lightning_zero.engine.comm.cross_memory.small_messages import GATHER_TAG
 
     read, is_reading, may_read = process_memory.read_memory, threading.Event(), threading.Event()
 
@@ -264,12 +271,12 @@ def fail_before_the_last_has_read() -> None:
         process_memory.read_memory = read_late
     try:
         if rank() != 1:
-            exchange = transport.gather(1, list(full))
-        while rank() == 0 and set(transport._signals.received.get((~1, 0), ())) != {1}:  # rank 2's position
+            exchange = transport.gather(list(full))
+        while rank() == 0 and set(transport._signals.received.get((GATHER_TAG, 0), ())) != {1}:  # rank 2's position
             time.sleep(0.001)
         dist.barrier()
         if rank() == 1:
-            exchange = transport.gather(1, list(full))
+            exchange = transport.gather(list(full))
         if rank() == 0:
             assert is_reading.wait(20)
         dist.barrier()
@@ -280,7 +287,7 @@ def fail_before_the_last_has_read() -> None:
         may_read.set()
         if rank() == 0:
             with pytest.raises(RuntimeError, match="rank 2 closed the connection"):
-                exchange()
+                wait(exchange)
     finally:
         process_memory.read_memory = read
     dist.barrier()
@@ -313,11 +320,11 @@ def collect_in_the_thread() -> None:
     weakref.finalize(owner, transport.close)
     full = torch.full((world_size(), 3), -1.0)
     full[rank()] = rank()
-    transport.gather(1, list(full))
+    transport.gather(list(full))
     del owner
     dist.barrier()
     for _ in range(2):  # incoming messages trigger a collection
-        transport.gather(2, list(full.clone()))
+        transport.gather(list(full.clone()))
     dist.barrier()
     transport.sever("it failed")
     gc.enable()
@@ -349,7 +356,7 @@ def refuse_until_asked() -> None:
         transport = connect(range(world_size()), rank(), MINUTE, objects_of_all)
         assert transport is not None
         full = torch.full((2 * world_size(),), float(rank()))
-        transport.gather(0, full.chunk(world_size()))()
+        wait(transport.gather(full.chunk(world_size())))
         assert full.tolist() == [float(r) for r in range(world_size()) for _ in range(2)]
         dist.barrier()
         transport.close()
@@ -375,7 +382,7 @@ def refuse_on(refusing: int) -> None:
         assert connect(range(world_size()), rank(), MINUTE, objects_of_all) is None
     finally:
         process_memory.read_memory = read
-    assert "lightning_zero-shared-memory" not in [thread.name for thread in threading.enumerate()]
+    assert "lightning_zero-gathers" not in [thread.name for thread in threading.enumerate()]
 
 
 @pytest.mark.parametrize("refusing", [0, 1, 2])

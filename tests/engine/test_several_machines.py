@@ -59,8 +59,8 @@ def exchange(machines: str, numel: int, owners: Any, wire: torch.dtype, reads_me
         communicator = communicator_on(machines)
     assert isinstance(communicator.along(ALL)._transport, Levels)
     shapes = [(str(n), torch.Size([numel])) for n in range(5)]
-    layout = BucketLayout.of(shapes, 4, owners, rank=rank(), order=communicator.mesh.order(ALL))
-    ranges = layout.shard_ranges
+    layout = BucketLayout.of(shapes, 4, owners, rank=rank(), order=communicator.mesh.order)
+    ranges = layout.part_ranges
     values = torch.randn(4, layout.padded_numel, generator=torch.Generator().manual_seed(1))
 
     start, stop = ranges[rank()]
@@ -96,13 +96,13 @@ def test_gathers_and_reductions_in_two_levels_give_all_slices_and_their_sums(
 
 def start_many_before_waiting() -> None:
     communicator = communicator_on("aabb")
-    layout = BucketLayout.of([("p", torch.Size([2**16]))], 4, rank=rank(), order=communicator.mesh.order(ALL))
+    layout = BucketLayout.of([("p", torch.Size([2**16]))], 4, rank=rank(), order=communicator.mesh.order)
     start, stop = layout.own_range
     buffers = [torch.zeros(layout.padded_numel) for _ in range(8)]
     pending = []
     for number, full in enumerate(buffers):
         full[start:stop] = number + 1.0
-        pending.append(communicator.along(ALL).all_gather(full, layout.shard_ranges, "a gather"))
+        pending.append(communicator.along(ALL).all_gather(full, layout.part_ranges, "a gather"))
         time.sleep(0.002 * rank())
     for number in sorted(range(8), reverse=rank() == 2):
         pending[number].wait()

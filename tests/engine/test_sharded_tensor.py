@@ -471,7 +471,7 @@ def read_on_rank_0_while_others_wait_in(where):
             module[2].bias.sort()
     else:
         with pytest.raises(RuntimeError, match="barrier of this test.*rank 0 waits for.*'0.weight'"):
-            with engine.communicator.waiting("the barrier of this test"):
+            with engine.communicator.everyone.waiting("the barrier of this test"):
                 dist.barrier()
     assert time.monotonic() - begin < 15
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import lightning_zero
 from lightning_zero.engine import Engine, ShardedTensor
+from lightning_zero.engine.init.deferred_param import values_may_wait
+from lightning_zero.engine.init.sources import check_float8
 from tests.fabric.training import make_fabric, same_as_under_ddp, set_up, weights
 from tests.fabric.training import train as train_with_fabric
 from tests.support import rank, world_size
@@ -299,6 +302,43 @@ def int8_learns(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_torchaos_int8_mixed_precision_learns_as_under_ddp(run_on, stage):
     run_on(2, int8_learns, stage=stage)
+
+
+def load_weights_on_meta(waits):
+    expected = converted("tensorwise")
+    torch.save(expected.state_dict(), "text.pt")
+    with torch.device("meta"):
+        module = converted("gathered")
+    with values_may_wait() if waits else nullcontext():
+        lightning_zero.load_weights(module, "text.pt")
+    weight = module.blocks[0].up.weight
+    assert isinstance(weight, nn.Parameter) and type(weight).__name__ == "WeightWithDynamicFloat8CastTensor"
+    if not waits:
+        assert weight.device.type == "cpu"
+        assert torch.equal(module(*batch(0)), expected(*batch(0)))
+    engine = Engine(module, [], stage=3, units=is_block)
+    assert torch.equal(module(*batch(0)), expected(*batch(0)))
+    assert {bucket.full.dtype for bucket in engine.buckets} == {torch.float32, torch.float8_e4m3fn}
+    engine.close()
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_weights_loaded_on_the_meta_device_are_still_gathered_in_float8(run_on, waits):
+    run_on(1, load_weights_on_meta, waits=waits)
+
+
+@pytest.mark.parametrize(
+    ("capability", "emulate", "is_refused"), [((8, 0), False, True), ((8, 0), True, False), ((8, 9), False, False)]
+)
+def test_a_gpu_without_float8_products_is_refused_unless_they_are_emulated(
+    monkeypatch, capability, emulate, is_refused
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    module = Text()
+    float8.convert_to_float8_training(module.blocks, config=float8.Float8LinearConfig(emulate=emulate))
+    with pytest.raises(ValueError, match="^blocks.0.up .* emulate=True") if is_refused else nullcontext():
+        check_float8(module, torch.device("cuda"))
+    check_float8(module, torch.device("cpu"))
 
 
 def differing_modules():

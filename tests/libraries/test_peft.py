@@ -217,10 +217,15 @@ def refused_merges():
         MODELS["Llama"].make(), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2, token_dim=16)
     )
     odd = get_peft_model(MODELS["Llama"].make(), LoraConfig(r=2, target_modules=["q_proj"], lora_bias=True))
+    torch.save(MODELS["Llama"].make().state_dict(), "llama.pt")
+    in_4_bits = MODELS["Llama"].make()
+    lightning_zero.load_weights(in_4_bits, "llama.pt", quantize="nf4")
+    in_4_bits = get_peft_model(in_4_bits, LoraConfig(r=2, target_modules=["q_proj"]))
     said = {
         on_head: "lm_head change a weight that is tied to base_model.model.model.embed_tokens.weight",
         prompts: "has adapters that are not part of layers",
         odd: "q_proj cannot be merged .*lora_bias",
+        in_4_bits: "q_proj cannot be merged, since it is quantised",
     }
     for module, text in said.items():
         engine = lightning_zero.engine.Engine(module, stage=3)

@@ -141,6 +141,28 @@ class Direct(nn.Module):
             raise ZeroDivisionError
 
 
+def reduce_weights_used_directly() -> None:
+    from lightning_zero.engine import Engine
+
+    module = Direct()
+    engine = Engine(module, [torch.optim.SGD(module.parameters(), lr=0.1)], stage=1)
+    calls = []
+    for micro_batches in (1, 2, 2):
+        engine.reset_counters()
+        for number in range(micro_batches):
+            with engine.no_sync() if number + 1 < micro_batches else nullcontext():
+                module(torch.ones(2, 8)).backward()
+        calls.append(engine.report().calls["reduce_scatter"])
+        assert "reduction" not in engine.report().at_rest or engine.report().at_rest["reduction"] == 0
+        module.zero_grad()
+    assert calls[1:] == [1, 1], "in the first step, the number of gradients is not known yet"
+    engine.close()
+
+
+def test_weights_used_outside_of_their_modules_are_reduced_once_a_step(run_on):
+    run_on(2, reduce_weights_used_directly)
+
+
 def fail_in_a_micro_batch(stage: int, zeroes: bool, dtype: torch.dtype) -> None:
     """Four micro-batches. The second has a loss of zero and fails in the middle of backward."""
     from lightning_zero.engine import Engine

@@ -54,7 +54,9 @@ def make() -> nn.Module:
 
 
 def on_meta() -> nn.Module:
-    with torch.device("meta"):
+    from lightning_zero.engine.init.deferred_param import parameters_await_values
+
+    with parameters_await_values(only_on_meta=True), torch.device("meta"):
         return make()
 
 

@@ -7,10 +7,12 @@ import sys
 import pytest
 import torch
 from torch import nn
-from torch.optim import Adam
+from torch.optim import SGD, Adam
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.config import OffloadConfig
+from lightning_zero.engine.tensor.sharded_tree import whole
+from tests.support.training import same_values
 
 STEPS = range(4)
 INTERRUPTED = 1
@@ -92,3 +94,44 @@ def interrupt_in_every_line(stride, **options):
 def test_ctrl_c_in_a_step_loses_at_most_that_step(run_on, tmp_path, stage, place, stride):
     offload = OffloadConfig(optimizer=place, path=str(tmp_path) if place == "nvme" else None)
     run_on(1, interrupt_in_every_line, stage=stage, stride=stride, offload=offload, timeout=120)
+
+
+class Fails(SGD):
+    """Its first step raises an error after the update."""
+
+    fails = True
+
+    def step(self, closure=None):
+        loss = super().step(closure)
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError
+        return loss
+
+
+def gradients_after_an_error(zeroes, **options):
+    module = Linear()
+    optimizer = Fails(module.parameters(), lr=0.1)
+    engine = Engine(module, [optimizer], whole_parameters=False, **options) if options else None
+    module(0).backward()
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step()
+    if zeroes:
+        optimizer.zero_grad()
+    module(1).backward()
+    optimizer.step()
+    found = [whole(each).detach().clone() for p in module.parameters() for each in (p, p.grad)]
+    if engine is not None:
+        engine.close()
+    return found
+
+
+def accumulate_as_in_plain_torch(zeroes):
+    expected = gradients_after_an_error(zeroes)
+    for stage in (1, 2, 3):
+        same_values(gradients_after_an_error(zeroes, stage=stage), expected, f"stage {stage}")
+
+
+@pytest.mark.parametrize("zeroes", [True, False])
+def test_gradients_of_a_step_that_raised_are_added_to_unless_they_are_cleared(run_on, zeroes):
+    run_on(2, accumulate_as_in_plain_torch, zeroes=zeroes)

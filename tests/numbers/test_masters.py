@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from torch import nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, Optimizer
 
@@ -210,6 +211,25 @@ def step_after_a_state_dict_that_failed() -> None:
     engine.close()
 
 
+def step_after_state_dicts_of_a_wrapper() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = SGD(module.parameters(), lr=1.0, momentum=0.5)
+    wrapper = LightningOptimizer(optimizer)  # as ``self.optimizers()`` returns
+    engine = Engine(module, [optimizer], stage=2)
+    for expected in (1.0, 1.5, 1.75):
+        optimizer.zero_grad()
+        module(torch.ones(3)).sum().backward()
+        optimizer.step()
+        for state in wrapper.state_dict()["state"].values():
+            assert torch.equal(state["momentum_buffer"], torch.full_like(state["momentum_buffer"], expected))
+    engine.close()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_state_dict_of_lightnings_wrapper_is_the_optimizers(run_on, size):
+    run_on(size, step_after_state_dicts_of_a_wrapper)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_an_optimizer_keeps_its_state_when_a_state_dict_hook_raises(run_on, size):
     run_on(size, step_after_a_state_dict_that_failed)
@@ -343,3 +363,28 @@ def test_counts_are_loaded_with_the_device_and_dtype_that_torch_gives_them(key, 
     found = placed(key, count, {"params": [parameter], **options}, parameter.device)
     assert (found.device, found.dtype) == (expected.device, expected.dtype)
     assert found is not count
+
+
+def read_what_was_loaded() -> None:
+    module = nn.Linear(3, 5)
+    optimizer = SGD(module.parameters(), lr=1.0, momentum=0.5)
+    engine = Engine(module, [optimizer], stage=2)
+    seen = []
+
+    def read(own: Optimizer) -> None:
+        assert own.param_groups[0]["params"][0] is module.weight
+        seen.append(whole(own.state[module.weight]["momentum_buffer"]).clone())
+
+    optimizer.register_load_state_dict_post_hook(read)
+    module(torch.ones(3)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert len(seen) == 2 and all(torch.equal(each, torch.ones(5, 3)) for each in seen)
+    optimizer.step()
+    assert torch.equal(whole(optimizer.state[module.weight]["momentum_buffer"]), torch.full((5, 3), 1.5))
+    engine.close()
+
+
+def test_a_hook_after_loading_finds_the_state_that_was_loaded(run_on):
+    run_on(2, read_what_was_loaded)

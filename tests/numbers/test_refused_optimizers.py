@@ -195,7 +195,7 @@ def test_an_unknown_optimizer_declared_to_need_whole_parameters_trains_as_under_
 
 
 def refuse_on_a_disk() -> None:
-    refuse(stage=3, kind=Adafactor, says="states on a disk.*offload='cpu'", offload="nvme")
+    refuse(stage=3, kind=Adafactor, says="in chunks.*offload='cpu'", offload="nvme")
 
 
 def test_an_optimizer_of_whole_parameters_is_refused_with_disk_offload(run_on):
@@ -555,3 +555,28 @@ def refuse_overrides(by_module: bool) -> None:
 @pytest.mark.parametrize("by_module", [False, True])
 def test_bitsandbytes_overrides_of_individual_tensors_are_refused(run_on, by_module):
     run_on(2, refuse_overrides, by_module=by_module)
+
+
+class Paged(SGD):
+    is_paged = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return super().step(closure)
+
+
+def refuse_paged() -> None:
+    refuse(stage=3, kind=Paged, says="unified memory, which cannot be offloaded: leave offload out", offload="cpu")
+    module = Square()
+    Engine(module, [make(Paged, module)]).close()
+
+
+def test_paged_states_are_refused_with_offload(run_on):
+    run_on(1, refuse_paged)
+
+
+def refuse_rounding() -> None:
+    refuse(stage=3, kind=Adafactor, says="or leave state_dtype='bf16' out.$", state_dtype="bf16")
+
+
+def test_offload_is_no_advice_for_optimizers_whose_states_cannot_be_rounded(run_on):
+    run_on(2, refuse_rounding)

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 
 from lightning_zero import ZeroStrategy
 from lightning_zero.planning.fake_run import fake_run
-from lightning_zero.zoo.float8 import compute_in_float8
 from tests.engine.test_growth import NEARLY, count
 from tests.planning.projects import (
     GPT2,
@@ -314,7 +313,9 @@ class Float8Net(Net):
     """Gathers the weights of its linear layers in float8."""
 
     def configure_model(self):
-        compute_in_float8(self, "tensorwise", self.device)
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+        convert_to_float8_training(self, config=Float8LinearConfig(enable_fsdp_float8_all_gather=True, emulate=True))
 
 
 @pytest.mark.exhaustive

@@ -255,6 +255,22 @@ def repeat_a_backward_that_failed(head):
     engine.close()
 
 
+TWICE = Backward(uses=((("a", "a", "a"),) * 2, (("a", "a", "a"), ("b", "ab", "ab"))))
+"""Two forward passes before one backward pass. In the second one, ranks use different layers of each block."""
+
+LIKE_TWICE = replace(TWICE, uses=(TWICE.uses[0], (("b", "ab", ""), ("a", "a", ""))))
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("ops", [(TWICE,) * 3, (LIKE_TWICE, Backward(uses=LIKE_TWICE.uses[1:]))], ids=["all", "parts"])
+@pytest.mark.parametrize("optimizers", [0, None], ids=["one bucket", "two buckets"])
+def test_ranks_that_use_different_layers_in_two_forwards_do_not_wait_for_each_other(run_on, ops, overlap, optimizers):
+    """A rank whose gradients all come from both forwards has none when the first unit's backward has ended."""
+    owner_of = (0,) * 4 + (optimizers,) * 4 + (0,) * 5
+    setup = replace(SETUP, stage=3, blocks=3, units="single", overlap=overlap, optimizers=("sgd",), owner_of=owner_of)
+    assert run_on(2, execute, program=Program(setup, ops)) == [None, None]
+
+
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("head", ["a", None])
 def test_a_backward_that_failed_can_be_repeated_over_the_same_graph(run_on, head):

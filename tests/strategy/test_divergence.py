@@ -205,7 +205,7 @@ def test_a_slow_rank_is_waited_for(run_on):
 @little_patience()
 def be_slow_to_transfer():
     """All ranks wait, and for different collectives, but each has begun both: the transfers take long."""
-    watch = Engine(Forked(both), stage=3, units=is_block).communicator.watch
+    watch = Engine(Forked(both), stage=3, units=is_block).communicator.control.watch
     ordinals = [watch.begin("the gather of unit 'a'"), watch.begin("the gather of unit 'b'")]
     with watch.waiting(f"the gather of unit '{'ab'[rank() % 2]}'", ordinals[rank() % 2]):
         time.sleep(3 * PATIENCE)
@@ -229,7 +229,7 @@ def miss_the_timeout():
             module(torch.ones(2, 4))
         else:
             time.sleep(3)
-            with engine.communicator.waiting("something else"):
+            with engine.communicator.everyone.waiting("something else"):
                 dist.barrier()
 
     # which of the two rank 1 says depends on whether rank 0, which also waits for 2 seconds, has left before

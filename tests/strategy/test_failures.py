@@ -365,13 +365,15 @@ def end_engines():
     for closed in (True, False):
         with cross_memory():
             engine = Engine(nn.Linear(2, 2), stage=3)
-        thread = engine.communicator.along(ALL)._transport._exchanges._thread
-        assert thread.is_alive()
+        exchanges = engine.communicator.along(ALL)._transport._exchanges
+        threads = exchanges._gathers._thread, exchanges._reductions._thread
+        del exchanges
+        assert all(thread.is_alive() for thread in threads)
         if closed:
             engine.close()
         else:
             del engine  # its module went with it
-        assert not thread.is_alive()
+        assert not any(thread.is_alive() for thread in threads)
 
 
 def test_no_thread_is_left_when_an_engine_has_ended(run_on):

@@ -59,7 +59,6 @@ def while_a_rank_waits_in(where, victim, size):
         "a forward": lambda engine: engine.module(torch.ones(2, 4)),
         "an exchange of objects": lambda engine: engine.communicator.control.gather_objects(1),
         "a sum over ranks": lambda engine: engine.communicator.all_reduce(torch.ones(1)),
-        "another group": lambda engine: engine.communicator.background_group(),
         "the end": lambda engine: engine.close(),
         "a collective of the project's": lambda engine: all_reduce_of_the_project(),
     }
@@ -75,7 +74,6 @@ def while_a_rank_waits_in(where, victim, size):
         "a forward",
         "an exchange of objects",
         "a sum over ranks",
-        "another group",
         "the end",
         "a collective of the project's",
     ],
@@ -95,7 +93,7 @@ def while_others_wait_for_each_other(failing):
             time.sleep(0.3)  # the other ranks are waiting by then
             failures.fail("the reason")
             raise ValueError
-        with engine.communicator.waiting("a message", everyone=False):
+        with engine.communicator.everyone.waiting("a message", everyone=False):
             dist.recv(torch.empty(1), (rank() - 1) % 3)
 
     endings = run_ranks(act, 3)

@@ -56,6 +56,7 @@ def test_a_string_or_mapping_stands_for_an_offload_config(on_a_disk, tmp_path: P
         ({"optimizer": "nvme", "path": str(tmp_path)}, OffloadConfig(optimizer="nvme", path=str(tmp_path))),
         (OmegaConf.create({"parameters": "cpu", "sub_group": 4}), OffloadConfig(parameters="cpu", sub_group=4)),
         (OffloadConfig(fraction=0.5), OffloadConfig(fraction=0.5)),
+        (OffloadConfig(optimizer="nvme"), OffloadConfig(optimizer="nvme", path=default)),
     ):
         for strategy in (ZeroStrategy, lightning_zero.fabric.ZeroStrategy):
             assert strategy(stage=3, offload=given).config.offload == meant

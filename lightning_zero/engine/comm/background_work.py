@@ -69,14 +69,10 @@ class BackgroundWork:
     def has_ended(self) -> bool:
         return self._ended.is_set()
 
-    def is_owned_by(self, owners: tuple[object, ...]) -> bool:
-        owner = self._owner() if self._owner is not None else None
-        return owner is not None and any(owner is each for each in owners)
-
     @property
-    def awaits_its_owner(self) -> bool:
-        """Whether the task has failed and its owner still exists, to receive the error."""
-        return self.has_failed and self._owner is not None and self._owner() is not None
+    def owner(self) -> object | None:
+        """The object that the task works for, if there is one and it still exists."""
+        return self._owner() if self._owner is not None else None
 
 
 def is_synchronized() -> bool:
@@ -97,9 +93,9 @@ def synchronize(*owners: object) -> None:
         works = list(_under_way)
         for work in works:
             work._ended.wait()
-        owned = [work for work in works if work.is_owned_by(owners)]
+        owned = [work for work in works if any(work.owner is owner for owner in owners if owner is not None)]
         for work in works:
-            if work in owned or not work.awaits_its_owner:
+            if work in owned or not work.has_failed or work.owner is None:  # no owner will receive the error
                 with suppress(ValueError):  # another thread may have removed it
                     _under_way.remove(work)
         for work in owned:

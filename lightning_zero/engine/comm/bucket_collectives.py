@@ -87,9 +87,7 @@ class BucketCollectives:
         """See ``Transport.all_gather``; ``what`` names the collective in error messages."""
         if self._transport is None:
             return Pending(what)
-        crossing = sum(self._crossing(ranges))
-        rest = full.numel() - crossing
-        self._count("all_gather", crossing, crossing * full.itemsize, rest, rest * full.itemsize)
+        self._count("all_gather", full.numel(), ranges, lambda numel: numel * full.itemsize)
         return self._begin(what, full.nbytes, self._transport.all_gather, full, ranges)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec, what: str) -> Pending:
@@ -101,9 +99,14 @@ class BucketCollectives:
             what: a description of what is summed, for error messages.
         """
         assert self._transport is not None, "with one rank, gradients are not reduced"
-        self._count_reduction(flat.numel(), ranges, codec, flat.itemsize)
-        nbytes = codec.size(flat.numel()) * codec.dtype.itemsize
-        return self._begin(what, nbytes, self._transport.reduce_scatter, flat, ranges, codec)
+
+        def encoded(numel: int) -> int:
+            return codec.size(numel) * codec.dtype.itemsize
+
+        is_encoded = self._transport.encodes_within
+        within = encoded if is_encoded else lambda numel: numel * flat.itemsize
+        self._count("reduce_scatter", flat.numel(), ranges, encoded, within)
+        return self._begin(what, encoded(flat.numel()), self._transport.reduce_scatter, flat, ranges, codec)
 
     def _begin(self, what: str, nbytes: int, begin: Callable[..., Started], *args: Any) -> Pending:
         """Begin a collective that sends a buffer of this size."""
@@ -119,25 +122,25 @@ class BucketCollectives:
         assert self._transport is not None
         return self._transport.reduction_bytes(flat, ranges, codec)
 
-    def _crossing(self, ranges: Ranges) -> list[int]:
-        """The lengths of the slices that cross between machines."""
-        return [stop - start for start, stop in (ranges[rank] for rank in self._across)]
+    def _count(
+        self,
+        kind: str,
+        numel: int,
+        ranges: Ranges,
+        nbytes: Callable[[int], int],
+        nbytes_within: Callable[[int], int] | None = None,
+    ) -> None:
+        """Count slices that cross between machines under the link "across", and the rest under ``_link``.
 
-    def _count_reduction(self, numel: int, ranges: Ranges, codec: Codec, itemsize: int) -> None:
-        """Count a reduction; ``itemsize`` is the size of an unencoded element in bytes."""
-        assert self._transport is not None
-        crossing = self._crossing(ranges)
+        Args:
+            nbytes: the bytes of a number of elements.
+            nbytes_within: the bytes of elements that do not cross, if these have another size.
+        """
+        crossing = [stop - start for start, stop in (ranges[rank] for rank in self._across)]
         rest = numel - sum(crossing)
-        rest_bytes = codec.size(rest) * codec.dtype.itemsize if self._transport.encodes_within else rest * itemsize
-        self._count(
-            "reduce_scatter", sum(crossing), sum(map(codec.size, crossing)) * codec.dtype.itemsize, rest, rest_bytes
-        )
-
-    def _count(self, kind: str, crossing: int, crossing_bytes: int, rest: int, rest_bytes: int) -> None:
-        """Count the elements that cross between machines under the link "across", and the rest under ``_link``."""
-        if crossing:
-            self._counters.add(kind, crossing, crossing_bytes, "across")
-        self._counters.add(kind, rest, rest_bytes, self._link)
+        if rest < numel:
+            self._counters.add(kind, sum(crossing), sum(map(nbytes, crossing)), "across")
+        self._counters.add(kind, rest, (nbytes_within or nbytes)(rest), self._link)
 
     def close(self) -> None:
         if self._transport is not None:

@@ -1,4 +1,4 @@
-"""Collectives in two halves, the second of which needs the result of the first."""
+"""Collectives of which a background thread does the later steps, in the order in which they were started."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any
 
+from torch import Tensor
+
 from lightning_zero.engine.comm.transport import Started
 
 
 class Chain:
-    """Starts second halves in a background thread, in the order of the first halves, which all ranks share.
+    """Does later steps of collectives in a background thread, in the order of ``start``, which all ranks share.
 
     The thread is a daemon, not an executor's thread: it waits for other ranks, and must not keep the interpreter from
     exiting.
@@ -26,31 +28,39 @@ class Chain:
         self._end = weakref.finalize(self, self._queue.put, None)
         self._end.atexit = False
 
-    def start(self, first: Started, then: Callable[[Any], Started]) -> Started:
-        """Chain two collectives into one: the thread awaits the first, and then starts the second with its result."""
-        second: Future[Started] = Future()
+    def start(self, later: Callable[[], Started], buffers: list[Tensor]) -> Started:
+        """Let the thread call ``later``, which waits for the first steps of a collective, and starts the last one.
+
+        Args:
+            buffers: the tensors that the collective reads and writes.
+        """
+        last: Future[Started] = Future()
 
         def go_on() -> None:
+            nonlocal later
             try:
-                for wait in first.waits:
-                    wait()
-                second.set_result(then(first.finish() if first.finish is not None else None))
+                started = later()
+                del later  # with the tensors that it refers to, before another thread goes on
+                last.set_result(started)
             except BaseException as error:
-                second.set_exception(error)
+                last.set_exception(error)
 
-        def wait_for_both() -> None:
-            for wait in second.result().waits:
+        def wait_for_all() -> None:
+            for wait in last.result().waits:
                 wait()
 
         def finish() -> Any:
-            last = second.result().finish
-            return last() if last is not None else None
+            finish_last = last.result().finish
+            return finish_last() if finish_last is not None else None
 
-        self._queue.put(go_on)
-        return Started([wait_for_both], first.buffers, finish, ends_by_itself=True)
+        if self._end.alive:
+            self._queue.put(go_on)
+        else:
+            last.set_exception(RuntimeError("the transport was closed"))
+        return Started([wait_for_all], buffers, finish, ends_by_itself=True)
 
     def close(self, then: Callable[[], None]) -> None:
-        """End the thread, once every second half has started or failed to start, and ``then`` was called.
+        """End the thread, once all that was started has been done or failed, and ``then`` was called.
 
         A second call adds nothing to the queue: what no thread takes from it would keep the process groups alive.
         """

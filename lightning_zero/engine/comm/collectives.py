@@ -1,13 +1,13 @@
-"""The data-parallel group: its transports, its control plane, its watch over waits, and the groups that it creates."""
+"""The data-parallel group: its transports, its control planes, and the groups that it creates."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -35,35 +35,6 @@ if TYPE_CHECKING:
 _communicators = itertools.count()
 
 
-class Gathering(NamedTuple):
-    """The ranks between which parameters are gathered.
-
-    Attributes:
-        ranks: the ranks' numbers in the data-parallel group.
-        place: this rank's index in ``ranks``.
-        control: the control plane between these ranks only.
-    """
-
-    ranks: Sequence[int]
-    place: int
-    control: ControlPlane
-
-
-class Everyone(NamedTuple):
-    """All ranks that hold a module: the data-parallel ranks times the tensor-parallel ranks.
-
-    Attributes:
-        watch: detects failed waits and deadlocks; None if no other process exists.
-        name: identifies this communicator on every rank; empty if no other process exists.
-    """
-
-    rank: int
-    size: int
-    control: ControlPlane
-    watch: Watch | None = None
-    name: str = ""
-
-
 class Communicator:
     """A data-parallel group. With a single rank, it communicates and counts nothing.
 
@@ -76,14 +47,15 @@ class Communicator:
 
     Attributes:
         rank, size: this rank's number in the group, and the group's size.
-        everyone: the ranks of all tensor-parallel groups together.
+        control: the control plane of the group.
+        everyone: that of all ranks that hold the module: the data-parallel ranks times the tensor-parallel ranks.
+        gathering: that of the ranks between which parameters are gathered: fewer if ``shards_within`` is set.
+        name: identifies this communicator on every rank; empty if no other process exists.
         tensor: the tensor-parallel ranks that share tensors with this rank.
         mesh: the mesh of ranks, two-dimensional if collectives have two levels, or ``shards_within`` is set.
         shards_within: whether parameters are sharded within groups of ranks.
         is_on_one_machine: whether all ranks are known to be on one machine.
         may_compress: whether gradients cross between machines in an exchange of their own, which can be compressed.
-        gathering: the ranks between which parameters are gathered; fewer than all if ``shards_within`` is set.
-        watch: the watch over waits for other ranks; None if the group has no other process.
         timeout: the process group's timeout; exists only if the group has another process.
     """
 
@@ -105,69 +77,86 @@ class Communicator:
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
         self.tensor = TensorParallel(mesh, self.counters)
         self._own_groups: list[ProcessGroup] = []
-        self._background_group: ProcessGroup | None = None
         self.mesh, self.shards_within = Mesh.flat(self.size, self.rank), False
-        self.is_on_one_machine, self.may_compress = self.size == 1, False
+        self.is_on_one_machine, self.may_compress = True, False
         self._along: dict[tuple[str, ...], BucketCollectives] = {ALL: BucketCollectives(None, self.counters)}
-        self.control = ControlPlane.alone(self.counters)
-        self.everyone = Everyone(0, 1, self.control)
-        self.watch: Watch | None = None
+        self.everyone = self.control = ControlPlane(self.counters)
+        self.name = ""
         if self.size * self.tensor.size > 1:
             self.group = group or process_group.default_group()
-            everywhere = process_group.default_group() if self.tensor.size > 1 else self.group
             self._ranks = process_group.ranks_of(self.group)
             self.timeout = process_group.timeout_of(self.group, device)
-            if simulation is None:
-                self._meet(everywhere)
-            else:
-                self._simulate(simulation, everywhere, shard_within)
-        self.gathering = Gathering(range(self.size), self.rank, self.control)
-        if self.size > 1 and simulation is None:
-            self._choose_transports(shard_within, cross_memory)
-
-    def _meet(self, everywhere: ProcessGroup) -> None:
-        """Agree with all ranks on the engine's name; make its watch and control planes. Collective."""
-        all_ranks = process_group.ranks_of(everywhere)
-        has_cpu = process_group.serves_cpu(everywhere)
-        control_group = everywhere if has_cpu else self._new_group("gloo", [all_ranks])
-        # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
-        number = torch.tensor(next(_communicators), device="cpu")
-        with explained("setting up the sharded module"):
-            dist.broadcast(number, all_ranks[0], control_group)
-        name = f"{all_ranks[0]}/{number.item()}"
-        self.watch, rank = Watch(everywhere, name), process_group.rank(everywhere)
-        control = ControlPlane(control_group, everywhere, all_ranks, rank, self.watch, self.counters)
-        self.everyone = Everyone(rank, len(all_ranks), control)
-        if not process_group.is_fake(everywhere):
-            self.everyone = Everyone(rank, len(all_ranks), control, self.watch, name)
-        self._numbers = list(range(self.size))  # the ranks as numbered in the watch
-        if self.tensor.size == 1:
-            self.control = control
-            return
-        among = self.tensor.group if has_cpu else self._new_group("gloo", self.tensor.groups)
-        self.tensor.begin(self.watch.among(self.tensor.ranks), among)
-        self._numbers, self.watch = self._ranks, self.watch.among(self._ranks) if self.size > 1 else None
+            self._meet(process_group.default_group() if self.tensor.size > 1 else self.group, simulation)
+        self.gathering = self.control
         if self.size > 1:
-            among = self.group if has_cpu else self._new_group("gloo", self._alike)
-            self.control = ControlPlane(among, self.group, self._ranks, self.rank, self.watch, self.counters)
+            topology, groups, is_gloo_on_cpu = self._arrange(shard_within, simulation)
+            if simulation is not None:
+                self._simulate(simulation, topology, groups)
+            else:
+                self._choose_transports(topology, groups, is_gloo_on_cpu, cross_memory)
 
-    def _choose_transports(self, shard_within: Literal["node"] | int | None, cross_memory: bool) -> None:
-        """Choose the transports between the ranks. Collective.
+    def _meet(self, everywhere: ProcessGroup, simulation: Simulation | None) -> None:
+        """Make the control planes, and agree with real ranks on the engine's name. Collective."""
+        all_ranks, rank = process_group.ranks_of(everywhere), process_group.rank(everywhere)
+        has_cpu = process_group.serves_cpu(everywhere)
+        watch: Watch | None = None
+
+        def control(
+            ranks: Sequence[int], rank: int, group: ProcessGroup, groups: Sequence[Sequence[int]]
+        ) -> ControlPlane:
+            if simulation is not None:
+                return ControlPlane(self.counters, ranks, rank)
+            among = watch.among(ranks) if watch is not None else None
+            on_cpu = group if has_cpu else self._new_group("gloo", groups)
+            return ControlPlane(self.counters, ranks, rank, on_cpu, group, among)
+
+        self.everyone = self.control = control(all_ranks, rank, everywhere, [all_ranks])
+        if simulation is None and not process_group.is_fake(everywhere):
+            # rank 0 provides the number in the engine's name, since the ranks' own counts may differ after a failure
+            with explained("setting up the sharded module"):
+                (number,) = self.everyone.numbers_of(0, [next(_communicators)], "the name of the engine")
+            self.counters.clear()  # the communicator has only just been made: this exchange does not count
+            self.name = f"{all_ranks[0]}/{number}"
+            self.everyone.watch = watch = Watch(everywhere, self.name)
+        if self.tensor.size > 1:
+            tensor = self.tensor
+            tensor.control = control(process_group.ranks_of(tensor.group), tensor.rank, tensor.group, tensor.groups)
+            tensor.note = simulation.gathers if simulation is not None else None
+            self.control = ControlPlane(self.counters)
+            if self.size > 1:
+                self.control = control(self._ranks, self.rank, self.group, self._alike)
+
+    def _arrange(
+        self, shard_within: Literal["node"] | int | None, simulation: Simulation | None
+    ) -> tuple[Topology, Topology, bool]:
+        """Find which ranks share a machine, and which share all parameters. Collective.
+
+        Returns:
+            The ranks of each machine, the ranks of each group, and whether they use Gloo on the CPU.
 
         Raises:
             ValueError: if parameters cannot be sharded within groups as ``shard_within`` describes.
         """
-        backend = process_group.backend_name(self.group, self.device)
-        is_gloo_on_cpu = backend == "gloo" and self.device.type == "cpu"
-        topology = machines_of(self.control.gather_objects)
+        if simulation is None:
+            backend = process_group.backend_name(self.group, self.device)
+            is_gloo_on_cpu = backend == "gloo" and self.device.type == "cpu"
+            topology = machines_of(self.control.gather_objects)
+        else:
+            is_gloo_on_cpu, topology = simulation.transport != "nccl", simulation.topology(self.size)
         groups = topology.groups(shard_within) if shard_within is not None else topology
         self.shards_within = shard_within is not None and groups.has_two_levels
-        groups = groups if self.shards_within else topology
-        machine, here = set(topology.within(self.rank)), groups.within(self.rank)
-        self.is_on_one_machine = len(machine) == self.size
+        self.is_on_one_machine = len(topology.nodes) == 1
         self.may_compress = not self.is_on_one_machine and (is_gloo_on_cpu or self.shards_within)
         if self.is_on_one_machine:
             self.counters.link = "within"
+        return topology, groups if self.shards_within else topology, is_gloo_on_cpu
+
+    def _choose_transports(
+        self, topology: Topology, groups: Topology, is_gloo_on_cpu: bool, cross_memory: bool
+    ) -> None:
+        """Choose the transports between the ranks. Collective."""
+        backend = process_group.backend_name(self.group, self.device)
+        machine, here = topology.within(self.rank), groups.within(self.rank)
         exchanges = None
         may_connect = len(groups.nodes) == 1 or groups.has_two_levels
         if cross_memory and is_gloo_on_cpu and may_connect and self.timeout is not None:
@@ -186,14 +175,15 @@ class Communicator:
 
         if exchanges is not None and len(here) == self.size:
             self.control.small = exchanges.small
-            self._along[ALL] = self._collectives(within())
+            self._along[ALL] = BucketCollectives(within(), self.counters, watch=self.control.watch)
             return
         has_levels = self.shards_within or (is_gloo_on_cpu and groups.has_two_levels)
         if self.tensor.size > 1:  # new groups are collective over all ranks, which have chosen separately
-            has_levels = all(self.everyone.control.gather_objects(has_levels))
+            has_levels = all(self.everyone.gather_objects(has_levels))
         if not has_levels:
             elsewhere = [rank for rank in range(self.size) if rank not in machine]
-            self._along[ALL] = self._collectives(between([range(self.size)]), elsewhere)
+            transport = between([range(self.size)])
+            self._along[ALL] = BucketCollectives(transport, self.counters, elsewhere, self.control.watch)
             return
 
         self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
@@ -202,34 +192,20 @@ class Communicator:
         elsewhere = [place for place, rank in enumerate(column) if rank not in machine]
         if not self.shards_within:
             levels = Levels(within(), across, topology, self.rank)
-            self._along[ALL] = self._collectives(levels, [column[place] for place in elsewhere])
+            crossing = [column[place] for place in elsewhere]
+            self._along[ALL] = BucketCollectives(levels, self.counters, crossing, self.control.watch)
             return
         over = [place for place, rank in enumerate(here) if rank not in machine]
         watch = self._among(here)
         self._along[LOCAL,] = BucketCollectives(within(), self.counters, over, watch, "within")
         self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
         group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
-        control = ControlPlane(group, None, ranks, place, watch, self.counters)
-        control.small = exchanges.small if exchanges is not None else None
-        self.gathering = Gathering(here, place, control)
+        self.gathering = ControlPlane(self.counters, ranks, place, group, None, watch)
+        self.gathering.small = exchanges.small if exchanges is not None else None
 
-    def _simulate(
-        self, simulation: Simulation, everywhere: ProcessGroup, shard_within: Literal["node"] | int | None
-    ) -> None:
-        """Make control planes and transports for simulated ranks.
-
-        Raises:
-            ValueError: as for ``_choose_transports``.
-        """
-        size, is_nccl = self.size, simulation.transport == "nccl"
-        rank, all_ranks = process_group.rank(everywhere), process_group.ranks_of(everywhere)
-        self.everyone = Everyone(rank, len(all_ranks), ControlPlane.alone(self.counters, all_ranks, rank))
-        self.control = ControlPlane.alone(self.counters, self._ranks, self.rank)
-        if self.tensor.size > 1:
-            self.tensor.begin(None, None, simulation.gathers)
-        machines = min(simulation.machines, size)
-        topology = Topology(tuple(rank * machines // size for rank in range(size)))
-        self.is_on_one_machine, self.may_compress = machines == 1, machines > 1 and not is_nccl
+    def _simulate(self, simulation: Simulation, topology: Topology, groups: Topology) -> None:
+        """Make the transports between simulated ranks; ``groups``: those within which parameters are sharded."""
+        size, machines, is_nccl = self.size, len(topology.nodes), simulation.transport == "nccl"
 
         def between(members: Sequence[int], leaving: float, link: Link | None = None) -> BucketCollectives:
             """The collectives between ranks; ``leaving``: bytes that leave the machine per byte of a buffer."""
@@ -248,21 +224,18 @@ class Communicator:
             return BucketCollectives(transport, self.counters, link=link, note=note)
 
         # In NCCL's ring, every byte leaves each machine; in other transports (two levels), it enters each machine once.
-        groups_here = min(self.tensor.size, len(all_ranks) // simulation.machines)
+        groups_here = min(self.tensor.size, self.everyone.size // simulation.machines)
         leaving = groups_here * ((size if is_nccl else machines) - 1) / (size if is_nccl else machines)
         self._along[ALL] = between(range(size), leaving if machines > 1 else 0.0)
-        groups = topology.groups(shard_within) if shard_within is not None else topology
-        self.shards_within = shard_within is not None and groups.has_two_levels
         if self.shards_within:
             self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
             beyond = len({topology.machines[rank] for rank in column})
             self._along[LOCAL,] = between(groups.within(self.rank), 0.0, "within")
             self._along[NODE,] = between(column, size // machines * (beyond - 1) / beyond, "across")
 
-    def _among(self, ranks: Sequence[int]) -> Watch:
-        """Make a watch for waits among the given ranks."""
-        assert self.watch is not None
-        return self.watch.among([self._numbers[rank] for rank in ranks])
+    def _among(self, ranks: Sequence[int]) -> Watch | None:
+        """Make a watch for waits among the given ranks of this group."""
+        return self.control.watch.among(self._renumbered([ranks])[0]) if self.control.watch is not None else None
 
     @property
     def _alike(self) -> Sequence[Sequence[int]]:
@@ -274,15 +247,12 @@ class Communicator:
         renumbered = self._renumbered(groups)
         if self.tensor.size == 1:
             return renumbered
-        every = self.everyone.control.gather_objects(renumbered)
+        every = self.everyone.gather_objects(renumbered)
         return sorted({tuple(ranks): ranks for groups in every for ranks in groups}.values())
 
     def _renumbered(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Convert ranks' numbers in this group to their numbers in the default group."""
         return [[self._ranks[rank] for rank in ranks] for ranks in groups]
-
-    def _collectives(self, transport: Transport, across: Sequence[int] = ()) -> BucketCollectives:
-        return BucketCollectives(transport, self.counters, across, self.watch)
 
     def along(self, over: Sequence[str]) -> BucketCollectives:
         """The collectives between the ranks along the given dimensions of the mesh."""
@@ -297,17 +267,15 @@ class Communicator:
         """
         waits = []
         for source, (start, stop) in enumerate(ranges):
-            if stop > start and self.watch is not None:
+            if stop > start and self.control.watch is not None:
                 part = flat[start:stop]
                 self.counters.add("control", part.numel(), part.nbytes)
                 sent = part.view(torch.uint8)  # backends lack dtypes
                 waits.append(dist.broadcast(sent, self._ranks[source], self.group, async_op=True).wait)
-        return Pending(what, Started(waits, [flat], lambda: flat), self.watch)
+        return Pending(what, Started(waits, [flat], lambda: flat), self.control.watch)
 
     def all_reduce(self, tensor: Tensor, op: Any = None) -> Tensor:
         """Reduce a small tensor in place over all ranks, via the device, since NCCL cannot reduce CPU tensors."""
-        if self.everyone.watch is None:
-            return tensor
         on_device = tensor.to(self.device)
         self.control.all_reduce(on_device, op)
         self.tensor.control.all_reduce(on_device, op)
@@ -319,29 +287,6 @@ class Communicator:
         return ActivationParts(self.tensor, self._new_group(backend, self.tensor.groups))
 
     # -- groups and waits -------------------------------------------------------------------------------------------
-
-    def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
-        """Context in which this rank waits for other ranks outside of the engine's collectives; see ``Watch.waiting``.
-
-        Args:
-            what: a name for the wait, the same on every rank.
-            everyone: whether every rank takes part.
-        """
-        if self.everyone.watch is None:
-            return nullcontext()
-        return self.everyone.watch.waiting(what, None if everyone else 0)
-
-    def background_group(self) -> ProcessGroup | None:
-        """A Gloo group for background communication of CPU tensors. The first call is collective.
-
-        Returns None if there is only one rank.
-        """
-        if self.size > 1 and self._background_group is None:
-            # All ranks synchronize first: while a rank waits in the store for the new group, it would not notice that
-            # another rank has ended.
-            self.control.any_rank([False], "creating the background group")
-            self._background_group = self._new_group("gloo", self._alike)
-        return self._background_group
 
     def _new_group(self, backend: str, groups: Sequence[Sequence[int]]) -> ProcessGroup:
         """Make several groups with the user's timeout, and return the group that contains this rank. Collective.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -28,42 +29,44 @@ MESSAGE_BYTES = 2**25
 
 
 class ControlPlane:
-    """Exchanges of Python values and small tensors between the ranks of a group.
+    """The ranks of a group, and their exchanges of Python values and small tensors.
+
+    Without a process group, nothing is communicated, and all ranks are assumed to have this rank's values.
 
     Args:
-        group: a process group that communicates over the CPU; None if no other process exists. Nothing is communicated
-            then, and all ranks are assumed to have this rank's values.
-        on_device: a process group of the same ranks that communicates tensors on the device.
         ranks: the group's ranks, as numbered in the default group.
-        watch: turns failures and deadlocks during waits into errors; None without a group.
+        rank: this rank's number in the group.
+        group: a process group of these ranks that communicates over the CPU.
+        on_device: a process group of these ranks that communicates tensors on the device.
 
     Attributes:
+        size: the number of ranks.
+        watch: turns failures and deadlocks during waits into errors; None if no other process exists.
         small: a faster channel for ``any_rank`` and ``gather_numbers`` between ranks of one machine, or None.
     """
 
     def __init__(
         self,
-        group: ProcessGroup | None,
-        on_device: ProcessGroup | None,
-        ranks: list[int],
-        rank: int,
-        watch: Watch | None,
         counters: Counters,
+        ranks: Sequence[int] = (0,),
+        rank: int = 0,
+        group: ProcessGroup | None = None,
+        on_device: ProcessGroup | None = None,
+        watch: Watch | None = None,
     ) -> None:
+        self.ranks, self.rank, self.size = ranks, rank, len(ranks)
+        self.watch, self._counters = watch, counters
         self.small: SmallMessages | None = None
         self._group, self._on_device = group, on_device
-        self._ranks, self._rank, self._counters = ranks, rank, counters
-        self._watch_or_none = watch
 
-    @classmethod
-    def alone(cls, counters: Counters, ranks: Sequence[int] = (0,), rank: int = 0) -> ControlPlane:
-        """A control plane without other processes; ``ranks`` are those that are assumed to have equal values."""
-        return cls(None, None, list(ranks), rank, None, counters)
+    def waiting(self, what: str, everyone: bool = True) -> AbstractContextManager[None]:
+        """Context in which this rank waits for other ranks of the group; see ``Watch.waiting``.
 
-    @property
-    def _watch(self) -> Watch:
-        assert self._watch_or_none is not None, "without other processes there is nothing to wait for"
-        return self._watch_or_none
+        Args:
+            what: a name for the wait, the same on every rank.
+            everyone: whether every rank takes part.
+        """
+        return self.watch.waiting(what, None if everyone else 0) if self.watch is not None else nullcontext()
 
     @property
     def _is_alone(self) -> bool:
@@ -78,15 +81,15 @@ class ControlPlane:
     def gather_numbers(self, number: int, what: str) -> list[int]:
         """Gather one number (0 or more) from each rank, in the order of ranks. Collective."""
         if self._is_alone:
-            return [number] * len(self._ranks)
-        numbers = torch.zeros(len(self._ranks), dtype=torch.int64, device="cpu")
-        numbers[self._rank] = number
+            return [number] * self.size
+        numbers = torch.zeros(self.size, dtype=torch.int64, device="cpu")
+        numbers[self.rank] = number
         return self._maximum(numbers, what).tolist()
 
     def _maximum(self, tensor: Tensor, what: str) -> Tensor:
         """Replace a tensor with its elementwise maximum over ranks, and return it."""
         self._counters.add("control", tensor.numel(), tensor.nbytes)
-        with self._watch.waiting(what):
+        with self.waiting(what):
             if self.small is None or tensor.nbytes > SMALL:
                 dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
             else:
@@ -111,9 +114,9 @@ class ControlPlane:
             return tensor
         self._counters.add("control", tensor.numel(), tensor.nbytes)
         values = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        with self._watch.waiting(what or f"a broadcast from rank {source}"):
+        with self.waiting(what or f"a broadcast from rank {source}"):
             sent = values.view(-1).view(torch.uint8)  # Gloo lacks some dtypes
-            dist.broadcast(sent, self._ranks[source], self._group_of(tensor))
+            dist.broadcast(sent, self.ranks[source], self._group_of(tensor))
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():  # ``values`` are a copy
             with torch.no_grad():
                 tensor.copy_(values)
@@ -123,7 +126,7 @@ class ControlPlane:
         """Reduce a small tensor on the device over ranks, in place. Collective."""
         if not self._is_alone:
             self._counters.add("control", tensor.numel(), tensor.nbytes)
-            with self._watch.waiting("an all-reduce of values over ranks"):
+            with self.waiting("an all-reduce of values over ranks"):
                 dist.all_reduce(tensor, op or dist.ReduceOp.SUM, self._group_of(tensor))
 
     def copy_from_first(self, tensors: list[Tensor]) -> None:
@@ -138,20 +141,19 @@ class ControlPlane:
                 assert group is not None, "this control plane sends no tensors on the device"
                 numel, nbytes = sum(tensor.numel() for tensor in alike), sum(tensor.nbytes for tensor in alike)
                 self._counters.add("control", numel, nbytes)
-                with self._watch.waiting("a broadcast of buffers from rank 0"):
+                with self.waiting("a broadcast of buffers from rank 0"):
                     broadcast_coalesced(group, alike, MESSAGE_BYTES)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Gather a small picklable value from each rank, in the order of ranks. Collective."""
         if self._is_alone:
-            return [value] * len(self._ranks)
-        with self._watch.waiting("an exchange of values between ranks"):
+            return [value] * self.size
+        with self.waiting("an exchange of values between ranks"):
             return all_gather_objects(value, self._group)
 
     def is_alike(self, text: str) -> bool:
         """Whether every rank passes the same text. Collective. Texts may be long: ranks exchange only a digest."""
-        if self._is_alone:
-            return True
         digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8).long()
-        extremes = self._maximum(torch.cat([digest, -digest]), "a comparison of values between ranks")
+        extremes = torch.cat([digest, -digest])
+        self.all_reduce(extremes, dist.ReduceOp.MAX)
         return torch.equal(extremes[: len(digest)], -extremes[len(digest) :])

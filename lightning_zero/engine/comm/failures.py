@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import time
 from collections import Counter
@@ -42,19 +43,20 @@ class Watch:
 
     Args:
         name: the engine's name, the same on every rank and new for each engine.
-        members: the ranks of the group that wait for each other; by default all.
     """
 
-    def __init__(self, group: ProcessGroup, name: str, members: Sequence[int] | None = None) -> None:
+    def __init__(self, group: ProcessGroup, name: str) -> None:
         self._group, self._name, self._ranks = group, name, process_group.ranks_of(group)
-        self._members = self._ranks if members is None else [self._ranks[member] for member in members]
+        self._members: Sequence[int] = self._ranks
         self._notices = notices(collective=len(self._ranks) == process_group.world_size())
         self._begun = self._notices.begun.setdefault(name, Counter())
         self._process = os.getpid()
 
     def among(self, members: Sequence[int]) -> Watch:
-        """Make a watch for waits in which only these ranks of the group take part."""
-        return Watch(self._group, self._name, members)
+        """Make a watch for waits in which only these ranks take part, as numbered in the default group."""
+        watch = copy.copy(self)
+        watch._members = members
+        return watch
 
     def check_process(self, what: str) -> None:
         """Raise a RuntimeError in a forked process, whose connections to the other ranks belong to its parent."""
@@ -92,33 +94,29 @@ class Watch:
         except RuntimeError as error:
             if is_of_memory(error):  # memory for the result was lacking, for which other ranks are not to blame
                 raise
-            reason = self._notices.reason_soon()
-            cause = error if reason is None else None  # a known reason makes the connection's error superfluous
-            raise RuntimeError(f"{what} did not complete: {reason or self._blame(error)}") from cause
+            if (reason := self._notices.reason_soon()) is None:
+                raise RuntimeError(f"{what} did not complete: {self._blame()} ({error})") from error
+            raise RuntimeError(f"{what} did not complete: {reason}") from None
         finally:
             self._notices.end_wait(outer)
 
-    def _blame(self, error: RuntimeError) -> str:
+    def _blame(self) -> str:
         """Explain why a wait failed, if no rank has reported a failure."""
         if gone := self.gone:
             return (
                 f"the program has ended on rank(s) {gone}. Every rank must run the whole program, with the same number "
-                f"of training batches. ({error})"
+                "of training batches."
             )
-        return (
+        said = (
             "another rank ended, or did not take part in time, or is at another line. Every rank must run the same "
-            f"units in the same order, and the same number of training batches.{self._trace} ({error})"
+            "units in the same order, and the same number of training batches."
         )
-
-    @property
-    def _trace(self) -> str:
-        """Where to find what each rank has run last, if ranks communicate by NCCL."""
-        if all(backend.name().lower() != "nccl" for backend in process_group.backends_of(self._group)):
-            return ""
-        return (
-            " NCCL's Flight Recorder dumps the last collectives of each rank to the files that TORCH_FR_DUMP_TEMP_FILE "
-            "names; compare them with torchfrtrace."
-        )
+        if any(backend.name().lower() == "nccl" for backend in process_group.backends_of(self._group)):
+            said += (
+                " NCCL's Flight Recorder dumps the last collectives of each rank to the files that "
+                "TORCH_FR_DUMP_TEMP_FILE names; compare them with torchfrtrace."
+            )
+        return said
 
     @property
     def gone(self) -> list[int]:
@@ -188,16 +186,15 @@ def renew(**options: Any) -> None:
 
 
 @contextmanager
-def explained(what: str, kind: type[RuntimeError] = RuntimeError) -> Iterator[None]:
+def explained(what: str) -> Iterator[None]:
     """Context for communication outside of ``Watch.waiting``: if a rank has failed, errors inside give the reason.
 
     Args:
         what: a name for the communication, with which the error message begins.
-        kind: the class of errors that may be replaced in this way.
     """
     try:
         yield
-    except kind:
+    except RuntimeError:
         reason = reason_soon()
         if reason is None:
             raise

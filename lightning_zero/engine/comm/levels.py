@@ -9,6 +9,7 @@ sends (M - 1) / M of a buffer to others; direct exchanges between all ranks woul
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 from torch import Tensor
 
@@ -40,12 +41,19 @@ class Levels(Transport):
     def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
         columns, (begin, stop, slices) = self._column_ranges(ranges), self._own_column(ranges)
         first = self._across.all_gather(full[begin:stop], slices)
-        return self._gathers.start(first, lambda _: self._within.all_gather(full, columns))
+
+        def later() -> Started:
+            _result_of(first)
+            return self._within.all_gather(full, columns)
+
+        return self._gathers.start(later, first.buffers)
 
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         _, _, slices = self._own_column(ranges)
         first = self._within.reduce_scatter(flat, self._column_ranges(ranges), Cast(flat.dtype))
-        return self._reductions.start(first, lambda column: self._across.reduce_scatter(column, slices, codec))
+        return self._reductions.start(
+            lambda: self._across.reduce_scatter(_result_of(first), slices, codec), first.buffers
+        )
 
     def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
         begin, stop, slices = self._own_column(ranges)
@@ -65,3 +73,9 @@ class Levels(Transport):
     def close(self) -> None:
         # second halves that have not started yet still use the inner transport
         self._gathers.close(lambda: self._reductions.close(self._within.close))
+
+
+def _result_of(started: Started) -> Any:
+    for wait in started.waits:
+        wait()
+    return started.finish() if started.finish is not None else None

@@ -1,11 +1,11 @@
-"""What ranks tell each other, in a log in the process group's store: why one fails, that one ends, that all wait.
+"""What ranks tell each other in the process group's store: why one fails, that one ends, that all wait.
 
 - A rank that fails writes its reason, and closes its connections, which ends the waits of others.
 - A rank that is killed cannot write. But the system closes its connections, also those to its neighbours in a ring in
   which the ranks' timers exchange messages. A suspended process keeps its connections.
-- A rank that has waited for a few seconds writes what it waits for, and which collectives it has begun. Once every rank
-  has done so, each rank in a deadlock waits for a collective that another such rank has not begun, and cannot begin
-  before its own wait ends. A rank that is only slow does not write, so no deadlock is found.
+- A rank that has waited for a few seconds writes a note: what it waits for, and which collectives it has begun. Once
+  every rank has a note, each rank in a deadlock waits for a collective that another such rank has not begun, and cannot
+  begin before its own wait ends. A rank that is only slow has no note, so no deadlock is found.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -27,7 +26,7 @@ from lightning_zero.engine.comm.attempts import uses_agent_store
 from lightning_zero.engine.comm.cross_memory.exchange import sever_all
 
 PATIENCE = 3.0
-"""Seconds that a rank waits before it writes what it waits for. Timers read the log several times in this period."""
+"""Seconds that a rank waits before it writes a note. Timers read the store several times in this period."""
 
 SAME_UNITS = (
     "Every rank must run the same units in the same order, forward and backward, and the same number of training "
@@ -36,10 +35,8 @@ SAME_UNITS = (
     "'with lightning_zero.uneven_forwards(module):', which every rank must enter."
 )
 
-_FAILED, _LOST, _LEFT = "failed", "lost", "left"  # kinds of entries in the log
-_MOMENT = 0.5  # seconds within which an entry arrives after its writer's connections have closed
-_LAST_WORDS = 2.0  # seconds in which the others can read the log at the end of the process with the store
-_FOREVER = timedelta(days=1000)
+_MOMENT = 0.5  # seconds within which a rank's last words arrive after its connections have closed
+_LAST_WORDS = 2.0  # seconds in which the others can read the store at the end of the process that has it
 _WAS_KILLED = "was killed, or its process has crashed. Its output may say why; the system's log shows if memory ran out"
 
 
@@ -76,11 +73,11 @@ class Notices:
         self.wait: Wait | None = None
         self._noted: Wait | None = None
         self._rank, self._size = process_group.rank(), process_group.world_size()
-        # A wait of the main thread in the store would block the timer.
-        self.connection = process_group.new_connection(process_group.default_store())
+        store: Any = process_group.default_store()
+        # another connection, since a wait of the main thread in the store would block the timer
+        self.connection: process_group.Store = store.clone() if hasattr(store, "clone") else store
         self._store = process_group.named_store("lightning_zero/notices", self.connection)
-        self._entries = 0  # the number of entries of the log that have been read
-        self._lock = threading.RLock()  # guards ``_entries`` and ``_noted``
+        self._lock = threading.RLock()  # guards ``_noted``
         self._ring: Any = None
         self._wakes, self._is_closed = threading.Event(), False
         # Not an executor's thread: the timer lives as long as the group, and must not delay the interpreter's exit.
@@ -95,7 +92,7 @@ class Notices:
             self._ring = process_group.gloo_backend("lightning_zero/ring", self.group)
 
     def _end(self) -> None:
-        """At the program's end: tell the other ranks, and give them time to read the log."""
+        """At the program's end: tell the other ranks, and give them time to read that."""
         has_left = self._is_closed
         self.close()
         if self._rank == 0 and not has_left and not uses_agent_store():  # this process has the store
@@ -105,7 +102,7 @@ class Notices:
         """End the timer. If this rank leaves the run, the other ranks learn that it was not killed."""
         if not self._is_closed:
             if leaves:
-                self._write(_LEFT, self._rank)
+                self._leave(self._rank)
             self._is_closed = True
             self._wakes.set()
             if self._ring is not None:
@@ -113,33 +110,30 @@ class Notices:
         if threading.current_thread() is not self._timer:
             self._timer.join(timeout=2)
 
-    # -- the log ----------------------------------------------------------------------------------------------------
+    # -- the store --------------------------------------------------------------------------------------------------
 
-    def _write(self, kind: str, rank: int, text: str = "") -> None:
+    def _leave(self, rank: int) -> None:
+        """Tell that a rank's process has ended."""
         with suppress(RuntimeError):  # the process with the store may have ended
-            entry = json.dumps([kind, rank, text])
-            self._store.append("log", f"{entry}\n")  # type: ignore[attr-defined]  # torch's stubs lack it
+            self._store.append("gone", f"{rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
     def _read(self, *, needs_store: bool = False) -> None:
-        """Take in new entries of the log. If ``needs_store``, the run fails if the process with the store has ended."""
-        entries: list[Any] = []
+        """Take in what ranks have told. If ``needs_store``, the run fails if the process with the store has ended."""
+        reason = None
         try:
-            with self._lock:
-                if self._store.check(["log"]):
-                    lines = self._store.get("log").decode().splitlines()
-                    entries, self._entries = [json.loads(line) for line in lines[self._entries :]], len(lines)
+            if self._store.check(["gone"]):
+                self.gone.update(map(int, self._store.get("gone").split()))
+            if self._store.check(["failure"]):
+                reason = self._store.get("failure").decode()
         except RuntimeError:
             if needs_store and 0 not in self.gone:
-                entries = [(_FAILED, 0, f"{'the launcher' if uses_agent_store() else 'rank 0'} {_WAS_KILLED}")]
-        for kind, rank, text in entries:
-            if kind != _FAILED:
-                self.gone.add(rank)
-            if kind != _LEFT and self.failure is None:
-                self.failure = text
-                _end_waits(text)
+                reason = f"{'the launcher' if uses_agent_store() else 'rank 0'} {_WAS_KILLED}"
+        if reason is not None and self.failure is None:
+            self.failure = reason
+            _end_waits(reason)
 
     def _read_until(self, is_known: Callable[[], bool], seconds: float, *, needs_store: bool = False) -> bool:
-        """Read the log until something is known, and return True; False if it is not known after some seconds."""
+        """Read the store until something is known, and return True; False if it is not known after some seconds."""
         deadline = time.monotonic() + seconds
         while not is_known():
             if time.monotonic() > deadline:
@@ -150,14 +144,13 @@ class Notices:
 
     def fail(self, reason: str) -> None:
         """End every rank's waits. Only the first reason counts."""
-        if self.failure is None:
-            self._write(_FAILED, self._rank, reason)
-            self._read()
-            self.failure = self.failure or reason
+        with suppress(RuntimeError):  # the process with the store may have ended
+            reason = self._store.compare_set("failure", "", reason).decode()
+        self.failure = self.failure or reason
         _end_waits(self.failure)
 
     def reason_soon(self) -> str | None:
-        """Wait for the reason why this rank's communication has failed; None if the log does not have it soon."""
+        """Wait for the reason why this rank's communication has failed; None if it is not known soon."""
         self._wakes.set()
         self._read_until(lambda: self._is_closed or self.failure is not None, PATIENCE, needs_store=True)
         return self.failure
@@ -188,7 +181,7 @@ class Notices:
                     works.append((neighbour, begin([message], neighbour, 0)))
         for neighbour, work in works:
             with self._reporting_end_of(neighbour):
-                work.wait(_FOREVER)
+                work.wait(process_group.FOREVER)
 
     @contextmanager
     def _reporting_end_of(self, rank: int) -> Iterator[None]:
@@ -201,11 +194,12 @@ class Notices:
                 return self._is_closed or self.failure is not None or rank in self.gone
 
             if not self._read_until(is_known, _MOMENT, needs_store=self.wait is not None):
-                self._write(_LOST, rank, f"rank {rank} {_WAS_KILLED}")
+                self.fail(f"rank {rank} {_WAS_KILLED}")
+                self._leave(rank)
                 self._read()
 
     def _note(self) -> None:
-        """Write once what this rank waits for, if it has waited for long; then look for a deadlock."""
+        """Write a note if this rank has waited for long; if every rank has a note, look for a deadlock."""
         wait = self.wait
         if wait is None or wait is self._noted or time.monotonic() - wait.since < PATIENCE:
             return
@@ -216,10 +210,10 @@ class Notices:
                 self._noted = None
                 return
             self._store.set(f"note/{self._rank}", note)
-            begun, ended = self._store.add("begun", 1), self._store.add("ended", 0)
-        if begun - ended == self._size:
-            notes = self._store.multi_get([f"note/{rank}" for rank in range(self._size)])
-            if self._store.add("ended", 0) == ended:  # all notes are from the same moment
+        keys = [f"note/{rank}" for rank in range(self._size)]
+        if self._store.check(keys):
+            notes = self._store.multi_get(keys)
+            if all(notes) and notes == self._store.multi_get(keys):  # between the two reads, every rank was waiting
                 self._look_for_deadlock([json.loads(note) for note in notes])
 
     def end_wait(self, outer: Wait | None) -> None:
@@ -228,7 +222,7 @@ class Notices:
         if self._noted is not None:
             with self._lock, suppress(RuntimeError):
                 self._noted = None
-                self._store.add("ended", 1)
+                self._store.set(f"note/{self._rank}", "")
 
     def _look_for_deadlock(self, notes: list[tuple[Any, dict[str, dict[str, int]]]]) -> None:
         """Fail if ranks cannot go on, given each rank's wait and the numbers of collectives that it has begun."""

@@ -20,6 +20,7 @@ TCPStore = dist.TCPStore
 ReduceOp = dist.ReduceOp
 DistError = dist.DistError
 
+FOREVER = timedelta(days=1000)
 _UNUSED_TAG = 7699
 _CAN_KEEP_ORDER = "sort_ranks" in inspect.signature(dist.new_group).parameters
 # Torch before 2.13 has them only as ``all_gather_into_tensor`` and ``reduce_scatter_tensor``, which 2.13 deprecates.
@@ -103,9 +104,11 @@ def new_group(ranks: list[int], backend: str, timeout: timedelta | None) -> Proc
     return dist.new_group(ranks, timeout=timeout, backend=backend)
 
 
-def start(backend: str, store: Store, rank: int, world_size: int, **options: Any) -> None:
-    """Make the default process group; see ``torch.distributed.init_process_group`` for the options."""
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+def new_patient_group() -> ProcessGroup:
+    """Make a Gloo group of all ranks, whose waits have no timeout: they end when a rank fails or ends. Collective."""
+    group = new_group(list(range(world_size())), "gloo", None)
+    dist.distributed_c10d._set_pg_timeout(FOREVER, group)
+    return group
 
 
 def restart(**options: Any) -> None:
@@ -116,9 +119,10 @@ def restart(**options: Any) -> None:
     Args:
         options: arguments of ``torch.distributed.init_process_group`` other than backend, store, rank and world size.
     """
-    before = backend_name(), named_store("lightning_zero/restarted"), rank(), world_size()
+    backend, store = backend_name(), named_store("lightning_zero/restarted")
+    place: dict[str, Any] = {"rank": rank(), "world_size": world_size()}
     destroy()
-    start(*before, **options)
+    dist.init_process_group(backend, store=store, **place, **options)
 
 
 def destroy(group: ProcessGroup | None = None) -> None:
@@ -141,12 +145,7 @@ def forget_meshes() -> None:
 
 def backend_name(group: ProcessGroup | None = None, device: torch.device | None = None) -> str:
     """The backend's name in lower case, such as "nccl" or "gloo"; with a device, the name of the device's backend."""
-    return dist.get_backend(group) if device is None else backend_of(group or default_group(), device).name().lower()
-
-
-def backend_of(group: ProcessGroup, device: torch.device) -> Any:
-    """The backend object that a group uses for tensors on a device."""
-    return group._get_backend(device)
+    return dist.get_backend(group) if device is None else (group or default_group())._get_backend(device).name().lower()
 
 
 def backends_of(group: ProcessGroup) -> list[Any]:
@@ -166,7 +165,7 @@ def is_fake(group: ProcessGroup) -> bool:
 
 def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
     """The timeout of a group's collectives on a device; None if the backend has no timeout."""
-    return getattr(getattr(backend_of(group, device), "options", None), "_timeout", None)
+    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
 
 
 def gloo_backend(name: str, group: ProcessGroup) -> Any:
@@ -214,11 +213,6 @@ def default_store() -> Store:
 def named_store(name: str, store: Store | None = None) -> Store:
     """A view of a store (by default, the default group's) that prefixes all keys with a name."""
     return dist.PrefixStore(name, store or default_store())
-
-
-def new_connection(store: Store) -> Store:
-    """Open another connection to a store, since a thread that waits on a connection blocks it for other threads."""
-    return store.clone() if hasattr(store, "clone") else store
 
 
 # -- collectives and messages -----------------------------------------------------------------------------------------

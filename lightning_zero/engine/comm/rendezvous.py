@@ -38,7 +38,7 @@ class Absence:
     """
 
     ranks: list[int] = field(default_factory=list)
-    announce: Callable[[int], None] | None = None
+    announce: Callable[[int], object] | None = None
     is_turn: bool = False
 
 
@@ -61,7 +61,7 @@ class Rendezvous:
         self._next: dict[tuple[int, ...], int] = {}  # by the buckets gathered last: the next one on every rank
         if self._watch is not None:
             self._timeout_of_gathers = communicator.timeout.total_seconds() if communicator.timeout else timeout
-            self._store = named_store(f"lightning_zero/rendezvous/{everyone.name}")
+            self._store = named_store(f"lightning_zero/rendezvous/{communicator.name}")
 
     def meet(self, what: str, advice: str = _SAME_LINES, timeout: float | None = None) -> None:
         """Wait until every rank has called this method with the same argument.

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges
+from lightning_zero.engine.comm.transport import Started
+from lightning_zero.engine.plan.mesh import Topology
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,11 @@ class Simulation:
     on_host: Callable[[], AbstractContextManager[None]] = nullcontext
     moves: Callable[[int], None] = lambda nbytes: None
 
+    def topology(self, size: int) -> Topology:
+        """The machine of each rank of a data-parallel group."""
+        machines = min(self.machines, size)
+        return Topology(tuple(rank * machines // size for rank in range(size)))
+
 
 class SimulatedFile:
     """A file with a size but no content. See ``SwapFile`` for the methods."""
@@ -64,12 +70,9 @@ class SimulatedExchanges(CrossMemoryExchanges):
     def __init__(self) -> None:
         pass
 
-    def gather(self, tag: int, slices: Sequence[Tensor]) -> Callable[[], None]:
-        return partial(_wait, slices)
+    def gather(self, slices: Sequence[Tensor]) -> Started:
+        return Started([], list(slices))
 
-    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
-        return partial(_wait, (own, sent)), torch.empty_like(own)
-
-
-def _wait(kept: object) -> None:
-    pass
+    def reduce(self, own: Tensor, sent: Sequence[Tensor]) -> Started:
+        total = torch.empty_like(own)
+        return Started([], [own, *sent], lambda: total)

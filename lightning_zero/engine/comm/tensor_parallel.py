@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.cross_memory.small_messages import bytes_of
-from lightning_zero.engine.comm.failures import Watch, explained
+from lightning_zero.engine.comm.failures import explained
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_single
 from lightning_zero.engine.compat import assert_on_device, keystr, tree_leaves_with_path
 from lightning_zero.engine.plan.share import Share
@@ -75,41 +74,23 @@ class TensorParallel:
 
     Attributes:
         rank, size: this rank's number along the dimension, and the number of ranks along it.
-        ranks: the ranks along the dimension, as numbered in the default group; exists only if there are several.
-        groups: the ranks of each tensor-parallel group; exists only if ``ranks`` does.
-        group: the process group of ``ranks``; exists only if ``ranks`` does.
+        control: the control plane of the ranks along the dimension.
+        groups: the ranks of each tensor-parallel group, as numbered in the default group; exists only if there are
+            several ranks.
+        group: the process group of this rank's tensor-parallel group; exists only if ``groups`` does.
         note: for simulated ranks, called with the bytes of each gather of activations, instead of a gather; returns a
             function that is called when this rank waits for the gather.
     """
 
-    note: Callable[[int], Callable[[], Any]] | None = None
-
     def __init__(self, mesh: DeviceMesh | None, counters: Counters) -> None:
         self.rank, self.size, self.counters = 0, 1, counters
-        self.control = ControlPlane.alone(counters)
-        self._watch: Watch | None = None
+        self.control = ControlPlane(counters)
+        self.note: Callable[[int], Callable[[], Any]] | None = None
         along = self._mesh = mesh[TENSOR] if mesh is not None else None
         if along is not None and along.size() > 1:
             self.rank, self.size = along.get_local_rank(), along.size()
             self.group: ProcessGroup = along.get_group()
-            self.ranks = process_group.ranks_of(self.group)
             self.groups: list[list[int]] = mesh.mesh.tolist()  # type: ignore[union-attr]
-
-    def begin(
-        self,
-        watch: Watch | None,
-        control_group: ProcessGroup | None,
-        note: Callable[[int], Callable[[], Any]] | None = None,
-    ) -> None:
-        """Prepare to communicate; required if there are several ranks.
-
-        Args:
-            watch: detects failed waits and deadlocks among these ranks; None if the other ranks are simulated.
-            control_group: a process group of the same ranks, for tensors on the CPU; None if they are simulated.
-            note: see the attribute.
-        """
-        self.note, self._watch = note, watch
-        self.control = ControlPlane(control_group, self.group, self.ranks, self.rank, watch, self.counters)
 
     # -- the module's parameters ------------------------------------------------------------------------------------
 
@@ -150,10 +131,6 @@ class TensorParallel:
 
     # -- collectives ------------------------------------------------------------------------------------------------
 
-    def waiting(self, what: str) -> AbstractContextManager[None]:
-        """Context in which this rank waits for the other tensor-parallel ranks; ``what`` names the wait."""
-        return self._watch.waiting(what) if self._watch is not None else nullcontext()
-
     def whole(self, own: Tensor, share: Share) -> Tensor:
         """Gather a tensor from the ranks' shares, which may differ in shape. Collective if the tensor is divided."""
         if share.dimension is None:
@@ -163,7 +140,7 @@ class TensorParallel:
         padded.narrow(share.dimension, 0, own.shape[share.dimension]).copy_(own)
         gathered = own.new_empty((self.size, *most))
         self.counters.add("control", gathered.numel(), gathered.nbytes)
-        with self.waiting("a gather over tensor-parallel ranks"):
+        with self.control.waiting("a gather over tensor-parallel ranks"):
             dist.all_gather(list(gathered.unbind()), padded, self.group)
         parts = (part.narrow(share.dimension, 0, share.length(index)) for index, part in enumerate(gathered.unbind()))
         return torch.cat(list(parts), share.dimension)
@@ -174,8 +151,6 @@ class TensorParallel:
         Args:
             sampler: advice for the error message: how to write a sampler that gives these ranks the same batches.
         """
-        if self._watch is None:
-            return
         values = {keystr(path): value for path, value in tree_leaves_with_path(batch) if isinstance(value, Tensor)}
         mine = {name: _digest(value) for name, value in values.items()}
         if self.control.is_alike(repr(sorted(mine.items()))):
@@ -184,7 +159,7 @@ class TensorParallel:
         names = dict.fromkeys(name for theirs in everywhere for name in theirs)
         different = [name for name in names if len({theirs.get(name) for theirs in everywhere}) > 1]
         raise ValueError(
-            f"Tensor-parallel ranks {self.ranks} compute one forward together, but have different values in "
+            f"Tensor-parallel ranks {self.control.ranks} compute one forward together, but have different values in "
             f"{', '.join(f'batch{name}' for name in different[:5])}. Give them the same data: "
             f"{sampler}, and use the same seeds in the dataset."
         )
@@ -243,7 +218,7 @@ class ActivationParts:
             ]
 
         def wait() -> None:
-            with self._tensor.waiting(_GATHER):
+            with self._tensor.control.waiting(_GATHER):
                 for work in works:
                     work.wait()
             are_alike = (marks == marks[0]).all()

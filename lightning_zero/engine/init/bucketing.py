@@ -19,7 +19,6 @@ from lightning_zero.engine.config import (
     LOW_PRECISION,
     CompressionConfig,
     EngineConfig,
-    name_of_compression,
 )
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload.states import DiskStates, Swap
@@ -53,7 +52,8 @@ class UnshardedBucket:
     """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
 
     Attributes:
-        fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet.
+        fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet, or if the
+            optimizer needs whole parameters.
         gradient_codec: encodes gradients sent between machines; None for a cast to ``reduce_dtype``.
         extensions: those of the parameters; empty if the parameters are not extended.
     """
@@ -174,7 +174,7 @@ def assign_to_buckets(
     numels = {name: share.shape_of(0).numel() for name, share in shares.items()}
     numel_that_stay = _numel_that_stays(config, plans, numels)
     over = placements.optimizer.over
-    ranks, order = mesh.size(over), mesh.order(over)
+    ranks = mesh.size(over)
     nodes = ranks // mesh.size(placements.parameters.over) if placements.parameters.is_sharded else 1
     compression = config.compression if shared.communicator.may_compress else None
     # On CPUs, torch's fused encoder layer ignores autocast.
@@ -187,7 +187,7 @@ def assign_to_buckets(
     units: list[list[UnshardedBucket]] = [[] for _ in plans]
     for number, (of_unit, kind, part) in enumerate(parts):
         named = [(name, shares[name]) for name, _ in part]
-        layout = BucketLayout.of(named, ranks, owners.get(number), rank=mesh.rank, order=order, nodes=nodes)
+        layout = BucketLayout.of(named, ranks, owners.get(number), rank=mesh.rank, order=mesh.order, nodes=nodes)
         numel = sum(numels[name] for name, _ in part)
         stays = kind.trains and numel_that_stay >= numel
         numel_that_stay -= numel if stays else 0
@@ -200,12 +200,11 @@ def assign_to_buckets(
             compute_dtype=kind.compute_dtype,
             extension_dtype=kind.extension_dtype,
             trains=kind.trains,
-            keeps_masters=config.masters,
-            state_dtype=torch.bfloat16 if config.state_dtype is not None else None,
+            config=config,
         )
         parameters = [p for _, p in part]
-        has_fields = kind.trains and residency.is_offloaded
-        fields = fields_of(parameters, residency.update_dtype, whole=kind.is_whole) if has_fields else {}
+        has_fields = kind.trains and residency.is_offloaded and not kind.is_whole
+        fields = fields_of(parameters, residency.update_dtype) if has_fields else {}
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
         extensions = [extension_of[p] for p in parameters if p in extension_of]
         units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions))
@@ -300,7 +299,7 @@ def check_compression(
     compression = config.compression
     if compression is None:
         return
-    given = f"compression={name_of_compression(compression)}"
+    given = f"compression={compression.gradients!r}"
     if communicator.is_on_one_machine:
         if communicator.everyone.rank == 0:
             said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
@@ -363,10 +362,8 @@ def reserve_disk(swap: Swap, units: Sequence[Sequence[UnshardedBucket]], communi
             bucket.reserve(swap)
     except OSError as raised:
         error = raised
-    errors = communicator.everyone.control.gather_objects(error and (error.errno, error.strerror, error.filename))
-    if error is not None:
-        raise error
+    errors = communicator.everyone.gather_objects(error and (error.errno, error.strerror, error.filename))
     for rank, found in enumerate(errors):
         if found is not None:
             number, reason, path = found
-            raise OSError(number, f"on rank {rank}: {reason}", path)
+            raise error or OSError(number, f"on rank {rank}: {reason}", path)

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 )
 
 from lightning_zero.engine.init import quantised_layers
-from lightning_zero.engine.tensor.identity import inner_of, like, set_contents
+from lightning_zero.engine.tensor.identity import inner_of, like, set_contents, wrapper_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
 
 
@@ -190,7 +190,9 @@ def give_values(targets: list[LoadTarget], *, wait: bool) -> None:
             elif wait or isinstance(tensor, LazyTensor):
                 defer(tensor, values)
             else:
-                set_contents(tensor, like(tensor, in_memory(values.detach()).to(tensor.dtype)))
+                given = wrapper_of(tensor)(in_memory(values.detach()).to(tensor.dtype))
+                vars(tensor).update(vars(given))  # attributes of a wrapper, such as its inner tensor
+                set_contents(tensor, like(tensor, given))
             target.stand_in.taken = None  # a tied tensor has several targets, but gets its values once
 
 

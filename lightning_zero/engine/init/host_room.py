@@ -38,30 +38,25 @@ def memory_for(shards: Iterable[tuple[ResidencyPlan, list[int] | None]], offload
         shards: for each bucket, its plan, and the bytes per element of each optimizer state (None if frozen).
     """
     memory: Counter[str] = Counter()
-    largest_sub_group = largest_gradient = 0
+    largest_sub_group = 0
     for plan, states in shards:
+        numel, pins = plan.shard_numel, plan.device.type != "cpu"
         if not plan.is_offloaded:
             continue
-        numel, master, pins = plan.shard_numel, plan.master_dtype.itemsize, plan.device.type != "cpu"
         for what, medium, nbytes in plan.at_rest():
             if medium is Medium.HOST:
                 memory[what] += _power_of_two(nbytes) if pins else nbytes
-        at_once = numel
         if plan.masters is Medium.DISK:
+            copy = [plan.compute_dtype.itemsize] if plan.copy is Medium.DISK else []
+            itemsizes = [plan.master_dtype.itemsize, *copy, *(states or ())]
             at_once = min(numel, aligned(offload.sub_group))
-            copy = (plan.compute_dtype.itemsize,) if plan.copy is Medium.DISK else ()
-            sub_group = sum(aligned(at_once * itemsize) for itemsize in (master, *copy, *(states or ())))
-            largest_sub_group = max(largest_sub_group, sub_group)
+            largest_sub_group = max(largest_sub_group, sum(aligned(at_once * itemsize) for itemsize in itemsizes))
         elif states is not None and pins:
             memory["optimizer states"] += numel * sum(states)
-        if states is not None and pins:
-            if offload.gradients is not None:
-                memory["gradients"] += _power_of_two(numel * master)
-                at_once = numel  # for a new micro-batch's gradient until it is added
-            largest_gradient = max(largest_gradient, at_once * master)
-    # torch keeps freed pinned blocks: at most one per power of two, so their total is less than twice the largest.
-    memory["gradients"] += 2 * _power_of_two(largest_gradient)
-    memory["buffers for the disk"] += BUFFERS * largest_sub_group
+        if states is not None and pins and offload.gradients is not None:
+            # of a sum of micro-batches, also without master weights
+            memory["gradients"] += _power_of_two(numel * plan.update_dtype.itemsize)
+    memory["buffers for the disk"] = BUFFERS * largest_sub_group
     return +memory
 
 
@@ -77,6 +72,7 @@ def check_room(
     Args:
         sources: sources of the parameters' values. Values in host memory will be freed if the device is not the CPU.
         has_optimizers: whether the optimizers are known; otherwise two states per parameter are assumed, as for Adam.
+            States of optimizers that need whole parameters are unknown, and not counted.
     """
     shards, buckets = [], list(chain.from_iterable(units))
     for bucket in buckets:
@@ -88,16 +84,11 @@ def check_room(
         own = [sources[segment.name] for bucket in buckets for segment in bucket.layout.segments]
         in_memory = [s.values for s in own if not s.everywhere and not isinstance(s.values, LazyTensor)]
         freed = sum(values.nbytes for values in in_memory if values is not None and values.device.type == "cpu")
-    missing = []
-    for shortage in _without_room(memory_for(shards, offload), communicator, freed=freed):
-        advice = "use more machines"
-        if shortage.needed["buffers for the disk"]:
-            advice = f"set a smaller sub_group, or {advice}"
-        if shortage.needed["master weights"] or shortage.needed["optimizer states"]:
-            advice = f"write offload='nvme', or {advice}"
-        missing.append(f"{shortage}: {advice}.")
-    if missing:
-        raise ValueError(f"offload: not enough host memory. {' '.join(missing)}")
+    if missing := _without_room(memory_for(shards, offload), communicator, freed=freed):
+        raise ValueError(
+            f"offload: not enough host memory. {'. '.join(map(str, missing))}. Use more machines, write "
+            "offload='nvme', or set a smaller sub_group for states on a disk."
+        )
 
 
 def without_room_for_whole(
@@ -125,9 +116,7 @@ def without_room_for_whole(
     # ``dict.values``, since the mapping's own ``values`` waits for updates and raises their errors
     states = tree_leaves([list(dict.values(optimizer.state)) for optimizer in optimizers])
     own_states = sum(value.numel() * value.dtype.itemsize for value in states if isinstance(value, Tensor))
-    need["optimizer states"] = sum(
-        communicator.everyone.control.gather_numbers(own_states, "a count of optimizer states")
-    )
+    need["optimizer states"] = sum(communicator.everyone.gather_numbers(own_states, "a count of optimizer states"))
     return _without_room(+need, communicator, may_take=0.9)
 
 
@@ -159,7 +148,7 @@ def _without_room(
     """
     own = this_machine(), available_memory(), need, freed
     by_host: dict[str, list[tuple[int, Counter[str], int]]] = defaultdict(list)
-    for host, available, needed, given in communicator.everyone.control.gather_objects(own):
+    for host, available, needed, given in communicator.everyone.gather_objects(own):
         if available is not None:
             by_host[host].append((available, needed, given))
     found = []

@@ -192,7 +192,7 @@ class Materialiser:
             for name, buffer in self._module.named_buffers()
             if name in self._sources and self._sources[name].is_new and is_unset(buffer)
         ]
-        everywhere = self._communicator.everyone.control.gather_objects(missing)
+        everywhere = self._communicator.everyone.gather_objects(missing)
         found = list(dict.fromkeys(name for names in everywhere for name in names))
         if found:
             raise RuntimeError(

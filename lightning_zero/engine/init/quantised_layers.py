@@ -23,17 +23,19 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.tensor.identity import attributes_of_users, project_class, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
+from lightning_zero.io.names import listed
 
 
 def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:
     """The layers with codes instead of weights, or whose weights become codes when they receive values, by name."""
-    library: Any = sys.modules.get("bitsandbytes.nn")
-    if library is None:
-        return
     for name, layer in module.named_modules():
-        is_4bit = isinstance(layer, library.Linear4bit)
-        if is_4bit or (isinstance(layer, library.Linear8bitLt) and not layer.state.has_fp16_weights):
+        if isinstance(layer, nn.Linear) and _is_quantised(layer._parameters.get("weight")):
             yield name, layer
+
+
+def _is_quantised(weight: Any) -> bool:
+    """Whether a weight is one of ``Params4bit``, or of ``Int8Params`` with codes."""
+    return hasattr(weight, "quant_state") or not getattr(weight, "has_fp16_weights", True)
 
 
 def scales_of(weight: Any) -> list[tuple[Any, str, Tensor]]:
@@ -102,13 +104,8 @@ def _note_kind(model: Any, kind: str) -> None:
 
 def awaits_quantisation(parameter: Any) -> bool:
     """Whether a parameter on the meta device is to be quantised when it receives values."""
-    library: Any = sys.modules.get("bitsandbytes.nn")
-    if library is None or parameter.device.type != "meta":
-        return False
-    if isinstance(parameter, library.Params4bit):
-        return not parameter.bnb_quantized
-    is_8bit = isinstance(parameter, library.Int8Params) and not parameter.has_fp16_weights
-    return is_8bit and parameter.is_floating_point()
+    has_codes = getattr(parameter, "bnb_quantized", not parameter.is_floating_point())
+    return _is_quantised(parameter) and parameter.device.type == "meta" and not has_codes
 
 
 def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
@@ -193,13 +190,13 @@ class DeferredCodes(LazyTensor):
 # -- in an engine ------------------------------------------------------------------------------------------------------
 
 
-def prepare(module: nn.Module, device: torch.device | None) -> None:
+def prepare(module: nn.Module, device: torch.device) -> None:
     """Quantise, undo the layout for evaluation on CPUs, and note where deferred codes are quantised."""
     for _, layer in quantised_layers(module):
         weight = layer.weight
         if isinstance(weight, DeferredCodes):
             codes: Any = weight._source.read
-            codes.device = device or torch.device("cpu")
+            codes.device = device
         elif weight.is_floating_point() and not getattr(weight, "bnb_quantized", False):
             layer.to(weight.device)
         elif getattr(getattr(weight, "quant_state", None), "packing_format_for_cpu", False):
@@ -231,7 +228,7 @@ class QuantisedLayers:
                 setattr(holder, name, scales[-1])
             if is_8bit:
                 layer.state.SCB = layer.weight.SCB
-        communicator.everyone.control.copy_from_first(scales)
+        communicator.everyone.copy_from_first(scales)
         ledger.add("parameters", sum(scale.nbytes for scale in scales))
 
     def remove(self) -> None:
@@ -254,33 +251,54 @@ def _compute_with_gathered(layer: Any, _: Any) -> None:
 # -- in state dicts ----------------------------------------------------------------------------------------------------
 
 
-def scales_in(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of a state dict that are scales of quantised layers, which torch would refuse to load."""
-    begins: list[str] = []
-    for name, _ in quantised_layers(module):
-        begins += [f"{name}.{key}".lstrip(".") for key in ("weight.", "SCB", "weight_format")]
-    return {key: value for key, value in state.items() if key.startswith(tuple(begins))}
+def names_of_scales(module: nn.Module) -> dict[str, list[str]]:
+    """The names in a module's state dict of the scales of each quantised layer, by the layer's name.
 
-
-def without_scales(module: nn.Module, state: Any) -> tuple[Any, dict[str, Any]]:
-    """A copy of a state dict without the scales, and the scales."""
-    scales, rest = scales_in(module, state), copy.copy(state)
-    for key in scales:
-        del rest[key]
-    return rest, scales
-
-
-def load_scales(module: nn.Module, scales: Mapping[str, Any]) -> None:
-    """Give quantised layers the scales that were saved beside their codes."""
+    torch does not know them, and would refuse to load them.
+    """
+    found = {}
     for name, layer in quantised_layers(module):
         prefix = f"{name}.".lstrip(".")
-        found = {key: in_memory(value) for key, value in scales.items() if key.startswith(prefix)}
-        has_all = f"{prefix}SCB" in found or any(key.endswith(".absmax") for key in found)
-        if found and not has_all:
-            raise ValueError(f"The checkpoint has only a part of the scales of {name}, so it is damaged.")
-        if hasattr(layer, "state") and found:
-            layer.weight.SCB.copy_(found[f"{prefix}SCB"])
-        elif found:
-            library: Any = sys.modules["bitsandbytes.functional"]
-            device = layer.weight.quant_state.absmax.device
-            layer.quant_state = layer.weight.quant_state = library.QuantState.from_dict(found, device)
+        own = layer.state_dict(prefix=prefix, keep_vars=True)
+        found[name] = [key for key in own if key.removeprefix(prefix) not in layer._parameters]
+    return found
+
+
+def take_scales(module: nn.Module, state: Any) -> tuple[Any, list[tuple[Any, Any]]]:
+    """Return a copy of a state dict without scales, and layers with their new scales, for ``load_scales``.
+
+    Raises:
+        ValueError: if the state dict has a layer's weight without its scales, or if the scales cannot be read.
+    """
+    rest, new = copy.copy(state), []
+    for name, keys in names_of_scales(module).items():
+        scales = {key: in_memory(rest.pop(key)) for key in keys if key in rest}
+        layer: Any = module.get_submodule(name)
+        if f"{name}.weight".lstrip(".") in rest and not awaits_quantisation(layer.weight):
+            try:
+                new.append((layer, _read(layer, keys, scales)))
+            except (ValueError, LookupError, AssertionError, RuntimeError) as error:
+                raise ValueError(
+                    f"The checkpoint has weights, but not the scales, of the quantised layer {name!r} ({error}): it is "
+                    "damaged, or its weights are not quantised. To quantise them, pass its path to "
+                    "lightning_zero.load_weights, with the layer on the meta device. Nothing was loaded."
+                ) from error
+    return rest, new
+
+
+def _read(layer: Any, names: list[str], scales: dict[str, Tensor]) -> Any:
+    if missing := [name for name in names if name not in scales and not name.endswith("weight_format")]:
+        raise ValueError(f"{listed(missing)} missing")
+    if hasattr(layer, "state"):  # of 8 bits
+        return next(value for name, value in scales.items() if name.endswith("SCB")).view_as(layer.weight.SCB)
+    library: Any = sys.modules["bitsandbytes.functional"]
+    return library.QuantState.from_dict(scales, layer.weight.quant_state.absmax.device)
+
+
+def load_scales(new: list[tuple[Any, Any]]) -> None:
+    """Give quantised layers the scales that ``take_scales`` has read."""
+    for layer, scales in new:
+        if hasattr(layer, "state"):
+            layer.weight.SCB.copy_(scales)
+        else:
+            layer.quant_state = layer.weight.quant_state = scales

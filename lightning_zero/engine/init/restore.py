@@ -72,7 +72,7 @@ def _derived(
         for slot, tensors in derived.items()
         if slot.remembered
     }
-    everywhere = communicator.everyone.control.gather_objects(kept) if communicate else [{}]
+    everywhere = communicator.everyone.gather_objects(kept) if communicate else [{}]
 
     def is_everywhere(slot: BucketSlot, key: tuple[str, int]) -> bool:
         found = [names.get(slot.name, (0, set())) for names in everywhere]

@@ -32,7 +32,7 @@ def check_memory(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise a ValueError if another tensor shares memory with a trained parameter of the module.
 
     The other tensor may be a parameter, a buffer, an attribute of a module (also in a list or dict), or a parameter of
-    an optimizer. Tensors may share a storage, such as a flat buffer or a mapped file, if they have no common elements.
+    an optimizer. Tensors may share a storage, such as a flat buffer or a mapped file, if their ranges are disjoint.
     """
     by_device: dict[torch.device, dict[int, _Place]] = {}
     trained = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
@@ -45,14 +45,15 @@ def check_memory(module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             )
         if _has_memory(tensor):
             start = tensor.data_ptr()
-            stop = start + _extent(tensor) * tensor.element_size()
+            extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
+            stop = start + extent * tensor.element_size()
             by_device.setdefault(tensor.device, {}).setdefault(id(tensor), _Place(start, stop, name, tensor))
     for places in by_device.values():
         reaching: list[_Place] = []  # places that end after the current one starts
         for place in sorted(places.values(), key=lambda place: place.start):
             reaching = [other for other in reaching if other.stop > place.start]
             for other in reaching:
-                if (place.trains or other.trains) and _have_common_elements(other, place):
+                if place.trains or other.trains:
                     _refuse(*((other, place) if other.trains else (place, other)))
             reaching.append(place)
 
@@ -89,23 +90,6 @@ def _has_memory(tensor: Tensor) -> bool:
     if not is_plain or tensor.layout is not torch.strided or tensor.is_meta:
         return False
     return tensor.numel() > 0 and tensor.is_leaf  # forwards replace tensors that have a graph
-
-
-def _extent(tensor: Tensor) -> int:
-    """The number of elements from the first one to the last one in memory."""
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
-
-
-def _have_common_elements(first: _Place, second: _Place) -> bool:
-    """Whether two tensors whose ranges of memory overlap have a common element; two columns of a matrix do not."""
-    size = first.tensor.element_size()
-    distance, rest = divmod(second.start - first.start, size)
-    if second.tensor.element_size() != size or rest:
-        return True
-    length = max(_extent(first.tensor), distance + _extent(second.tensor))
-    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
-    taken.as_strided(first.tensor.shape, first.tensor.stride()).fill_(True)
-    return bool(taken.as_strided(second.tensor.shape, second.tensor.stride(), distance).any())
 
 
 def _refuse(parameter: _Place, other: _Place) -> None:

@@ -12,11 +12,9 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.init.deferred_param import MappedFiles, is_deferred, is_on_meta
-from lightning_zero.engine.init.quantised_layers import awaits_quantisation, prepare
-from lightning_zero.engine.plan.units import UnitPlan
+from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
+from lightning_zero.engine.init.quantised_layers import awaits_quantisation
 from lightning_zero.engine.state.extensions import Extension
-from lightning_zero.engine.tensor.identity import project_class
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.io.names import listed
@@ -31,8 +29,8 @@ class Source(NamedTuple):
     everywhere: bool  # whether every rank reads its part from the same file; otherwise rank 0 broadcasts its values
     is_new: bool  # whether no rank has values, so that the module has to initialise them
     writes: Sequence[Write] = ()  # user code's writes to a new tensor
-    version: int = 0  # number of unrecorded writes to a new tensor on rank 0
     initialised_by: Sequence[str] = ()  # initialisers that have written to a new lazy tensor on rank 0
+    is_lost: bool = False  # whether rank 0's code has written to a new tensor, which does not record writes
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
@@ -57,13 +55,11 @@ def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
                 "lightning_zero.load_weights(model, path), or make the layer outside of torch.device('meta')."
             )
         if (kind := _kind_without_flat_values(own_share(parameter))) is not None:
-            advice = "train ordinary parameters (quantise them after the run, for example), or use strategy='ddp'"
-            if type(parameter).__module__.startswith("torchao."):  # DDP cannot broadcast most of these classes
-                advice = (
-                    "use bitsandbytes' layers, which lightning_zero.load_weights(model, path, quantize='nf4') makes in "
-                    "configure_model, or quantise the module after the run"
-                )
-            raise ValueError(f"{name} is {kind}, which cannot be divided into shards: {advice}.")
+            raise ValueError(
+                f"{name} is {kind}, which cannot be divided into shards: train ordinary parameters (and quantise them "
+                "after the run, for example). Quantised layers of bitsandbytes are supported: "
+                "lightning_zero.load_weights(model, path, quantize='nf4') makes them in configure_model."
+            )
 
 
 def _kind_without_flat_values(parameter: Tensor) -> str | None:
@@ -91,7 +87,7 @@ def check_frozen(scripted: Mapping[str, Tensor]) -> None:
 
 def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
     """Raise a ValueError if ``masters=False`` has no effect on a module, or if parameters are in fp16."""
-    dtypes = {parameter.dtype for parameter in module.parameters()}
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if config.masters or not dtypes or (torch.bfloat16 in dtypes and torch.float16 not in dtypes):
         return
     found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
@@ -101,20 +97,21 @@ def check_dtypes(module: nn.Module, config: EngineConfig) -> None:
     )
 
 
-def first_device(plans: list[UnitPlan]) -> torch.device:
+def check_float8(module: nn.Module, device: torch.device) -> None:
+    """Raise a ValueError if torchao's layers are to multiply float8 matrices on a GPU that cannot."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9):
+        return
+    for name, layer in module.named_modules():
+        if type(layer).__module__ == "torchao.float8.float8_linear" and not layer.config.emulate:
+            raise ValueError(
+                f"{name} multiplies float8 matrices, which this GPU cannot. Pass emulate=True to torchao's "
+                "Float8LinearConfig, or leave its layers out."
+            )
+
+
+def first_device(module: nn.Module) -> torch.device:
     """The device of the first parameter with values; the CPU if none has values."""
-    parameters = (parameter for plan in plans for parameter in plan.parameters.values())
-    return next((p.device for p in parameters if not is_on_meta(p)), torch.device("cpu"))
-
-
-def move_own_kinds(module: nn.Module, device: torch.device | None) -> None:
-    """Move layers with parameters of the project's own classes, some of which quantise their values when moved."""
-    prepare(module, device)
-    for layer in module.modules() if device is not None else ():
-        parameters = list(layer.parameters(recurse=False))
-        stay = any(is_deferred(parameter) or isinstance(parameter, FakeTensor) for parameter in parameters)
-        if any(map(project_class, parameters)) and not stay:
-            layer.to(device)
+    return next((p.device for p in module.parameters() if not is_on_meta(p)), torch.device("cpu"))
 
 
 def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
@@ -124,7 +121,10 @@ def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
 
 
 def agree_on_sources(
-    module: nn.Module, communicator: Communicator, extension_of: Mapping[nn.Parameter, Extension]
+    module: nn.Module,
+    communicator: Communicator,
+    extension_of: Mapping[nn.Parameter, Extension],
+    rounding_options: str | None,
 ) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
@@ -138,19 +138,24 @@ def agree_on_sources(
     values = {}
     writes: dict[str, Sequence[Write]] = {}
     # By name: (properties that must be equal on all ranks, origin of the values, earlier initialisation)
-    mine: dict[str, tuple[Any, Any, Any]] = {}
+    mine: dict[str, tuple[str, Any, Any]] = {}
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
         origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
-        trains = is_parameter and tensor.requires_grad
-        dtype = str(tensor.dtype)
+        is_trained = is_parameter and tensor.requires_grad
+        kind = f"{tuple(tensor.shape)} in {tensor.dtype}, {'trained' if is_trained else 'not trained'}"
         if isinstance(tensor, nn.Parameter) and tensor in extension_of:
-            dtype += f" gathered in {extension_of[tensor].dtype}"
-        mine[name] = (tuple(tensor.shape), dtype, trains, len(writes[name])), origin, _initialised(tensor)
+            kind += f", gathered in {extension_of[tensor].dtype}"
+        if is_trained and rounding_options is not None:
+            kind += f" with {rounding_options}"
+        if writes[name]:
+            kind += f", written to {len(writes[name])} times"
+        initialised_by = tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
+        mine[name] = kind, origin, (initialised_by, found is None and _has_lost_writes(tensor))
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
-    control = communicator.everyone.control
+    control = communicator.everyone
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
     _check_alike(everywhere)
     sources, missing = {}, {}
@@ -160,8 +165,8 @@ def agree_on_sources(
         if first == _NOWHERE and not is_alike:
             missing[name] = [rank for rank, origin in enumerate(origins) if origin != _NOWHERE]
         is_new = is_alike and first == _NOWHERE
-        before = everywhere[0][name][2] if is_new else ()
-        sources[name] = Source(found, is_alike and first not in (_MEMORY, _NOWHERE), is_new, writes[name], *before)
+        from_file = is_alike and first not in (_MEMORY, _NOWHERE)
+        sources[name] = Source(found, from_file, is_new, writes[name], *everywhere[0][name][2])
     if missing:
         raise ValueError(
             f"{listed(missing)}: on the meta device on rank 0, but with values on rank(s) "
@@ -171,33 +176,34 @@ def agree_on_sources(
     return sources
 
 
-def _initialised(tensor: Tensor) -> tuple[int, tuple[str, ...]]:
-    """The number of writes to an ordinary tensor on the meta device; the initialisers that wrote to a lazy tensor."""
-    if isinstance(tensor, LazyTensor):
-        return 0, tensor.initialised_by
-    has_version = is_on_meta(tensor) and not is_dtensor(tensor) and not tensor.is_inference()
-    return tensor._version if has_version else 0, ()
+def _has_lost_writes(tensor: Tensor) -> bool:
+    has_counter = not (isinstance(tensor, LazyTensor) or is_dtensor(tensor) or tensor.is_inference())
+    return has_counter and tensor._version > 0
 
 
-def _check_alike(everywhere: list[dict[str, tuple[Any, Any, Any]]]) -> None:
+def check_recorded(sources: Mapping[str, Source]) -> None:
+    """Raise a ValueError on every rank if writes to new tensors have not been recorded on rank 0."""
+    if lost := [name for name, source in sources.items() if source.is_new and source.is_lost]:
+        raise ValueError(
+            f"{listed(lost)}: written to on the meta device, where writes are recorded only within configure_model() "
+            "and init_module(). Create the module there, for an Engine within "
+            "lightning_zero.engine.deferred_param.parameters_await_values(), or outside of torch.device('meta')."
+        )
+
+
+def _check_alike(everywhere: list[dict[str, tuple[str, Any, Any]]]) -> None:
     first = {name: kind for name, (kind, *_) in everywhere[0].items()}
     for rank, theirs in enumerate(everywhere):
         other = {name: kind for name, (kind, *_) in theirs.items()}
         for name in (*first, *other):
             if first.get(name) != other.get(name):
                 raise ValueError(
-                    f"The module differs between ranks: {name} is {_in_words(first.get(name))} on rank 0 and "
-                    f"{_in_words(other.get(name))} on rank {rank}. Construct the same module on every rank."
+                    f"The module differs between ranks: {name} is {first.get(name, 'missing')} on rank 0 and "
+                    f"{other.get(name, 'missing')} on rank {rank}. Construct the same module, with the same options, "
+                    "on every rank."
                 )
         if list(first) != list(other):
             raise ValueError(
                 f"The module differs between ranks: rank {rank} has the same tensors as rank 0 in a different order. "
                 "Construct the same module on every rank."
             )
-
-
-def _in_words(kind: tuple[tuple[int, ...], str, bool, int] | None) -> str:
-    if kind is None:
-        return "missing"
-    written = f" and written to {kind[3]} times" if kind[3] else ""
-    return f"{kind[0]} in {kind[1]}, {'trained' if kind[2] else 'not trained'}{written},"

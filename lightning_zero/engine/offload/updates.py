@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple, ParamSpec
 
@@ -260,15 +260,13 @@ class Update(NamedTuple):
             each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
 
-    def fields(
-        self, dtype: torch.dtype, shape: tuple[int, ...], optimizer: Optimizer, group: dict[str, Any]
-    ) -> dict[str, torch.dtype]:
-        """The dtypes of states that have one value per element, by name: tried on a small tensor.
+    def fields(self, dtype: torch.dtype, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, torch.dtype]:
+        """The dtypes of states that have one value per element, by name: tried on one element.
 
         Some optimizers make states not in ``step`` but when they are constructed, as torch's Adagrad did before 2.12.
         Then the states are like those of the largest parameter of ``group``.
         """
-        tried = torch.zeros(shape, dtype=dtype, device="cpu")
+        tried = torch.zeros(1, dtype=dtype, device="cpu")
         try:
             state = self.act(tried, torch.zeros_like(tried), {})
         except KeyError:
@@ -281,13 +279,13 @@ class Update(NamedTuple):
                 for key, value in optimizer.state[example].items()
                 if isinstance(value, Tensor) and value.shape == example.shape
             }
-        return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape}
+        return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
 
 
 def fields_by_parameter(
     optimizers: Sequence[Optimizer],
-) -> Callable[..., dict[str, torch.dtype]]:
-    """Make a function of (parameters, master dtype) that returns the dtypes of the optimizer states, by name."""
+) -> Callable[[Iterable[Tensor], torch.dtype], dict[str, torch.dtype]]:
+    """Make a function of (parameters, master dtype) that returns the dtypes of elementwise states, by name."""
     group_of = {
         id(parameter): (optimizer, group)
         for optimizer in optimizers
@@ -296,16 +294,13 @@ def fields_by_parameter(
     }
     known: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
 
-    def fields_of(parameters: Iterable[Tensor], dtype: torch.dtype, *, whole: bool = False) -> dict[str, torch.dtype]:
+    def fields_of(parameters: Iterable[Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:
         fields: dict[str, torch.dtype] = {}
         for optimizer, group in {id(found[1]): found for p in parameters if (found := group_of.get(id(p)))}.values():
             key = id(group), dtype
             if key not in known:
-                update = Update.of(optimizer, group, torch.device("cpu"))
-                # for whole parameters an estimate suffices, and the optimizer may reject a matrix of zeros
-                with suppress(Exception) if whole else nullcontext():
-                    known[key] = update.fields(dtype, (2, 2) if whole else (1,), optimizer, group)
-            fields.update(known.get(key, {}))
+                known[key] = Update.of(optimizer, group, torch.device("cpu")).fields(dtype, optimizer, group)
+            fields.update(known[key])
         return fields
 
     return fields_of

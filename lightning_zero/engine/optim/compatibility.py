@@ -144,25 +144,21 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
             f"{name} cannot be used with ZeRO: {base.why}. With ZeRO, each rank updates only its own part of the "
             f"parameters: use an optimizer that updates each parameter independently, or {instead}."
         )
-    if known is None:
-        if declared is None:
-            raise TypeError(
-                f"{name} is not known to be elementwise, that is, to update each element from its own gradient and "
-                "state alone. If it is elementwise, pass ZeroStrategy(whole_parameters=False). If it updates each "
-                "parameter from that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): "
-                f"each parameter is then updated by one rank. Otherwise {instead}."
-            )
-    if config.rounding_options is not None and _rule(known, declared) is not False:
+    if known is None and declared is None:
         raise TypeError(
-            f"{name} cannot be used with {config.rounding_options}: it needs whole parameters"
-            f"{f' ({known.why})' if known is not None else ''}, but updates are rounded in chunks. Use an elementwise "
-            f"optimizer ({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {config.rounding_options} out."
+            f"{name} is not known to be elementwise, that is, to update each element from its own gradient and state "
+            "alone. If it is elementwise, pass ZeroStrategy(whole_parameters=False). If it updates each parameter from "
+            "that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): each parameter is "
+            f"then updated by one rank. Otherwise {instead}."
         )
-    if _rule(known, declared) and config.offloads_to_disk:
+    chunked, also = config.rounding_options, ""
+    if chunked is None and config.offloads_to_disk:
+        chunked, also = "offload='nvme'", "; offload='cpu' is possible"
+    if chunked is not None and _rule(known, declared) is not False:
         raise TypeError(
-            f"{name} needs whole parameters{f' ({known.why})' if known is not None else ''}, but states on a disk are "
-            "updated in chunks. Write offload='cpu', or use an elementwise optimizer "
-            f"({', '.join(sorted(TORCHS_ELEMENTWISE))})."
+            f"{name} cannot be used with {chunked}: it needs whole parameters"
+            f"{f' ({known.why})' if known is not None else ''}, but updates are made in chunks. Use an elementwise "
+            f"optimizer ({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {chunked} out{also}."
         )
     if _has_overrides(optimizer):
         raise TypeError(
@@ -246,23 +242,14 @@ def check_not_divided(
 
 def warn_of_unsharded(name: str, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
     """Warn that an optimizer updates parameters that belong to no sharded module, or were added to one in mid-run."""
-    names = {id(p): name for module in modules for name, p in module.named_parameters()}
-    added = [f"'{names[id(p)]}'" for p in parameters if id(p) in names]
-    if added:
-        warnings.warn(
-            f"{name} has parameters that were added to the module after it was sharded: {', '.join(added)}. As under "
-            "DDP, each rank trains them with its own gradients, so their values differ between ranks: create all "
-            "layers before training, and pass their parameters to add_param_group when they are needed.",
-            stacklevel=2,
-        )
-    shapes = ", ".join(str(tuple(p.shape)) for p in parameters if id(p) not in names)
-    if shapes:
-        warnings.warn(
-            f"{name} has parameters that are not the module's, of shape {shapes}. As under DDP, they are neither "
-            "sharded nor synchronised, and each rank trains them with its own gradients: assign them to an attribute "
-            "of the module before training, or reduce their gradients yourself.",
-            stacklevel=2,
-        )
+    names = {id(p): f"'{name}'" for module in modules for name, p in module.named_parameters()}
+    found = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)} that is not the module's") for p in parameters)
+    warnings.warn(
+        f"{name} has parameters that were not in the module when it was sharded: {found}. As under DDP, each rank "
+        "trains them with its own gradients, so their values differ between ranks: assign them to the module, or "
+        "create their layers, before training, and pass parameters to add_param_group when they are needed.",
+        stacklevel=2,
+    )
 
 
 def is_torchs_elementwise(cls: type) -> bool:

@@ -36,7 +36,7 @@ class Hyperparameters:
             return []
         values = self._values()
         if not self._bits or values != self._digested:
-            digest = zlib.crc32(repr(_as_floats(values)).encode())
+            digest = zlib.crc32(repr(values).encode())
             bits = [bool(digest >> bit & 1) for bit in range(_BITS)]
             self._digested, self._bits = values, [*bits, *(not bit for bit in bits)]
         return self._bits
@@ -84,17 +84,10 @@ class Hyperparameters:
 
 def _comparable(value: Any) -> Any:
     """A number or string; a tuple of them, such as ``betas``; None for anything else, such as parameters."""
-    if isinstance(value, (int, float, str)):
+    if isinstance(value, (bool, str)):
         return value
+    if isinstance(value, (int, float)):
+        return float(value)  # 1 and 1.0 are equal
     if isinstance(value, Tensor):  # reading a device's tensor would wait for the device
-        return value.item() if value.dim() == 0 and value.device.type == "cpu" else None
+        return float(value) if value.dim() == 0 and value.device.type == "cpu" else None
     return tuple(map(_comparable, value)) if isinstance(value, tuple) else None
-
-
-def _as_floats(value: Any) -> Any:
-    """Nested containers as lists, with all numbers as floats, since 1 and 1.0 are equal."""
-    if isinstance(value, dict):
-        return [(key, _as_floats(item)) for key, item in value.items()]
-    if isinstance(value, (list, tuple)):
-        return list(map(_as_floats, value))
-    return float(value) if isinstance(value, (int, float)) else value

@@ -13,7 +13,7 @@ import inspect
 import weakref
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from functools import cache, wraps
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.background_work import synchronize
-from lightning_zero.engine.compat import call_first, never_traced, running_steps, zero_grad
+from lightning_zero.engine.compat import call_first, running_steps
 from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
 from lightning_zero.engine.optim.compatibility import warn_of_unsharded
@@ -33,6 +33,7 @@ from lightning_zero.engine.optim.updating import gains_by_chunks, update_offload
 from lightning_zero.engine.plan.layout import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import shard_of_all
+from lightning_zero.engine.state.rounding import count_update
 from lightning_zero.engine.state.slot import repartition, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts, whole
@@ -48,7 +49,6 @@ class Masters:
 
     def __init__(self, optimizer: Optimizer, engine: OptimizedEngine) -> None:
         _masters_of[optimizer] = self
-        _ZERO_GRAD.hold(self)
         self.states = MasterStates(optimizer, engine)
         self.is_closed = False
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
@@ -72,11 +72,8 @@ class Masters:
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
             optimizer.register_state_dict_pre_hook(self.states.before_state_dict),
             optimizer.register_state_dict_post_hook(self.states.put_back),
-            optimizer.register_load_state_dict_pre_hook(self.states.before_load),
-            optimizer.register_load_state_dict_post_hook(self.states.after_load),
         ]
-        if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-            optimizer.load_state_dict = self.states.load  # type: ignore[method-assign]
+        optimizer.load_state_dict = self.states.load  # type: ignore[method-assign]
         # called before users' post-hooks, which then see the module's parameters
         call_first(self._handles[1])
         self.states.adopt(dict(optimizer.state))  # Adagrad's accumulators exist from the start
@@ -143,7 +140,7 @@ class Masters:
         for master in gradients:
             master.bucket.note_update(slot.index for slot in master.slots)
         if any(master.rounds for master in gradients):
-            self.states.engines[0].rounding.advance(groups)
+            count_update(groups, self.states.engines[0].seed)
         buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
         masters_in = {bucket: self._arranged_in[bucket] for bucket in buckets}
         update_offloaded(self.states.optimizer, masters_in, gradients, self._own_entries)
@@ -211,10 +208,13 @@ class Masters:
         self._put_back()
         self._begun, self._is_in_step = set(), False
 
-    def recover_if_raised(self) -> None:
-        """Recover if a step has raised while the groups held masters, for example because of Ctrl-C."""
+    def begin_anew(self) -> None:
+        """Recover from a step that raised. Clear gradients if ``zero_grad`` has cleared those of the masters."""
         if self._replaced is not None and (optimizer := self.optimizer) is not None and not running_steps(optimizer):
-            self.recover()
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                for parameter in (p for group in self._replaced for p in group):
+                    parameter.grad = None
+        self.recover()
 
     def _put_back(self) -> None:
         if self._replaced is None:
@@ -304,53 +304,28 @@ class Masters:
             states: States = {}
             if device is not None:
                 states = self.states.by_parameter(lambda tensor: gathered(tensor).to(device, copy=True))
-                states = {p: _as_placed(p, _in_dtype_of(p, state)) for p, state in states.items()}
+                states = {p: _ordinary(p, state) for p, state in states.items()}
             optimizer.state = defaultdict(dict, states)
         self.is_closed = True
 
 
-def _in_dtype_of(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state without ``state_dtype``: in the parameter's dtype where that is wider."""
+def _ordinary(parameter: Any, state: dict[str, Any]) -> dict[str, Any]:
+    """A parameter's state without the engine: not below the parameter's precision, and a DTensor if it becomes one."""
     if not isinstance(parameter, Tensor):  # an entry that belongs to no parameter
         return state
-    return {
-        key: value.to(torch.promote_types(value.dtype, parameter.dtype))
-        if is_by_element(key, value, parameter.shape) and value.is_floating_point()
-        else value
-        for key, value in state.items()
-    }
-
-
-def _as_placed(parameter: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state; if the parameter becomes a DTensor again, so do the state's elementwise entries."""
-    slot = slot_of(parameter)
-    if slot is None or slot.placed.placements is None:
-        return state
-    tensor, share = slot.bucket.communicator.tensor, slot.share
-    return {
-        key: tensor.shown(share.own(value).contiguous(), slot.placed)
-        if is_by_element(key, value, slot.shape)
-        else value
-        for key, value in state.items()
-    }
+    slot, ordinary = slot_of(parameter), dict(state)
+    for key, value in state.items():
+        if not is_by_element(key, value, parameter.shape):
+            continue
+        if value.is_floating_point():
+            ordinary[key] = value.to(torch.promote_types(value.dtype, parameter.dtype))
+        if slot is not None and slot.placed.placements is not None:
+            share = slot.share.own(ordinary[key]).contiguous()
+            ordinary[key] = slot.bucket.communicator.tensor.shown(share, slot.placed)
+    return ordinary
 
 
 _masters_of: weakref.WeakKeyDictionary[Optimizer, Masters] = weakref.WeakKeyDictionary()
-
-
-def _after_raised_steps(before: Callable[..., None]) -> Callable[..., None]:
-    """Wrap ``zero_grad``, which must find the module's parameters in the groups even after a step has raised."""
-
-    @wraps(before)
-    def recover_and_zero(*args: Any, **kwargs: Any) -> None:
-        for masters in list(_masters_of.values()):  # all, since Fabric wraps optimizers in other objects
-            masters.recover_if_raised()
-        before(*args, **kwargs)
-
-    return never_traced(recover_and_zero)
-
-
-_ZERO_GRAD = zero_grad(_after_raised_steps)
 
 
 def masters_of(optimizer: Optimizer, engine: OptimizedEngine) -> Masters:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
@@ -22,15 +21,18 @@ class Optimizers:
 
     Args:
         module: the root module, which is not kept alive.
+        seed: for stochastic rounding; the same on every rank.
 
     Attributes:
         masters: those of each optimizer, in the order in which the optimizers were given.
         steps: the number of updates since the engine's counters were reset.
     """
 
-    def __init__(self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets) -> None:
-        self.buckets, self.communicator = buckets, shared.communicator
-        self.background, self.ledger, self.rounding = shared.updates, shared.ledger, shared.rounding
+    def __init__(
+        self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets, seed: int
+    ) -> None:
+        self.buckets, self.communicator, self.seed = buckets, shared.communicator, seed
+        self.background, self.ledger = shared.updates, shared.ledger
         self._config, self._module = config, weakref.ref(module)
         self.masters: list[Masters] = []
         self._group_sizes: list[int] = []
@@ -73,14 +75,13 @@ class Optimizers:
     def before_forward(self) -> None:
         """Before a step, recover from a failed update, and reshard for parameters that were added to an optimizer."""
         self.recover()
-        self.rounding.restore(self._groups)
         if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
             self._give_owners()
 
     def recover(self) -> None:
         """Put the module's parameters back into the groups of optimizers whose step has raised."""
         for masters in self.masters:
-            masters.recover()
+            masters.begin_anew()
 
     def _give_owners(self) -> None:
         """Reshard buckets so that each parameter that an optimizer now needs whole has one owning rank. Collective.
@@ -113,11 +114,7 @@ class Optimizers:
         check_not_divided(optimizers, self._config, [(slot.name, slot.parameter, slot.share) for slot in slots])
 
     def _sizes_of_groups(self) -> list[int]:
-        return [len(group["params"]) for group in self._groups]
-
-    @property
-    def _groups(self) -> list[dict[str, Any]]:
-        return [group for optimizer in self.alive for group in optimizer.param_groups]
+        return [len(group["params"]) for optimizer in self.alive for group in optimizer.param_groups]
 
     # -- updates ----------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
+from lightning_zero.engine.compat import without_load_hooks
 from lightning_zero.engine.offload.updates import of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
@@ -59,7 +60,6 @@ class MasterStates:
         self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
-        self._is_loading = False  # whether ``load`` is running
         self._cleared: set[BucketSlot] = set()  # parameters without an update since their state was cleared
         self._measured = 0
         self._bytes: Counter[str] = Counter()
@@ -227,11 +227,14 @@ class MasterStates:
             self._leaf = whole
             self.put_back()
 
-    def before_state_dict(self, optimizer: Optimizer) -> None:
-        """Hook before ``state_dict()``: provide the state by parameter, as torch expects it."""
+    def before_state_dict(self, _: Any) -> None:
+        """Hook before ``state_dict()``: provide the state by parameter, as torch expects it.
+
+        The argument may be a wrapper of the optimizer, such as Lightning's, which has no ``state`` of its own.
+        """
         self.put_back()
         states = self.by_parameter(self._leaf)
-        self._own, optimizer.state = optimizer.state, defaultdict(dict, states)
+        self._own, self.optimizer.state = self.optimizer.state, defaultdict(dict, states)
 
     def put_back(self, *_: Any) -> None:
         """Hook after ``state_dict()``: undo ``before_state_dict``. Also called after ``state_dict()`` has raised."""
@@ -296,66 +299,53 @@ class MasterStates:
 
     # -- by master --------------------------------------------------------------------------------------------------
 
-    def before_load(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Hook before ``load_state_dict()``: key states of an engine's parameters by parameter, not by number.
+    def load(self, state_dict: dict[str, Any]) -> None:
+        """Replaces the optimizer's ``load_state_dict``, and converts the loaded state to state by master.
 
-        torch casts states that are keyed by number to the parameter's dtype, but keeps other states unchanged.
+        The method of the optimizer's class, which may write to ``state``, runs while stand-ins of the same shapes,
+        which take almost no memory, replace the parameters. For integer stand-ins, torch's own method casts no states.
+        Users' post-hooks are called once the state has been converted.
         """
         self.synchronize()  # an update that is still queued needs the present state
-        groups, saved_groups = optimizer.param_groups, state_dict["param_groups"]
-        if [len(group["params"]) for group in groups] != [len(group["params"]) for group in saved_groups]:
-            return state_dict  # torch raises an error that names the mismatch
-        saved = [index for group in saved_groups for index in group["params"]]
-        parameters = [p for group in groups for p in group["params"]]
-        states = of_no_parameter(state_dict["state"])
-        for index, parameter in zip(saved, parameters):
-            if index in states and slot_of(parameter) is not None:
-                # a copy, since torch replaces counts in this dict that are not tensors
-                states[parameter] = dict(states.pop(index))
-        return {**state_dict, "state": states}
-
-    def after_load(self, optimizer: Optimizer) -> None:
-        """Hook after ``load_state_dict()``: convert the loaded state to state by master."""
-        if not self._is_loading:
-            self.adopt(dict(dict.items(optimizer.state)), loaded=True)
-
-    def load(self, state_dict: dict[str, Any]) -> None:
-        """Replaces ``load_state_dict`` of an optimizer whose class overrides torch's method.
-
-        The class's method, which may write to ``state``, runs while stand-ins of the same shapes, which take almost no
-        memory, replace the parameters.
-        """
+        is_torchs = type(self.optimizer).load_state_dict is Optimizer.load_state_dict
         optimizer, parameter_of = self.optimizer, dict[Tensor, Tensor]()
         groups, state = optimizer.param_groups, optimizer.state
         for parameter in (p for group in groups for p in group["params"]):
             slot, stand_in = slot_of(parameter), parameter
             if slot is not None:
-                value = torch.empty((), dtype=slot.bucket.residency.plan.update_dtype, device=slot.device)
-                stand_in = torch.nn.Parameter(value.expand(slot.shape), parameter.requires_grad)
+                dtype = torch.int8 if is_torchs else slot.bucket.residency.plan.update_dtype
+                value = torch.empty((), dtype=dtype, device="cpu" if is_torchs else slot.device)
+                stand_in = torch.nn.Parameter(value.expand(slot.shape), parameter.requires_grad and not is_torchs)
             parameter_of[stand_in] = parameter
         stand_ins = iter(parameter_of)
         before = dict(vars(optimizer))
         optimizer.param_groups = [{**group, "params": [next(stand_ins) for _ in group["params"]]} for group in groups]
-        optimizer.state, self._is_loading = defaultdict(dict), True
+        optimizer.state = defaultdict(dict)
+        if is_torchs:
+            entries = state_dict["state"].items()
+            state_dict = {**state_dict, "state": {key: _map_values(_Unread.of, entry) for key, entry in entries}}
         try:
-            type(optimizer).load_state_dict(optimizer, state_dict)
+            with without_load_hooks(optimizer) as hooks:
+                type(optimizer).load_state_dict(optimizer, state_dict)
             loaded, states = optimizer.param_groups, optimizer.state
         finally:
-            optimizer.param_groups, optimizer.state, self._is_loading = groups, state, False
+            optimizer.param_groups, optimizer.state = groups, state
         # the method may have kept stand-ins in attributes
         new = {name: value for name, value in vars(optimizer).items() if value is not before.get(name, before)}
         vars(optimizer).update(walk(new, lambda tensor: parameter_of.get(tensor, tensor)))
         optimizer.param_groups = [
             {**of_file, "params": group["params"]} for group, of_file in zip(groups, loaded, strict=True)
         ]
-        self.adopt({parameter_of.get(key, key): entries for key, entries in states.items()})
+        read = {parameter_of.get(key, key): _map_values(_Unread.value_of, state) for key, state in states.items()}
+        self.adopt(read, loaded=is_torchs)
+        for hook in hooks:
+            hook(optimizer)
 
     def adopt(self, states: States, loaded: bool = False) -> None:
         """Replace all state by ``states``, converted from state by parameter to state by master.
 
         Args:
-            loaded: whether a state dict is loaded, and ``before_load`` has kept torch from casting its tensors. They
-                are then cast to the dtype of the update, as torch would cast them to the parameter's.
+            loaded: whether to cast tensors to the dtype of the update, as torch casts loaded ones to the parameter's.
         """
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
@@ -426,6 +416,25 @@ class MasterStates:
             elif slot.local_numel:
                 on_disk.write(key, slot.local_range.start, part)
         return entry
+
+
+class _Unread:
+    """Holds a dict in a loaded state. torch copies dicts entry by entry, and replaces strings in them by generators."""
+
+    def __init__(self, value: dict[str, Any]) -> None:
+        self.value = value
+
+    @staticmethod
+    def of(value: Any) -> Any:
+        return _Unread(value) if isinstance(value, dict) else value
+
+    @staticmethod
+    def value_of(value: Any) -> Any:
+        return value.value if isinstance(value, _Unread) else value
+
+
+def _map_values(function: Callable[[Any], Any], state: Any) -> Any:
+    return {key: function(value) for key, value in state.items()} if isinstance(state, dict) else state
 
 
 class StateMapping(defaultdict[Any, dict[str, Any]]):

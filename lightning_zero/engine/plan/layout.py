@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import overload
+from typing import Any
 
 import torch
 
@@ -113,11 +113,6 @@ class BucketLayout:
         return self.owners is not None
 
     @property
-    def mean(self) -> float:
-        """The factor that turns a sum over the ranks into a mean."""
-        return 1.0 / self.world_size
-
-    @property
     def numel(self) -> int:
         """The number of elements of all segments, without gaps and padding."""
         return sum(segment.numel for segment in self.segments)
@@ -134,8 +129,7 @@ class BucketLayout:
 
     @property
     def padded_numel(self) -> int:
-        _, stop = self._range_at(self.world_size - 1)
-        return stop
+        return self._bounds[-1]
 
     def owner(self, index: int) -> int:
         """The rank that owns a segment of a whole bucket."""
@@ -144,77 +138,62 @@ class BucketLayout:
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """``[start, stop)`` of a rank's shard in the bucket."""
-        return self._range_at(self.position(rank))
+        position = self.position(rank)
+        return self._bounds[position], self._bounds[position + 1]
 
     @property
     def own_part(self) -> tuple[int, int]:
         """``[start, stop)`` of this rank's part in the bucket."""
-        return self._part_at(self.position(self.rank) // self.nodes)
+        return self._bounds[self._first_in_part], self._bounds[self._first_in_part + self.nodes]
 
-    @property
+    @cached_property
     def part_ranges(self) -> Sequence[tuple[int, int]]:
         """``[start, stop)`` of the part of each rank in the group that gathers the bucket."""
-        return [self._part_at(n) for n in range(self.world_size // self.nodes)] if self.nodes > 1 else self.shard_ranges
+        return ShardRanges(self._bounds[:: self.nodes], self.order if self.nodes == 1 else None)
 
     @property
-    def ranges_in_part(self) -> Sequence[tuple[int, int]]:
+    def ranges_in_part(self) -> list[tuple[int, int]]:
         """``[start, stop)`` of each shard in this rank's part, relative to the start of the part."""
-        begin, first = self.own_part[0], self.position(self.rank) // self.nodes * self.nodes
-        shards = map(self._range_at, range(first, first + self.nodes))
-        return [(start - begin, stop - begin) for start, stop in shards]
+        bounds = self._bounds[self._first_in_part : self._first_in_part + self.nodes + 1]
+        return [(start - bounds[0], stop - bounds[0]) for start, stop in zip(bounds, bounds[1:])]
 
-    def _part_at(self, number: int) -> tuple[int, int]:
-        first = number * self.nodes
-        return self._range_at(first)[0], self._range_at(first + self.nodes - 1)[1]
+    @property
+    def _first_in_part(self) -> int:
+        """The position of the first shard in this rank's part."""
+        return self.position(self.rank) // self.nodes * self.nodes
 
     def position(self, rank: int) -> int:
         """The position of a rank's shard among the shards."""
         return rank if self.order is None else self.order[rank]
 
-    def _range_at(self, position: int) -> tuple[int, int]:
-        if self.owners is None:
-            return position * self._equal_shard, (position + 1) * self._equal_shard
-        starts = [*(segment.start for segment in self.segments), self.padded_to or _align(self._stop)]
-        return starts[bisect_left(self.owners, position)], starts[bisect_left(self.owners, position + 1)]
-
     @cached_property
-    def _equal_shard(self) -> int:
-        return _align(-(-self._stop // self.world_size))
+    def _bounds(self) -> Sequence[int]:
+        """The start of the shard at each position, and the end of the last one."""
+        positions, end = range(self.world_size + 1), self.segments[-1].stop if self.segments else 0
+        if self.owners is None:
+            length = _align(-(-end // self.world_size))
+            return range(0, (self.world_size + 1) * length, length) if length else [0] * (self.world_size + 1)
+        starts = [*(segment.start for segment in self.segments), self.padded_to or _align(end)]
+        return [starts[bisect_left(self.owners, position)] for position in positions]
 
-    @property
-    def _stop(self) -> int:
-        return self.segments[-1].stop if self.segments else 0
-
-    @property
-    def shard_ranges(self) -> Sequence[tuple[int, int]]:
-        """``shard_range`` of every rank, each computed only on access, since there may be thousands of ranks."""
-        return ShardRanges(self)
-
-    def owned_range(self, first: int, last: int, rank: int) -> tuple[int, int]:
-        """``[start, stop)`` of a rank's elements in segments ``first`` to ``last`` (inclusive); may be empty."""
-        low, high = self.shard_range(rank)
-        start = max(self.segments[first].start, low)
-        return start, max(start, min(self.segments[last].stop, high))
+    def owned_range(self, index: int, rank: int) -> tuple[int, int]:
+        """``[start, stop)`` of a rank's elements in a segment; may be empty."""
+        return self._range_within(index, *self.shard_range(rank))
 
     def range_in_part(self, index: int) -> tuple[int, int]:
         """``[start, stop)`` of a segment's elements in this rank's part; may be empty."""
-        low, high = self.own_part
-        start = min(max(self.segments[index].start, low), high)
-        return start, max(start, min(self.segments[index].stop, high))
+        return self._range_within(index, *self.own_part)
 
-    def spans_of(self, rank: int) -> Spans:
-        """The spans of a rank's shard."""
-        if rank not in self._spans:
-            self._spans[rank] = self._cut(*self.shard_range(rank))
-        return self._spans[rank]
+    def _range_within(self, index: int, low: int, high: int) -> tuple[int, int]:
+        segment = self.segments[index]
+        start = min(max(segment.start, low), segment.stop)
+        return start, max(start, min(segment.stop, high))
 
     @cached_property
-    def _spans(self) -> dict[int, Spans]:
-        return {}
-
-    def _cut(self, low: int, high: int) -> Spans:
+    def own_spans(self) -> Spans:
+        """The spans of this rank's shard."""
         spans: Spans = []
-        position = 0
+        position, (low, high) = 0, self.own_range
         for number, size in enumerate(self.sizes()):
             start, stop = max(position, low), min(position + size, high)
             if start < stop:
@@ -231,23 +210,30 @@ class BucketLayout:
 
 
 class ShardRanges(Sequence[tuple[int, int]]):
-    """``shard_range`` of every rank, computed on access. ``are_equal``: whether all shards have equal lengths."""
+    """``[start, stop)`` of each rank's slice, computed only on access, since there may be thousands of ranks.
 
-    def __init__(self, layout: BucketLayout) -> None:
-        self._layout, self.are_equal = layout, not layout.is_whole
+    Args:
+        bounds: the start of the slice at each position, and the end of the last one.
+        order: each rank's position; None if ranks are in order.
+
+    Attributes:
+        are_equal: whether all slices have the same length.
+    """
+
+    def __init__(self, bounds: Sequence[int], order: Sequence[int] | None) -> None:
+        self._bounds, self._order = bounds, order
+        self.are_equal = (
+            isinstance(bounds, range) or len({stop - start for start, stop in zip(bounds, bounds[1:])}) == 1
+        )
 
     def __len__(self) -> int:
-        return self._layout.world_size
+        return len(self._bounds) - 1
 
-    @overload
-    def __getitem__(self, rank: int) -> tuple[int, int]: ...
-
-    @overload
-    def __getitem__(self, rank: slice) -> list[tuple[int, int]]: ...
-
-    def __getitem__(self, rank: int | slice) -> tuple[int, int] | list[tuple[int, int]]:
-        ranks = range(len(self))[rank]
-        return self._layout.shard_range(ranks) if isinstance(ranks, int) else list(map(self._layout.shard_range, ranks))
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[number] for number in range(len(self))[rank]]
+        position = range(len(self))[rank] if self._order is None else self._order[rank]
+        return self._bounds[position], self._bounds[position + 1]
 
 
 def _align(numel: int) -> int:
@@ -256,10 +242,6 @@ def _align(numel: int) -> int:
 
 # -- owners of segments ------------------------------------------------------------------------------------------------
 
-_SWEEPS = 4
-_CHOICES = 4
-"""Number of candidate owners per segment of a bucket. If there are more ranks, the least loaded ones are candidates."""
-
 
 def balanced_owners(
     buckets: Sequence[Sequence[int]], ranks: int, loads: Sequence[int] | None = None
@@ -267,9 +249,8 @@ def balanced_owners(
     """Choose the owner of each segment, as a position in the order of shards. Owners ascend in each bucket.
 
     Thus a rank's shard of a bucket is one run of consecutive segments, and segments keep their places. Buckets are
-    assigned one after another, those with the largest segments first, each in the best way for the ranks' current
-    loads. Then all buckets are reassigned several times, since loads have changed. With enough candidates, the largest
-    load comes as close to the mean as if segments were assigned freely (largest first, to the least loaded rank).
+    assigned one after another, those with the largest segments first, so that the largest load is as small as possible
+    after each bucket.
 
     Args:
         buckets: number of elements in each segment, by bucket.
@@ -281,43 +262,26 @@ def balanced_owners(
     """
     loads = list(loads or [0] * ranks)
     owners: list[list[int]] = [[] for _ in buckets]
-    order = sorted(range(len(buckets)), key=lambda number: -max(buckets[number], default=0))
-    for _ in range(_SWEEPS):
-        for number in order:
-            for rank, numel in zip(owners[number], buckets[number]):
-                loads[rank] -= numel
-            owners[number] = _runs(buckets[number], loads)
-            for rank, numel in zip(owners[number], buckets[number]):
-                loads[rank] += numel
+    for number in sorted(range(len(buckets)), key=lambda number: -max(buckets[number], default=0)):
+        numels = buckets[number]
+        limits = range(max(loads) + sum(numels) + 1)
+        limit = bisect_left(limits, len(numels), key=lambda limit: len(_filled(numels, loads, limit)))
+        owners[number] = _filled(numels, loads, limit)
+        for rank, numel in zip(owners[number], numels):
+            loads[rank] += numel
     return owners
 
 
-def _runs(numels: Sequence[int], loads: list[int]) -> list[int]:
-    """Divide one bucket into runs of segments for ascending ranks, minimising the sum of the ranks' squared loads.
-
-    Uses dynamic programming over the ranks: ``costs[n]`` is the least cost of assigning the first ``n`` segments to
-    the ranks tried so far. Returns the owner of each segment.
-    """
-    tried = range(len(loads))
-    if len(loads) > _CHOICES * len(numels):
-        tried = sorted(sorted(tried, key=lambda rank: loads[rank])[: _CHOICES * len(numels)])  # type: ignore[assignment]
-    ends = [0]
+def _filled(numels: Sequence[int], loads: Sequence[int], limit: int) -> list[int]:
+    """Assign as many segments as possible, in order, to ascending ranks whose loads may not exceed a limit."""
+    owners: list[int] = []
+    rank, load = 0, loads[0]
     for numel in numels:
-        ends.append(ends[-1] + numel)
-    costs = [0.0] + [float("inf")] * len(numels)
-    cuts: list[list[int]] = []  # by tried rank: where its run starts, for each possible end
-    for rank in tried:
-        after, begins = list(costs), list(range(len(ends)))
-        for stop in range(1, len(ends)):
-            for start in range(stop):
-                taken = ends[stop] - ends[start]
-                cost = costs[start] + taken * (taken + 2 * loads[rank])
-                if cost < after[stop]:
-                    after[stop], begins[stop] = cost, start
-        costs = after
-        cuts.append(begins)
-    owners, stop = [0] * len(numels), len(numels)
-    for rank, begins in zip(reversed(tried), reversed(cuts)):
-        owners[begins[stop] : stop] = [rank] * (stop - begins[stop])
-        stop = begins[stop]
+        while load + numel > limit:
+            rank += 1
+            if rank == len(loads):
+                return owners
+            load = loads[rank]
+        load += numel
+        owners.append(rank)
     return owners

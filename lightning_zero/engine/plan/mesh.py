@@ -89,12 +89,12 @@ class Mesh:
     Attributes:
         dimensions: the size of each dimension, by name.
         rank: this process's rank.
-        places: by rank, the rank's index along each dimension; None if all ranks are on one machine.
+        order: by rank, the rank's position along ``ALL``; None if each rank's position is its number.
     """
 
     dimensions: Mapping[str, int]
     rank: int = 0
-    places: tuple[tuple[int, ...], ...] | None = None
+    order: tuple[int, ...] | None = None
 
     @classmethod
     def flat(cls, size: int, rank: int = 0) -> Mesh:
@@ -104,23 +104,12 @@ class Mesh:
     @classmethod
     def of(cls, topology: Topology, rank: int) -> Mesh:
         """A mesh of several machines, each with the same number of ranks."""
-        nodes = topology.nodes
-        places = {each: (node, local) for node, ranks in enumerate(nodes) for local, each in enumerate(ranks)}
-        return cls({NODE: len(nodes), LOCAL: len(nodes[0])}, rank, tuple(places[each] for each in sorted(places)))
+        columns = chain.from_iterable(zip(*topology.nodes))  # ranks by position
+        positions = {each: position for position, each in enumerate(columns)}
+        order = tuple(positions[each] for each in range(len(positions)))
+        is_plain = order == tuple(range(len(order)))
+        return cls({NODE: len(topology.nodes), LOCAL: len(topology.nodes[0])}, rank, None if is_plain else order)
 
     def size(self, over: Sequence[str]) -> int:
         """The number of ranks along these dimensions."""
         return prod(self.dimensions[name] for name in over)
-
-    def position(self, rank: int, over: Sequence[str]) -> int:
-        """A rank's position along these dimensions; the last dimension varies fastest."""
-        place = dict(zip(self.dimensions, (0, rank) if self.places is None else self.places[rank]))
-        number = 0
-        for name in over:
-            number = number * self.dimensions[name] + place[name]
-        return number
-
-    def order(self, over: Sequence[str]) -> tuple[int, ...] | None:
-        """Each rank's position along the dimensions in ``over``; None if each rank's position is its number."""
-        positions = tuple(self.position(rank, over) for rank in range(len(self.places or ())))
-        return None if positions == tuple(range(len(positions))) else positions

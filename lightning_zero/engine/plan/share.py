@@ -108,10 +108,11 @@ class Box(NamedTuple):
 def boxes(shape: Sequence[int], start: int, stop: int, most: int | None = None) -> list[Box]:
     """Divide the elements ``[start, stop)`` of a flattened tensor into at most ``2 * len(shape) - 1`` boxes, in order.
 
-    A box of more than ``most`` elements is split further, but only along its first dimension whose size is above 1.
+    Ranges of more than ``most`` elements are first divided into ranges of this length.
     """
-    found = _tiles(tuple(shape), start, stop, 0) if stop > start else iter(())
-    return [part for box in found for part in (_cut(box, most) if most is not None else [box])]
+    begins = range(start, stop, most or max(stop - start, 1))
+    ends = (*begins[1:], stop)
+    return [box for begin, end in zip(begins, ends) for box in _tiles(tuple(shape), begin, end, 0)]
 
 
 def boxes_of(share: Share, start: int, stop: int, most: int | None = None) -> list[Box]:
@@ -144,18 +145,3 @@ def _within(shape: tuple[int, ...], index: int, start: int, stop: int, base: int
     """Divide a range of row ``index`` into boxes."""
     for box in _tiles(shape[1:], start, stop, base + index * prod(shape[1:])):
         yield Box((index, *box.offsets), (1, *box.sizes), box.start)
-
-
-def _cut(box: Box, most: int) -> Iterator[Box]:
-    dimension = next((d for d, size in enumerate(box.sizes) if size > 1), None)
-    if dimension is None or prod(box.sizes) <= most:
-        yield box
-        return
-    row = prod(box.sizes[dimension + 1 :])
-    rows = max(most // row, 1)
-    for first in range(0, box.sizes[dimension], rows):
-        count = min(rows, box.sizes[dimension] - first)
-        offsets, sizes = list(box.offsets), list(box.sizes)
-        offsets[dimension] += first
-        sizes[dimension] = count
-        yield Box(tuple(offsets), tuple(sizes), box.start + first * row)

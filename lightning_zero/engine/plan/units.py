@@ -217,16 +217,32 @@ def _outermost(
             yield from _outermost(path, child, matches)
 
 
-def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str, nn.Module]]:
-    repeated, in_sequence = _is_repeated_blocks(module), isinstance(module, nn.Sequential)
-    in_stages = (repeated or in_sequence) and _are_stages(module)
+def _automatic(
+    prefix: str, module: nn.Module, large: int, *, is_divided: bool = False, in_container: bool = False
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the blocks in a module.
+
+    Args:
+        large: the number of elements from which a layer outside all blocks is a block.
+        is_divided: whether blocks in the module's children take their place.
+        in_container: whether the module is (a part of) one block that is a container without a forward: the forward of
+            an outer module runs its layers. Those of fewer than ``TINY`` elements (norms, gates) stay in the enclosing
+            unit, which saves messages.
+    """
+    in_sequence = isinstance(module, nn.Sequential)
+    in_order = in_container or in_sequence or _is_repeated_blocks(module)
+    is_divided = is_divided or (in_order and _are_stages(module))
     for path, child in _children(prefix, module):
-        if (repeated or in_sequence) and not _has_forward(child):
-            yield from _layers_in_container(path, child, large, in_stages)
-        elif in_stages and (blocks := _composites(path, child, large)):
-            yield from blocks
-        elif repeated or (in_sequence and not _holds_units(child)):
-            yield path, child
+        if in_order and not _has_forward(child):
+            if is_divided or not in_container or not _are_experts(child, module):
+                yield from _automatic(path, child, large, is_divided=is_divided, in_container=True)
+        elif in_order:
+            holds_units = in_sequence and _holds_units(child)
+            inside = list(_automatic(path, child, large)) if is_divided or holds_units else []
+            if holds_units or any(_is_composite(block) for _, block in inside):
+                yield from inside
+            elif not in_container or _is_composite(child) or _numel(child) >= TINY:
+                yield path, child
         elif isinstance(child, (nn.ModuleList, nn.ModuleDict)) and not _is_run_as_a_whole(child):
             continue  # heads or experts, selected at run time: they stay in the enclosing unit
         elif not _is_composite(child) and _has_forward(child) and _numel(child, recurse=False) >= large:
@@ -235,33 +251,10 @@ def _automatic(prefix: str, module: nn.Module, large: int) -> Iterator[tuple[str
             yield from _automatic(path, child, large)
 
 
-def _layers_in_container(
-    prefix: str, container: nn.Module, large: int, in_stages: bool
-) -> Iterator[tuple[str, nn.Module]]:
-    """The layers of one block that is a container without a forward: the forward of an outer module runs them.
-
-    Layers of fewer than ``TINY`` elements (norms, gates) stay in the enclosing unit, which saves messages.
-    """
-    for path, child in _children(prefix, container):
-        if not _has_forward(child):
-            if in_stages or not _are_experts(child, container):
-                yield from _layers_in_container(path, child, large, in_stages)
-        elif in_stages and (blocks := _composites(path, child, large)):
-            yield from blocks
-        elif _is_composite(child) or _numel(child) >= TINY:
-            yield path, child
-
-
 def _children(prefix: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
     """The children that may be or contain blocks, with qualified names."""
     named = ((f"{prefix}.{name}" if prefix else name, child) for name, child in module.named_children())
     return [(path, child) for path, child in named if _may_be_block(child)]
-
-
-def _composites(prefix: str, stage: nn.Module, large: int) -> list[tuple[str, nn.Module]]:
-    """The blocks of a stage, if composite modules are among them."""
-    blocks = list(_automatic(prefix, stage, large))
-    return blocks if any(_is_composite(block) for _, block in blocks) else []
 
 
 def _is_repeated_blocks(module: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -70,14 +70,12 @@ class CheckpointedModule:
             self._regions.append(region)
 
     def _region(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
-        moving: AbstractContextManager[None] = nullcontext()
         # An outer region or ``save_on_cpu`` stores inputs in its own way. Under ``torch.func``, inputs have no storage.
         are_inputs_kept = torch.is_grad_enabled() and not is_watched_by_others() and peek_interpreter_stack() is None
         if self._store is not None and are_inputs_kept:
-            function, args, kwargs, moving = self._store.take_out(function, args, kwargs)
+            function, args, kwargs = self._store.take_out(function, args, kwargs)
         options = {**_OPTIONS, "fn": function, "context_fn": lambda: (nullcontext(), self)}
-        with moving:
-            yield from checkpoint_generator(*options.values(), *args, **kwargs)
+        return checkpoint_generator(*options.values(), *args, **kwargs)
 
     def _after(self, *_: Any) -> None:
         if not self._recomputing and self._regions:

@@ -49,8 +49,9 @@ def _run_backward_by_name(
     # Only its module's forward updates a view's ``requires_grad`` after the parameter was frozen or unfrozen.
     views = [tensor.slot.view.requires_grad_(True) for tensor in own.values()]
     with ExitStack() as stack:
-        if create_graph:
-            for schedule in _schedules:
+        for schedule in _schedules:
+            stack.enter_context(schedule.differentiating(accumulates=accumulate_grad and bool(own or not inputs)))
+            if create_graph:
                 stack.enter_context(schedule.watching())
         found = run_backward(outputs, grad_outputs, retain_graph, create_graph, (*inputs, *views), **options)
     if accumulate_grad:
@@ -96,5 +97,4 @@ def _disable_hooks_but_ours(disable_hooks: Callable[[str], Any], error_message: 
 _PATCHES = (
     compat.run_backward(lambda before: partial(_run_backward_by_name, before)),
     compat.hooks_disabled(lambda before: partial(_disable_hooks_but_ours, before)),
-    compat.taken_by_foreach(ShardedTensor),
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 from lightning_zero.engine.compat import never_traced, set_eval_frame
@@ -26,7 +25,7 @@ def untraced(function: Callable[[Any], Any]) -> Any:
 
 
 class OwnHook:
-    """An engine hook on a module. Copies and pickles of the module do not have it (see ``compat.not_copied``).
+    """An engine hook on a module. Copies and pickles of the module do not have it (see ``compat.leave_out_of_copies``).
 
     Args:
         function: called with a flag that says whether compiled code calls the hook, and with the hook's arguments.
@@ -49,11 +48,6 @@ class OwnHook:
             return self._function(compiler is not None, *args, **kwargs)
         finally:
             set_eval_frame(compiler)
-
-    def __reduce__(self) -> Any:
-        # A class with a ``__deepcopy__`` of its own copies hooks. This standard function does nothing, and can be
-        # unpickled where this package is not installed.
-        return getattr, (nullcontext(), "__exit__")
 
 
 never_traced(OwnHook.__call__)

@@ -42,10 +42,11 @@ class Join:
     def __init__(
         self, communicator: Communicator, rendezvous: Rendezvous, schedule: Schedule, buckets: list[Bucket]
     ) -> None:
-        self._ranks, self._place, self._control = communicator.gathering
+        self._control = communicator.gathering
         self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
         self._leader = 0  # the first rank that runs in this turn
         self._position = 0  # index of the dataloader that this rank's current batch is from
+        self._is_each_forward = False  # whether ``each_forward`` is running
 
     def take(self, position: int | None) -> None:
         """End this rank's turn; return when its next turn begins or all ranks are at the end. See ``take_turn``."""
@@ -56,7 +57,7 @@ class Join:
     def each_forward(self, module: nn.Module) -> Iterator[None]:
         """Context in which ranks may run different numbers of forwards of a module or its submodules. Collective."""
         is_sharded = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
-        if self._schedule.is_joining or not is_sharded:  # not sharded: for example, within ``full_parameters``
+        if self._is_each_forward or not is_sharded:  # not sharded: for example, within ``full_parameters``
             yield
             return
         members = set(module.modules())
@@ -74,7 +75,7 @@ class Join:
             depth -= inner in members
 
         hooks = [register_module_forward_pre_hook(before), register_module_forward_hook(after, always_call=True)]
-        self._schedule.is_joining = True
+        self._is_each_forward = True
         ends = True
         try:
             yield
@@ -82,7 +83,7 @@ class Join:
             ends = isinstance(error, Exception) and failure() is None
             raise
         finally:
-            self._schedule.is_joining = False
+            self._is_each_forward = False
             for hook in hooks:
                 hook.remove()
             if ends:
@@ -100,8 +101,9 @@ class Join:
             self._serve()
 
     def _begin(self, absent: list[int]) -> None:
-        ranks = [self._ranks[place] for place in absent]
+        ranks = [self._control.ranks[place] for place in absent]
         self._rendezvous.absence = Absence(ranks, self._announce if absent else None, is_turn=True)
+        self._schedule.records_order = not absent and not self._is_each_forward
 
     def _end(self) -> None:
         for unit in self._schedule.units:
@@ -111,22 +113,16 @@ class Join:
             self._announce(_OVER)
         if absence.is_turn:
             self._rendezvous.absence = Absence()
+            self._schedule.records_order = True
 
-    def _announce(self, number: int) -> None:
-        """Tell absent ranks the number of the bucket to gather next, or ``_OVER``, and the expected order of units."""
-        order = self._schedule.order
-        self._exchange([number, *order, *[-1] * (len(self._schedule.units) - len(order))])
-
-    def _exchange(self, numbers: list[int]) -> list[int]:
-        """Broadcast the leader's numbers; the other running ranks, which gather the same, take part."""
-        return self._control.numbers_of(self._leader, numbers, f"what rank {self._ranks[self._leader]} gathers next")
+    def _announce(self, number: int) -> int:
+        """Broadcast the leader's number of the bucket to gather next, or ``_OVER``. Running ranks gather the same."""
+        what = f"what rank {self._control.ranks[self._leader]} gathers next"
+        (announced,) = self._control.numbers_of(self._leader, [number], what)
+        return announced
 
     def _serve(self) -> None:
-        while True:
-            number, *order = self._exchange([_OVER] * (1 + len(self._schedule.units)))
-            if number == _OVER:
-                self._schedule.order = [unit for unit in order if unit >= 0]
-                return
+        while (number := self._announce(_OVER)) != _OVER:
             bucket = self._buckets[number]
             stays = bucket.is_ready
             with self._rendezvous.have_met():  # the leader's announcement says what all ranks gather
@@ -149,6 +145,7 @@ class JoinedMethod:
         update_wrapper(self, self._function)
         self.__signature__ = signature(module.generate)  # type: ignore[arg-type]  # read by transformers
         module.generate = self  # type: ignore[assignment]
+        module.__reduce_ex__ = self._reduced  # type: ignore[method-assign]
 
     @staticmethod
     def is_method_of(module: nn.Module) -> bool:
@@ -159,7 +156,17 @@ class JoinedMethod:
     def remove(self) -> None:
         module = self._module()
         if module is not None and vars(module).get("generate") is self:
-            del module.generate
+            del module.generate, module.__reduce_ex__
+
+    def _reduced(self, protocol: Any) -> Any:
+        """The module's ``__reduce_ex__``, which ``copy.deepcopy`` and ``pickle`` look up before the class's."""
+        module = self._module()
+        assert module is not None, "the module was deleted"
+        reduced: Any = type(module).__reduce_ex__(module, protocol)
+        create, arguments, *more = reduced
+        if more and isinstance(more[0], dict):
+            more[0] = {key: value for key, value in more[0].items() if key not in ("generate", "__reduce_ex__")}
+        return create, arguments, *more
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         module = self._module()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, count
@@ -91,8 +91,8 @@ class GradientReducer:
     parameters they used.
 
     Args:
-        in_flight: maximum number of reductions, each with its own buffer, that run at one time.
-        overlap: False to wait for each reduction right after starting it.
+        in_flight: maximum number of reductions, each with its own buffer, that run at one time; 0 to wait for each
+            reduction right after starting it.
         reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1
             without tensor parallelism, where they accumulate locally.
 
@@ -110,19 +110,16 @@ class GradientReducer:
         *,
         reduce_dtype: torch.dtype | None,
         in_flight: int,
-        overlap: bool,
         reduces_every_backward: bool,
     ) -> None:
         self._schedule, self._communicator, self._streams, self._phases = schedule, communicator, streams, phases
-        self._in_flight = in_flight if overlap else 0
-        self._reduces_every_backward = reduces_every_backward
+        self._in_flight, self._reduces_every_backward = in_flight, reduces_every_backward
         self.backwards = 0
         self._units = [unit for unit in units for _ in unit.buckets]
         self._buckets = [bucket for unit in units for bucket in unit.buckets]
-        numbers = count()
-        self._numbers_of = {unit: [next(numbers) for _ in unit.buckets] for unit in units}
         self._gradients = [BucketGradients(bucket, reduce_dtype) for bucket in self._buckets]
         self.synchronise = True  # whether the next backward is synchronised; False under ``no_sync``
+        self._continues = False  # whether a ``no_sync`` has been entered since the last synchronised backward
         self._synchronises = True  # whether the running backward is synchronised
         self._expectations: dict[tuple[int, ...], _Expectation] = {}
         self._backward: _Backward | None = None
@@ -151,6 +148,10 @@ class GradientReducer:
             self._hooks.append(Tensor.register_post_accumulate_grad_hook(leaf, take))
             leaf.requires_grad_(requires_grad)
 
+    def enter_no_sync(self) -> None:
+        """Let the next backwards not be synchronised. All ranks call this alike, also those without a backward."""
+        self.synchronise, self._continues = False, True
+
     def remove(self) -> None:
         for hook in self._hooks:
             hook.remove()
@@ -173,16 +174,19 @@ class GradientReducer:
                 hook(leaf)
         gradient = added_gradient(leaf)
         assert gradient is not None
-        is_in_place = is_parameter and gradients.take_in_place(index, gradient)
         backward = self._begin(leaf)
         added, self._added = self._added, None
-        is_taken_by_add = is_parameter and added == (number, index)
-        if not is_in_place and not is_taken_by_add:
+        if is_parameter and not self._synchronises:
+            gradients.add_local(index, None)
+        elif not is_parameter or added != (number, index):
             drop_added_gradient(leaf)
             if not is_parameter and gradient_hooks(parameter):
                 gradient = with_hooks_of(parameter, gradients.bucket.whole_of(index, gradient))
                 gradient = gradient.detach().clone()  # a hook may have kept the tensor, or returned a kept one
-            gradients.accumulate(index, gradient)
+            if self._synchronises:
+                gradients.accumulate(index, gradient)
+            else:
+                gradients.add_local(index, gradient)
         backward.counts[number][index] += 1
         if backward.counts[number][index] == backward.expectation.counts[number][index]:
             backward.missing[number] -= 1
@@ -200,26 +204,26 @@ class GradientReducer:
 
         Args:
             unit: the unit whose backward begins; it is not gathered yet.
-            left: the previous unit, if backward has left it for the last time.
+            left: the unit whose backward began before, if any.
         """
-        backward = self._backward
-        if backward is None or not self._synchronises or self._end() is None:  # None: an exception ended that backward
+        is_running = self._backward is not None and self._end() is not None  # None: an exception ended that backward
+        if not is_running and not (self._schedule.accumulates and unit.is_trained):
             return
-        for number in self._numbers_of[left] if left is not None and not left.depth else []:
-            self._leave(backward, number)
-        # Backward never leaves the root and units that stay gathered. In the first backward the order is only a guess.
-        for number in backward.expectation.order[backward.position :] if backward.expectation.observed else []:
+        # Begin even if no gradient has arrived on this rank: another rank may have one, and start a reduction.
+        backward = self._begin()
+        if not self._synchronises:
+            return
+        is_known = backward.expectation.observed  # in the first backward, the order is only a guess
+        for number in backward.expectation.order[backward.position :]:
             following = self._units[number]
+            # Backward never leaves the root and units that stay gathered.
             is_ahead = following.phase is Phase.AWAITED and not (following.is_root or following.stays)
             if following is unit or is_ahead:
-                break
-            self._leave(backward, number)
+                if is_known:
+                    break
+            elif backward.missing[number] > 0 and (is_known or following is left):
+                backward.left.add(number)
         self._launch_in_order(backward)
-
-    def _leave(self, backward: _Backward, number: int) -> None:
-        if number not in backward.expectation.late and backward.missing[number] > 0:
-            backward.missing[number] = 0
-            backward.left.add(number)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
         """Return or create the running backward's state. ``leaf``: the tensor whose ``.grad`` was just set, or None."""
@@ -242,8 +246,9 @@ class GradientReducer:
             must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
-                gradients.reduces, gradients.crosses = self._synchronises, self.synchronise
-                gradients.resume_unsynchronised()
+                gradients.crosses = self.synchronise
+                gradients.continues = self._continues
+                gradients.forget_dropped()
             self._deferred = True
         if self._deferred:
             self._deferred = False
@@ -252,28 +257,19 @@ class GradientReducer:
 
     def _end_by(self, end: Callable[..., None], register: Callable[[Any], Any]) -> None:
         """Let autograd call a function later, and notice if it no longer can."""
-        self._end = weakref.ref(end, weakly(self._keep_shown))
+        self._end = weakref.ref(end)
         register(end)
-
-    def _keep_shown(self, end: Any) -> None:
-        """Called when autograd has deleted an ``end``: after an exception, show the gradients of earlier backwards."""
-        if end is self._end and self._backward is not None and not self._synchronises:
-            for gradients in self._gradients:
-                gradients.drop_unshown()
 
     def _shows_reduced(self, but: Tensor | None) -> bool:
         parameters = (bucket.parameter(i) for bucket in self._buckets for i in range(len(bucket.views)))
         return any(p is not but and isinstance(p.grad, WrapperTensor) for p in parameters)
 
     def _launch_in_order(self, backward: _Backward) -> None:
-        order, late = backward.expectation.order, backward.expectation.late
-        while backward.position < len(order):
-            number = order[backward.position]
-            if number not in late:
-                if backward.missing[number] > 0:
-                    return
-                self._launch(backward, number)
+        for number in backward.expectation.order[backward.position :]:
+            if backward.missing[number] > 0 and number not in backward.left:
+                return
             backward.position += 1
+            self._launch(backward, number)
 
     def _launch(self, backward: _Backward, number: int) -> None:
         bucket, gradients = self._buckets[number], self._gradients[number]
@@ -290,22 +286,20 @@ class GradientReducer:
         number, pending = backward.in_flight.popleft()
         with at(self._streams.home):
             crossing = self._gradients[number].start_crossing(pending)
-            if crossing is None:
-                self._finish_reduction(backward, number, pending)
-                return
-            backward.crossing.append((number, crossing))
-            while len(backward.crossing) > self._in_flight:
-                self._finish_reduction(backward, *backward.crossing.popleft())
+            backward.crossing.append((number, crossing or pending))
+            self._finish_crossing(backward, self._in_flight if crossing is not None else 0)
 
     def _finish_all(self, backward: _Backward) -> None:
         while backward.in_flight:
             self._finish_oldest(backward)
         with at(self._streams.home):
-            while backward.crossing:
-                self._finish_reduction(backward, *backward.crossing.popleft())
+            self._finish_crossing(backward, 0)
 
-    def _finish_reduction(self, backward: _Backward, number: int, pending: Pending) -> None:
-        backward.shards[number] = self._gradients[number].finish_reduction(pending)
+    def _finish_crossing(self, backward: _Backward, most: int) -> None:
+        """Finish reductions until at most this many cross machines."""
+        while len(backward.crossing) > most:
+            number, pending = backward.crossing.popleft()
+            backward.shards[number] = self._gradients[number].finish_reduction(pending)
 
     # -- at the end of backward -------------------------------------------------------------------------------------
 
@@ -328,32 +322,34 @@ class GradientReducer:
         if backward is None:
             return
         self.backwards += 1
-        with_hooks = []
-        if self._synchronises:
-            with_hooks = self._complete(backward)
-        else:
-            for gradients in self._gradients:
-                with_hooks += gradients.show_unsynchronised()
+        if self.synchronise:
+            self._continues = False
+        used: Sequence[Sequence[int]] = self._complete(backward) if self._synchronises else backward.counts
+        with_hooks = [
+            slot
+            for bucket, flags in zip(self._buckets, used)
+            for slot, is_used in zip(slots_of(bucket), flags)
+            if is_used and slot.hooks_after_reduction
+        ]
         wait_for([self._streams.home], current_stream(self._communicator.device))
         self._schedule.end_backward()
         for slot in with_hooks:
             for hook in list(slot.hooks_after_reduction.values()):
                 hook(slot.parameter)
 
-    def _complete(self, backward: _Backward) -> list[BucketSlot]:
-        """Reduce the remaining buckets. Return the slots that have both a new gradient and user hooks."""
+    def _complete(self, backward: _Backward) -> list[list[bool]]:
+        """Reduce the remaining buckets. Return by bucket which parameters have a gradient on any rank."""
         expectation = backward.expectation
-        in_order = set(expectation.order) - expectation.late
+        in_order = set(expectation.order)
         # Launch these reductions before the control message: another rank, out of free buffers, may wait for one.
         for number in expectation.order[backward.position :]:
-            if number in in_order:
-                self._launch(backward, number)
+            self._launch(backward, number)
         used = [
             [count > 0 or (number, i) in backward.sent or gradients.has(i) for i, count in enumerate(counts)]
             for number, (gradients, counts) in enumerate(zip(self._gradients, backward.counts))
         ]
         late = [number in in_order and gradients.has_any for number, gradients in enumerate(self._gradients)]
-        was_left = [is_late and number in backward.left for number, is_late in enumerate(late)]
+        was_left = [is_late and expectation.observed and number in backward.left for number, is_late in enumerate(late)]
         with self._phases("wait for the other ranks", _END):
             flags = [*chain.from_iterable(used), *late, *was_left, *self.hyperparameters.flags()]
             agreed = iter(self._communicator.control.any_rank(flags, _END))
@@ -370,13 +366,9 @@ class GradientReducer:
             self._launch(backward, number)
         self._collect(backward, used)
         expectation.late.update(number for number, is_left in enumerate(was_left) if is_left)
+        expectation.order = [number for number in expectation.order if number not in expectation.late]
         self._learn(backward, used)
-        return [
-            slot
-            for bucket, flags in zip(self._buckets, used)
-            for slot, is_used in zip(slots_of(bucket), flags)
-            if is_used and slot.hooks_after_reduction
-        ]
+        return used
 
     def abort(self) -> None:
         """Drop the gradients of a backward that raised an exception, so that the next backward does not add to them."""
@@ -389,8 +381,9 @@ class GradientReducer:
         if backward is None:
             return False
         self._finish_all(backward)
-        for gradients in self._gradients:
-            gradients.drop() if self._synchronises else gradients.drop_unshown()
+        if self._synchronises:
+            for gradients in self._gradients:
+                gradients.drop()
         return True
 
     def _collect(self, backward: _Backward, used: list[list[bool]]) -> None:
@@ -405,7 +398,7 @@ class GradientReducer:
                 seen = backward.counts[number][index]
                 before = expectation.counts[number][index] if expectation.observed else 0
                 expectation.counts[number][index] = max(seen, before, 1) if is_used else before
-        in_use = {number for number, flags in enumerate(used) if any(flags)}
+        in_use = {number for number, flags in enumerate(used) if any(flags)} - expectation.late
         if not expectation.observed or not in_use.issubset(expectation.order):
             # All ranks adopt rank 0's order of completed buckets. Buckets without gradients on rank 0 come last.
             seen_order = [number for number in backward.completed if number in in_use]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -118,14 +118,14 @@ _OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {FLAT_WEIGHTS}
 
 
 class Attributes:
-    """Attributes of a module and its submodules that a forward may set to tensors.
+    """Attributes of modules that a forward may set to tensors.
 
     TorchScript modules are left out: their attributes are in C++, and no view reaches their parameters.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
         names: list[str] = []
-        self._found = [(weakref.ref(m), 0, names) for m in module.modules() if not isinstance(m, ScriptModule)]
+        self._found = [(weakref.ref(module), 0, names) for module in modules if not isinstance(module, ScriptModule)]
 
     def that_may_hold_tensors(self) -> Iterator[tuple[dict[str, Any], str]]:
         """Yield holder and name of each buffer, and of each attribute that is now a tensor, list, tuple or dict."""
@@ -155,10 +155,6 @@ class Saved(NamedTuple):
     tensor: Tensor
     version: int
     bucket: Bucket | None
-
-    @classmethod
-    def of(cls, tensor: Tensor, bucket: Bucket | None = None) -> Saved:
-        return cls(tensor.detach(), tensor._version, bucket)
 
     @property
     def is_unchanged(self) -> bool:

@@ -20,41 +20,15 @@ from lightning_zero.engine.compat import (
     current_graph_task,
     is_compiled,
     is_in_functional_call,
-    is_in_running_backward,
     is_profiling,
     queue_callback,
-    sequence_number,
 )
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.runtime.compile_hooks import OwnHook
-from lightning_zero.engine.runtime.saved_tensors import SavedTensors, tensors_in
+from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, tensors_in
 from lightning_zero.engine.runtime.scope import Call, Entry, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
-
-
-class Turn:
-    """A time in which a unit runs in forward and builds a graph, before another unit begins.
-
-    After the turn, only the hooks on the outputs refer to it, so it is deleted together with its graph.
-    """
-
-    def __init__(self) -> None:
-        self._below: list[tuple[tuple[Any, int], ...]] = []  # for each output, the nodes whose values its node received
-
-    def add(self, output: Tensor) -> None:
-        # The output's own node would be in a cycle with its hook, so that a dropped graph would not be freed at once.
-        self._below.append(output.grad_fn.next_functions)  # type: ignore[union-attr]
-
-    @property
-    def is_in_backward(self) -> bool:
-        """Whether the turn's graph is part of the running backward; True if this is unknown."""
-        for below in self._below:
-            nodes = [node for node, _ in below if node is not None and node.next_functions]
-            # Other graphs may share leaves and inputs, but not the newest node, which the turn has usually made.
-            if not nodes or is_in_running_backward(max(nodes, key=sequence_number)):
-                return True
-        return False
 
 
 class Phase(Enum):
@@ -62,16 +36,14 @@ class Phase(Enum):
 
     IDLE = "nothing: the unit may be released"
     AWAITED = "a backward, since the unit has run with gradients; only the root unit stays gathered until then"
-    HELD = "the rest of the window, in which the root unit stays gathered"
     KEPT = "graphs of ``torch.func``, which cannot gather the unit, so that it stays gathered until the next window"
 
 
 TRANSITIONS = {
-    "held": dict.fromkeys((Phase.IDLE, Phase.HELD, Phase.KEPT), Phase.HELD) | {Phase.AWAITED: Phase.AWAITED},
-    "kept": dict.fromkeys((Phase.IDLE, Phase.AWAITED), Phase.KEPT),
-    "let go": dict.fromkeys((Phase.HELD, Phase.KEPT), Phase.IDLE),
-    "ran": dict.fromkeys((Phase.IDLE, Phase.AWAITED, Phase.HELD), Phase.AWAITED) | {Phase.KEPT: Phase.KEPT},
-    "differentiated": dict.fromkeys((Phase.IDLE, Phase.AWAITED, Phase.HELD), Phase.IDLE) | {Phase.KEPT: Phase.KEPT},
+    "kept": {Phase.IDLE: Phase.KEPT, Phase.AWAITED: Phase.KEPT},
+    "let go": {Phase.KEPT: Phase.IDLE},
+    "ran": {Phase.IDLE: Phase.AWAITED, Phase.AWAITED: Phase.AWAITED, Phase.KEPT: Phase.KEPT},
+    "differentiated": {Phase.IDLE: Phase.IDLE, Phase.AWAITED: Phase.IDLE, Phase.KEPT: Phase.KEPT},
 }
 """A unit's next phase, by what happens to it and its phase now."""
 
@@ -88,8 +60,6 @@ class Unit:
     def __init__(self, plan: UnitPlan, buckets: list[Bucket]) -> None:
         self.name, self.is_root, self.buckets = plan.name, plan.is_root, buckets
         self.numel = sum(parameter.numel() for parameter in plan.parameters.values())
-        self.turn: Turn | None = None  # the running turn
-        self.turns: weakref.WeakSet[Turn] = weakref.WeakSet()  # whose graphs exist and have not been differentiated
         self.stays = all(bucket.is_replicated for bucket in buckets)  # whether all values stay gathered between uses
         self.phase = Phase.IDLE
         self.depth = 0  # number of running forwards, one within another
@@ -98,14 +68,15 @@ class Unit:
     def __repr__(self) -> str:
         return f"Unit({self.name or 'root'}: {self.numel} elements in {len(self.buckets)} bucket(s))"
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether any parameter requires gradients now."""
+        parameters = (bucket.parameter(index) for bucket in self.buckets for index in range(len(bucket.views)))
+        return any(parameter.requires_grad for parameter in parameters)
+
     def now(self, event: str) -> None:
         """Enter the next phase; see ``TRANSITIONS``."""
         self.phase = TRANSITIONS[event][self.phase]
-
-    @property
-    def is_held(self) -> bool:
-        """Whether the unit must stay gathered, even while no code of it runs."""
-        return self.phase in (Phase.HELD, Phase.KEPT) or (self.is_root and self.phase is Phase.AWAITED)
 
     def fetch(self) -> None:
         """Start to read values that are on a disk."""
@@ -157,7 +128,6 @@ class Schedule:
 
     def __init__(self, units: list[Unit], prefetch: int) -> None:
         self.units, self.prefetch = units, prefetch
-        self._roots = [unit for unit in units if unit.is_root]  # gathered from a window's start to the end of backward
         self.windows = 0
         # The order in which units ran in the last window. The next window is expected to repeat this order.
         self._order: list[Unit] = []
@@ -165,10 +135,11 @@ class Schedule:
         self._expect([unit for unit in units if not unit.is_root])
         self._current: Unit | None = None  # the unit that began last, in forward or in backward
         self._is_backward = False
-        # Called when a unit's backward begins, with the unit, and with the previous one if that has ended.
+        self.accumulates = False  # whether the running backward may add to ``.grad``, unlike ``torch.autograd.grad``
+        # Called when a unit's backward begins, with the unit and the one whose backward began before it, if any.
         self.on_turn_in_backward: Callable[[Unit, Unit | None], None] = lambda unit, left: None
         self._saved = SavedTensors([bucket for unit in units for bucket in unit.buckets])
-        self.is_joining = False  # if True, ranks may run different numbers of forwards: the order is not recorded
+        self.records_order = True  # False while ranks may run different numbers of forwards
         self._watched = False  # whether saved-tensor hooks are active for the whole window
         self._keeping = 0  # number of nested ``torch.func`` transforms
         self._scopes: list[Scope] = []
@@ -185,15 +156,12 @@ class Schedule:
             scopes: dict[int, Scope] = {}
             for name, owners in plan.owners.items():
                 slot = slots[name]
-                to_dtensor: Callable[[Tensor], Tensor] | None = None
-                if slot.placed.placements is not None:
-                    to_dtensor = partial(slot.bucket.communicator.tensor.shown, placed=slot.placed)
                 for owner in owners:
                     module = block_of.get(id(owner.module), owner.module)
                     scope = scopes.setdefault(id(module), Scope(module, unit.is_root))
                     holder = owner.module._parameters
                     scope.may_be_fused |= owner.may_be_fused and module is not root
-                    scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot, to_dtensor))
+                    scope.entries.append(Entry(holder, owner.attribute, slot.parameter, slot))
             if unit.is_root:
                 for module in regions(root, set(scopes)):
                     scopes.setdefault(id(module), Scope(module, True)).may_take_over = True
@@ -214,7 +182,7 @@ class Schedule:
         for scope in self._scopes:
             scope.recover()
         for unit in self.units:
-            unit.depth, unit.turn = 0, None
+            unit.depth = 0
             unit.labels.clear()
         if windows == 0:
             self._saved.stop()
@@ -224,6 +192,7 @@ class Schedule:
     def _hook(self, unit: Unit, scope: Scope) -> None:
         calls, module = scope.calls, scope.module()
         assert module is not None
+        attributes = Attributes(() if unit.stays else module.modules())
 
         def before(from_compiled: bool, module: nn.Module, args: Any, kwargs: Any) -> None:
             if scope.may_take_over and (from_compiled or is_compiled(module)):
@@ -234,7 +203,7 @@ class Schedule:
                 calls.append(Call.REPLACED)
                 return
             self._enter(unit)
-            is_seen = self._watched or unit.stays or unit.is_held or in_backward()
+            is_seen = self._watched or unit.stays or self._is_held(unit) or in_backward()
             if torch.is_grad_enabled() and not is_seen:
                 self._saved.watch()
                 calls.append(Call.WATCHED)
@@ -258,14 +227,12 @@ class Schedule:
                 self._saved.unwatch()
             if not self._keeping and not unit.stays:
                 output = self._saved.outlive(output)
-                self._saved.outlive_attributes(scope.attributes)
-            if torch.is_grad_enabled() and not unit.stays and not unit.is_held:
-                begin_backward = partial(self.begin_backward, unit, unit.turn)
+                self._saved.outlive_attributes(attributes)
+            if torch.is_grad_enabled() and not unit.stays and not self._is_held(unit):
+                begin_backward = partial(self.begin_backward, unit)
                 for tensor in _made(output, (args, kwargs)):
                     if tensor.grad_fn is not None:  # a leaf would keep the hook forever
                         tensor.register_hook(begin_backward)
-                        if unit.turn is not None:
-                            unit.turn.add(tensor)
             self._leave(unit)
             return output
 
@@ -293,7 +260,7 @@ class Schedule:
                 ``full_parameters``, ``torch.func.functional_call`` and ``torch.export``.
         """
         for scope in self._scopes:
-            for holder, attribute, parameter, slot, _ in scope.entries:
+            for holder, attribute, parameter, slot in scope.entries:
                 found = holder.get(attribute)
                 if found is parameter or not isinstance(found, nn.Parameter):
                     continue
@@ -313,16 +280,6 @@ class Schedule:
 
     # -- forward ----------------------------------------------------------------------------------------------------
 
-    @property
-    def order(self) -> list[int]:
-        """The order in which units are expected to run, as indices into ``units``; the same on every rank."""
-        number_of = {unit: number for number, unit in enumerate(self.units)}
-        return [number_of[unit] for unit in self._order]
-
-    @order.setter
-    def order(self, order: list[int]) -> None:
-        self._expect([self.units[index] for index in order])
-
     def _expect(self, order: list[Unit]) -> None:
         self._order, self._position = order, {unit: position for position, unit in enumerate(order)}
 
@@ -337,18 +294,17 @@ class Schedule:
             self._saved.watch()
         self._turn_to(None)
         for unit in self.units:
-            if unit.phase is Phase.KEPT and not unit.is_root:
+            if unit.phase is Phase.KEPT:
                 unit.now("let go")
                 self.release_if_idle(unit)
-        for unit in self._roots:
-            unit.gather()
-            unit.now("held")
+            if unit.is_root:
+                unit.gather()
         if not torch.is_grad_enabled():
             for unit, scope in self._fused:
                 unit.gather()
                 unit.wait()
                 scope.enter_window()
-        if self._roots:
+        if self.units and self.units[0].is_root:
             self._prefetch(self._order[: 2 * self.prefetch])
 
     def close_window(self) -> None:
@@ -367,31 +323,22 @@ class Schedule:
         if last is None or last.phase is not Phase.AWAITED:
             last = self._current = None
         for unit in self.units:
-            unit.turn = None
-            if not unit.is_root and unit is not last:  # backward begins with ``last``
-                self.release_if_idle(unit)  # it may have been prefetched, but did not run
-        for unit in self._roots:
-            if torch.is_grad_enabled():
+            if unit.is_root and torch.is_grad_enabled():
                 unit.now("ran")
-            if unit.phase is Phase.HELD:  # not awaited by the backward of an earlier forward
-                unit.now("let go")
-                unit.release()
+            if unit is not last:  # backward begins with ``last``
+                self.release_if_idle(unit)  # it may have been prefetched, but did not run
 
     def _enter(self, unit: Unit) -> None:
-        if self._keeping and not unit.stays and not unit.is_held:
+        if self._keeping and not unit.stays and not self._is_held(unit):
             unit.gather()
             unit.now("kept")
-        elif not unit.depth and not (unit.is_root and unit.is_held):
+        elif not unit.depth and not (unit.is_root and self._is_held(unit)):
             is_turn = self.windows and not in_backward()  # not in a recomputation
             if is_turn:
-                begins = unit is not self._current and torch.is_grad_enabled()
                 self._turn_to(unit)
-                if begins:
-                    unit.turn = Turn()
-                    unit.turns.add(unit.turn)
             unit.gather()
             if is_turn:
-                if not self.is_joining:
+                if self.records_order:
                     self._ran.append(unit)
                 if (position := self._position.get(unit)) is not None:
                     self._prefetch(self._order[position + 1 : position + 1 + 2 * self.prefetch])
@@ -423,17 +370,13 @@ class Schedule:
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
-    def begin_backward(self, unit: Unit, turn: Turn | None, _: Tensor) -> None:
-        """Gather a unit for the backward of a turn. Called when a gradient of an output has been computed."""
-        if turn is not None:
-            unit.turns.discard(turn)
+    def begin_backward(self, unit: Unit, _: Tensor) -> None:
+        """Gather a unit for its backward. Called when a gradient of an output has been computed."""
         if self._is_backward and unit is self._current:
             return
-        left: Unit | None = None
+        left = self._current if self._is_backward else None
         if not self._is_backward:
             queue_callback(weakly(self._end_of_backward))  # weakly: the callback must not keep the engine alive
-        elif self._current is not None and not any(turn.is_in_backward for turn in self._current.turns):
-            left = self._current
         self._turn_to(unit, is_backward=True)
         self.on_turn_in_backward(unit, left)
         with label("backward", unit.name) if is_profiling() else nullcontext():
@@ -443,12 +386,26 @@ class Schedule:
                 self._prefetch(before[::-1], only_awaited=True)
             unit.wait()
 
+    def _is_held(self, unit: Unit) -> bool:
+        """Whether the unit must stay gathered, even while no code of it runs: the root unit during a window."""
+        if unit.is_root and (self.windows or unit.phase is Phase.AWAITED):
+            return True
+        return unit.phase is Phase.KEPT
+
     def release_if_idle(self, unit: Unit) -> None:
-        if unit.depth == 0 and not unit.is_held:
-            unit.turn = None
+        if unit.depth == 0 and not self._is_held(unit):
             if in_backward():
                 unit.now("differentiated")
             unit.release()
+
+    @contextmanager
+    def differentiating(self, *, accumulates: bool) -> Iterator[None]:
+        """Context for autograd's backward. ``accumulates``: whether it may add to ``.grad`` of sharded parameters."""
+        before, self.accumulates = self.accumulates, accumulates
+        try:
+            yield
+        finally:
+            self.accumulates = before
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -470,7 +427,7 @@ class Schedule:
         """
         self._keeping += 1
         for unit in self.units:
-            if unit.depth and not unit.stays and not unit.is_held:
+            if unit.depth and not unit.stays and not self._is_held(unit):
                 unit.now("kept")
         with self._saved.set_aside():
             try:
@@ -495,8 +452,6 @@ class Schedule:
         self._turn_to(None)
         for unit in self.units:
             unit.now("differentiated")
-            if unit.is_root and self.windows:
-                unit.now("held")
             self.release_if_idle(unit)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from enum import Enum
-from functools import cached_property
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lightning_zero.engine.compat import forward_hooks, is_compiled
-from lightning_zero.engine.runtime.saved_tensors import Attributes
 from lightning_zero.engine.state.slot import BucketSlot
 
 
@@ -29,14 +28,12 @@ class Entry(NamedTuple):
 
     Attributes:
         holder, attribute: the dict that holds the parameter, and its key.
-        to_dtensor: makes the DTensor to compute with from the parameter's view; None unless the project made a DTensor.
     """
 
     holder: dict[str, Any]
     attribute: str
     parameter: nn.Parameter
     slot: BucketSlot
-    to_dtensor: Callable[[Tensor], Tensor] | None
 
 
 class Scope:
@@ -48,18 +45,10 @@ class Scope:
         self.may_take_over = False  # see ``Schedule._take_over``
         self.may_be_fused = False  # see ``plan.units.Owner``
         self.entries: list[Entry] = []
-        self._entered: list[tuple[BucketSlot, nn.Parameter, Tensor]] = []  # arguments of ``BucketSlot.leave_forward``
-        self._replaced: list[tuple[dict[str, Any], str, nn.Parameter]] = []  # extended parameters and their places
+        self._undo: list[Callable[[], None]] = []  # undoes, for each parameter, what ``enter_forward`` did
         self.calls: list[Call] = []  # running forwards of the module
-        self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
+        self._set_aside: list[tuple[Any, int, Any]] = []  # own hooks on the module, each with its dict and key
         self.depth = 0
-
-    @cached_property
-    def attributes(self) -> Attributes:
-        """The module's attributes that ``outlive_attributes`` checks; used only if the unit is released."""
-        module = self.module()
-        assert module is not None, "the module was deleted in its forward"
-        return Attributes(module)
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -79,17 +68,17 @@ class Scope:
         self.depth += 1
         if self.depth > 1:
             return
-        for holder, attribute, parameter, slot, to_dtensor in self.entries:
+        for holder, attribute, parameter, slot in self.entries:
             if holder.get(attribute) is not parameter:
                 continue  # replaced, within ``full_parameters`` or ``torch.func.functional_call``
             if slot.is_in_forward:
                 continue  # an outer scope, or another name of the parameter, has entered it
             view, extensions = slot.view, slot.bucket.extensions
-            if extensions is not None:
+            if extensions:
                 view.grad_dtype = parameter.dtype
                 view.requires_grad_(parameter.requires_grad)
-                holder[attribute] = extensions.computed(slot.index, view, parameter.dtype)
-                self._replaced.append((holder, attribute, parameter))
+                holder[attribute] = extensions[slot.index].computed(view, parameter.dtype)
+                self._undo.append(partial(holder.__setitem__, attribute, parameter))
                 continue
             if view.dtype is not parameter.dtype:
                 if not torch.is_autocast_enabled(view.device.type):
@@ -98,40 +87,32 @@ class Scope:
                 view.grad_dtype = view.dtype if torch.is_autocast_cache_enabled() else parameter.dtype
             if view.requires_grad is not parameter.requires_grad:
                 view.requires_grad_(parameter.requires_grad)
-            stand_in = view if to_dtensor is None else to_dtensor(view)
-            self._entered.append((slot, parameter, stand_in))
+            stand_in = slot.bucket.communicator.tensor.shown(view, slot.placed)
+            self._undo.append(partial(slot.leave_forward, parameter, stand_in))
             slot.enter_forward(parameter, stand_in)
 
     def leave_forward(self) -> None:
         self.depth -= 1
         if self.depth == 0:
-            while self._entered:
-                slot, parameter, stand_in = self._entered.pop()
-                slot.leave_forward(parameter, stand_in)
-            while self._replaced:
-                holder, attribute, parameter = self._replaced.pop()
-                holder[attribute] = parameter
+            while self._undo:
+                self._undo.pop()()
 
     def enter_window(self) -> None:
         """Like ``enter_forward``, but for a whole window, during which the module has only hooks of users."""
         self.enter_forward()
-        module, own = self.module(), {handle.id for handle in self.handles}
-        for hooks in forward_hooks(module) if module is not None else ():
-            self._set_aside.append((hooks, dict(hooks)))
-            for number in own.intersection(hooks):
-                del hooks[number]
+        module = self.module()
+        for hooks, handle in zip(forward_hooks(module), self.handles) if module is not None else ():
+            if handle.id in hooks:
+                self._set_aside.append((hooks, handle.id, hooks.pop(handle.id)))
 
     def leave_window(self) -> None:
-        """Undo ``enter_window``, unless ``recover`` has done so; hooks that users have added or removed stay so."""
-        if not self._set_aside:
-            return
-        own = {handle.id for handle in self.handles}
-        for hooks, before in self._set_aside:
-            now = dict(hooks)
-            hooks.clear()
-            hooks.update({number: hook for number, hook in before.items() if number in own or number in now} | now)
-        self._set_aside = []
-        self.leave_forward()
+        """Undo ``enter_window``, unless ``recover`` has done so. The own hooks then enclose those of users again."""
+        if self._set_aside:
+            for position, (hooks, number, hook) in enumerate(self._set_aside):
+                hooks[number] = hook
+                hooks.move_to_end(number, last=position > 0)
+            self._set_aside = []
+            self.leave_forward()
 
     def recover(self) -> None:
         """Reset to the state between two forwards."""

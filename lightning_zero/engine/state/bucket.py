@@ -48,11 +48,10 @@ from lightning_zero.engine.offload.states import DiskStates
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
-from lightning_zero.engine.state.extensions import Extension, Extensions, Scales
+from lightning_zero.engine.state.extensions import Extension, Scales, encode
 from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.node_part import NodePart
 from lightning_zero.engine.state.residency import Medium, Residency
-from lightning_zero.engine.state.rounding import Rounding
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.unsharded_param import View, show
 
@@ -85,7 +84,6 @@ class SharedByBuckets(NamedTuple):
     phases: Phases
     updates: Updates
     scales: Scales
-    rounding: Rounding
 
 
 class Bucket:
@@ -128,7 +126,7 @@ class Bucket:
         self.residency, self.full, self.part, self.layout = residency, full, part, residency.plan.layout
         self.unit_name, self._number = unit_name, number
         self.communicator, self.rendezvous, self.streams, self.ledger = shared[:4]
-        self.phases, updates, scales, self.rounding = shared[4:]
+        self.phases, updates, self.scales = shared[4:]
         self.parameters = [weakref.ref(parameter) for parameter in parameters]
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
@@ -136,7 +134,9 @@ class Bucket:
         self.awaits_refresh = False
         self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
-        self.extensions = Extensions(extensions, scales, self) if extensions else None
+        self.extensions = extensions
+        if extensions:
+            self.scales.add(self)
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self._find_ranges()
         self._pending: list[Pending] = []  # the running gather, if there is one
@@ -211,7 +211,7 @@ class Bucket:
 
         No effect without master weights (``masters=False``).
         """
-        if self.master_dtype in LOW_PRECISION and self.residency.plan.keeps_masters:
+        if self.master_dtype in LOW_PRECISION and self.residency.plan.config.masters:
             self.wait()
             self.residency.promote()
             self._buffer.masters.clear()
@@ -248,7 +248,7 @@ class Bucket:
         with torch.no_grad(), keep_version(self.full), self.phases("gather", self.unit_name):
             self._buffer.allocate()
             is_in_place = update is not None and update.writes_to_buffer
-            self._pending.append(self._start_gather(None if is_in_place else self._own_values()))
+            self._pending.append(self._start_gather(None if is_in_place else self.own_values()))
         self.update = None
         if self.state is BucketState.SHARDED and not self.is_replicated:
             for view, segment in zip(self.views, self._buffer.segments):
@@ -256,15 +256,11 @@ class Bucket:
             self._mark_seen()
         self.state = BucketState.GATHERING
 
-    def values_to_gather(self) -> Tensor | None:
+    def own_values(self) -> Tensor | None:
         """The values that a gather starts from, after the last update; None if they are already in ``full``."""
-        if self.update is not None:
-            self.update.work.wait()
-        return self._own_values()
-
-    def _own_values(self) -> Tensor | None:
-        """The values that a gather starts from; None if they are already in ``full``."""
         if self.part is None:
+            if self.update is not None:
+                self.update.work.wait()
             return self.residency.own_values()
         if self.update is not None:  # an update of a step that has since failed
             self._refresh_part(self.part)
@@ -274,15 +270,15 @@ class Bucket:
         """Copy ``own``, this rank's values, to ``full``, unless ``own`` is None; then start the all-gather."""
 
         def gather() -> Pending:
-            if own is not None and self.extensions is None:
+            if own is not None and not self.extensions:
                 self.full[slice(*self.layout.own_part)].copy_(own, non_blocking=True)
             if not self.is_replicated:
                 with self.phases("wait for the other ranks", self.unit_name):
                     self.rendezvous.agree_on_gather(self._number, what)
             if (announce := self.rendezvous.absence.announce) is not None:
                 announce(self._number)
-            if self.extensions is not None and own is not None:
-                self.extensions.encode(self, own)  # may be collective, so it follows the announcement
+            if own is not None and self.extensions:
+                encode(self, own)  # may be collective, so it follows the announcement
             if self._is_left:
                 return self.communicator.broadcast_ranges(self.full, list(self._ranges), what)
             return self.communicator.along(self.over).all_gather(self.full, self._ranges, what)
@@ -331,7 +327,7 @@ class Bucket:
     def may_be_written(self, index: int) -> bool:
         """Whether a module may have written to a parameter since writes were last taken over."""
         is_written = self.is_data_read or self.views[index]._version != self._versions_seen[index]
-        return is_written and self.extensions is None
+        return is_written and not self.extensions
 
     def _mark_seen(self) -> None:
         self._versions_seen = [view._version for view in self.views]
@@ -355,8 +351,8 @@ class Bucket:
 
     def encode_again(self) -> None:
         """After a write to extended parameters, gather ``full`` again if it is filled. Collective in this case."""
-        if self.extensions is not None:
-            self.extensions.scales.are_stale = True
+        if self.extensions:
+            self.scales.are_stale = True
             if self.is_ready:
                 self.gather(refresh=True)
 
@@ -374,8 +370,8 @@ class Bucket:
         self.wait()
         self.copy_writes_to_masters()
         self.residency.forget_fetched()
-        if self.extensions is not None:
-            self.extensions.scales.are_stale = True
+        if self.extensions:
+            self.scales.are_stale = True
         if self._left is not None:
             self._left.synchronize()
 
@@ -479,5 +475,5 @@ class Bucket:
     def leave_disk(self, may_read: bool) -> None:
         """Move master weights from a disk to memory, before their file is removed."""
         if self.states is not None:
-            gathered = self.full[self._shard].clone() if self.is_ready and self.extensions is None else None
+            gathered = self.full[self._shard].clone() if self.is_ready and not self.extensions else None
             self.residency.leave_disk(gathered, may_read)

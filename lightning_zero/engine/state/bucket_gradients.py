@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
-from functools import partial
-
 import torch
 from torch import Tensor
 
@@ -12,14 +9,12 @@ from lightning_zero.engine.comm.bucket_collectives import Pending
 from lightning_zero.engine.comm.codec import Cast
 from lightning_zero.engine.comm.streams import at, current_stream, wait_for
 from lightning_zero.engine.comm.transport import Started
-from lightning_zero.engine.compat import storage_use_count
+from lightning_zero.engine.compat import foreach_copy, foreach_zero
 from lightning_zero.engine.config import full_precision
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.plan.mesh import NODE
 from lightning_zero.engine.state.bucket import Bucket
-from lightning_zero.engine.state.flat_buffer import fill
 from lightning_zero.engine.state.gradient_shard import GradientShard, shard_of_all, shown_by
-from lightning_zero.engine.state.rounding import random_bits
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
@@ -34,22 +29,24 @@ class BucketGradients:
     """Local gradients of a bucket's parameters in one flat buffer, and their mean over ranks.
 
     A gradient is added to its segment of the buffer when it arrives. With one rank there is no buffer: each parameter
-    keeps the gradient that has arrived.
+    keeps the gradient that has arrived. In a backward that reduces nothing, gradients are added to ``p.grad`` instead,
+    from which the next reduction takes them.
 
     Args:
         reduce_dtype: dtype of gradients in collectives; the dtype of accumulation is used if this is None or wider.
 
     Attributes:
-        reduces: whether the current backward reduces gradients.
-        crosses: whether the current backward also sums over machines; used only if each machine has all parameters.
+        crosses: whether the current backward is synchronised, so that it also sums over machines if each of them has
+            all parameters.
+        continues: whether a ``no_sync`` came before the current backward, so that some rank may have local gradients.
         flat: the flat buffer, if there is one.
     """
 
     def __init__(self, bucket: Bucket, reduce_dtype: torch.dtype | None) -> None:
-        self.bucket, self.reduces, self.crosses = bucket, True, True
+        self.bucket, self.crosses, self.continues = bucket, True, False
         layout, dtype = bucket.layout, bucket.dtype
         self._dtype = sent = full_precision(dtype)
-        self._dtype_at_rest = self._dtype if bucket.residency.plan.keeps_masters else dtype
+        self._dtype_at_rest = self._dtype if bucket.residency.plan.config.masters else dtype
         if reduce_dtype is not None and dtype.is_floating_point:
             sent = min(reduce_dtype, self._dtype, key=lambda kind: kind.itemsize)
         self._codec = bucket.gradient_codec or Cast(sent)
@@ -61,39 +58,44 @@ class BucketGradients:
         self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter index
         self._filled = [False] * len(layout.segments)
         self._streams: list[torch.Stream] = []  # streams that computed gradients; each has waited for the one before it
-        self._uses_of_flat = 0  # ``storage_use_count`` of the flat buffer alone
-        self._unsynchronised: dict[int, tuple[weakref.ref[Tensor], int]] = {}  # ``p.grad`` as set here, its version
-        self._resumed: list[int] = []  # parameters whose ``p.grad`` is None while a backward adds to their gradients
+        # sums that ``add_local`` has shown as ``p.grad``: the sum, the tensor in ``p.grad``, its version
+        self._unreduced: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
         self._reducing = 0  # bytes held while gradients are reduced
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a local gradient in a parameter's full shape, or of this rank's share. The tensor is used up."""
         self._turn_to_current_stream()
+        gradient = self._own_values(index, gradient)
+        is_first, self._filled[index] = not self._filled[index], True
+        with torch.no_grad():
+            if index in self._waiting:
+                self._waiting[index].add_(gradient)
+            elif is_first and gradient.numel() <= self._most_waiting:
+                self._waiting[index] = gradient.to(self._dtype).contiguous()
+            elif is_first and self._fits_as_buffer(gradient):
+                self.flat = gradient.view(-1)
+                self.bucket.ledger.add("reduction", gradient.nbytes)
+            else:
+                if self.flat is None:
+                    self.flat = self._make_flat()
+                segment = self.bucket.layout.segments[index]
+                view = self.flat[segment.start : segment.stop].view(segment.shape)
+                if is_first:
+                    view.copy_(gradient)
+                else:
+                    view.add_(gradient)
+
+    def _own_values(self, index: int, gradient: Tensor) -> Tensor:
+        """The values of a gradient, without a graph: strided, and only this rank's share of the parameter."""
         if isinstance(gradient, ShardedTensor):
             gradient = gradient.whole()
         if gradient.layout is not torch.strided:
             gradient = gradient.to_dense()
         gradient = gradient.detach().resolve_conj().resolve_neg()  # other ranks read its bytes
         share = self.bucket.layout.segments[index].share
-        if share.is_divided and gradient.shape == share.shape:  # not yet divided
-            gradient = share.own(gradient)
-        is_first, self._filled[index] = not self._filled[index], True
-        with torch.no_grad():
-            if index in self._waiting:
-                self._waiting[index].add_(gradient)
-            elif is_first and self.reduces and gradient.numel() <= self._most_waiting:
-                self._waiting[index] = gradient.to(self._dtype).contiguous()
-            elif is_first and self.reduces and self._fits_as_buffer(gradient):
-                self.flat = gradient.view(-1)
-                self.bucket.ledger.add("reduction", gradient.nbytes)
-            else:
-                if self.flat is None:
-                    self.flat = self._make_flat()
-                if is_first:
-                    self._flat_view(index).copy_(gradient)
-                else:
-                    self._flat_view(index).add_(gradient)
+        is_whole = share.is_divided and gradient.shape == share.shape
+        return share.own(gradient) if is_whole else gradient
 
     def _fits_as_buffer(self, gradient: Tensor) -> bool:
         """Whether a gradient can be the flat buffer itself, as that of a large parameter alone in its bucket."""
@@ -118,104 +120,70 @@ class BucketGradients:
             self._streams.append(stream)
 
     def has(self, index: int) -> bool:
-        return self._filled[index]
+        return self._filled[index] or index in self._unreduced
 
     @property
     def has_any(self) -> bool:
-        return any(self._filled)
+        return any(self._filled) or bool(self._unreduced)
 
-    def show_unsynchronised(self) -> list[BucketSlot]:
-        """Set ``p.grad`` to local gradients, as DDP does under ``no_sync``. Return the slots that have user hooks."""
-        self._resumed.clear()
-        shown = [slot for slot, filled in zip(slots_of(self.bucket), self._filled) if filled]
-        for slot in shown:
-            gradient = slot.parameter.grad
-            if gradient is None or not self.shows_unsynchronised(slot.index, gradient):
-                flat = self._flat_view(slot.index)
-                if gradient is not None:  # set by the user: add it, as autograd would
-                    flat.add_(gradient)
-                slot.parameter.grad = gradient = flat.to(self.bucket.dtype)
-            self._unsynchronised[slot.index] = weakref.ref(gradient), gradient._version
-        return [slot for slot in shown if slot.hooks_after_reduction]
+    def add_local(self, index: int, gradient: Tensor | None) -> None:
+        """Add a gradient to ``p.grad`` without communication, as DDP does under ``no_sync``. The tensor is used up.
 
-    def resume_unsynchronised(self) -> None:
-        """Continue from the local gradients that ``show_unsynchronised`` set as ``p.grad``, including user changes.
-
-        If this backward is not synchronised either, a ``p.grad`` that shows the flat buffer stays, and gradients are
-        added to it in place. Other local gradients become None, until the end of backward or ``drop_unshown``.
+        Args:
+            gradient: None if autograd has added the gradient to ``p.grad`` already.
         """
-        resumed: list[int] = []
-        changed: list[tuple[int, Tensor]] = []
-        before, self._unsynchronised = self._unsynchronised, {}
-        for index, (shown, version) in before.items():
-            parameter = self.bucket.parameter(index)
-            gradient = parameter.grad
-            # the user dropped the local gradient, or replaced it by a sharded one
-            if gradient is None or isinstance(gradient, WrapperTensor):
-                self._filled[index] = False
-                continue
-            if self.shows_unsynchronised(index, gradient):
-                if not self.reduces:
-                    self._unsynchronised[index] = shown, version
-                    continue
-            elif gradient is not shown() or gradient._version != version:  # replaced or changed by the user
-                changed.append((index, gradient))
-            parameter.grad = None
-            resumed.append(index)
-        self._resumed = [] if self.reduces else [*self._resumed, *resumed]
-        gradient = None  # ``_leave_kept`` counts the tensors that use the buffer, and this variable is not user code's
-        if len(self._unsynchronised) < len(before):
-            self._leave_kept()
-        for index, gradient in changed:
-            self._flat_view(index).copy_(gradient)
+        self._turn_to_current_stream()
+        parameter, known = self.bucket.parameter(index), self._unreduced.get(index)
+        with torch.no_grad():
+            total = self._local_values(index, parameter.grad)
+            if gradient is not None:
+                gradient = self._own_values(index, gradient)
+                total = gradient.to(self._dtype) if total is None else total.add_(gradient)
+            assert total is not None
+            shown = total.to(self.bucket.dtype)
+            parameter.grad = shown
+        self._unreduced[index] = total, shown, shown._version
+        if known is None:
+            self.bucket.ledger.add("reduction", total.nbytes)
 
-    def _leave_kept(self) -> None:
-        """Continue in another flat buffer if user code keeps a gradient in this one, such as across ``zero_grad``."""
-        before = self.flat
-        if before is None or storage_use_count(before) == self._uses_of_flat + len(self._unsynchronised):
-            return
-        self.flat = self._make_flat()
-        self.bucket.ledger.add("reduction", -before.untyped_storage().nbytes())
-        self.flat.copy_(before)
-        for index in self._unsynchronised:
-            gradient = self.bucket.parameter(index).grad
-            assert gradient is not None
-            gradient.data = self._flat_view(index)
+    def _local_values(self, index: int, gradient: Tensor | None) -> Tensor | None:
+        """The values of ``p.grad``, not rounded to its dtype if ``add_local`` has set it; None unless it is local."""
+        if gradient is None or isinstance(gradient, WrapperTensor):
+            return None
+        total, shown, version = self._unreduced.get(index, (None, None, 0))
+        if gradient is shown and gradient._version == version:
+            return total
+        return self._own_values(index, gradient).to(self._dtype)
 
-    def take_in_place(self, index: int, gradient: Tensor) -> bool:
-        """Whether autograd has just added to ``p.grad`` in the flat buffer, so that it need not be accumulated."""
-        if self.shows_unsynchronised(index, gradient):
-            return True
-        if self._unsynchronised.pop(index, None) is not None:  # a new tensor with the sum, as for ``create_graph=True``
-            self._filled[index] = False
-            self._resumed.append(index)
-        return False
+    def forget_dropped(self) -> None:
+        """Forget local gradients that are no longer in ``p.grad``, such as after ``zero_grad``."""
+        for index in list(self._unreduced):
+            if self._local_values(index, self.bucket.parameter(index).grad) is None:
+                self._forget_local(index)
 
-    def drop_unshown(self) -> None:
-        """After an exception, drop gradients of parameters that had none before this backward, and show the others."""
-        numbers = range(len(self._filled))
-        self._filled = [index in self._resumed for index in numbers]
-        self.show_unsynchronised()
-        self._filled = [index in self._unsynchronised for index in numbers]
-        if not self._unsynchronised:
-            self.drop()
+    def _forget_local(self, index: int) -> None:
+        total, _, _ = self._unreduced.pop(index)
+        self.bucket.ledger.add("reduction", -total.nbytes)
 
-    def shows_unsynchronised(self, index: int, gradient: Tensor) -> bool:
-        """Whether a gradient is still the view of the flat buffer that ``show_unsynchronised`` set."""
-        if self.flat is None or not self._filled[index] or isinstance(gradient, WrapperTensor):
-            return False
-        if gradient.layout is not torch.strided:  # a sparse gradient, which has no single memory
-            return False
-        return gradient.data_ptr() == self._flat_view(index).data_ptr() != 0
+    def _take_local(self) -> list[Tensor]:
+        """Accumulate each ``p.grad`` that is an ordinary tensor: its values are local, and DDP would reduce them.
 
-    def _take_local(self) -> None:
-        """Accumulate each ``p.grad`` that is an ordinary tensor: its values are local, and DDP would reduce them."""
+        Returns:
+            Tensors that must be kept until the current stream has read them.
+        """
+        taken: list[Tensor] = []
         for slot in slots_of(self.bucket):
             gradient = slot.parameter.grad
-            if gradient is not None and not isinstance(gradient, WrapperTensor):
-                self.accumulate(slot.index, gradient)
+            if gradient is not None and (values := self._local_values(slot.index, gradient)) is not None:
                 # Otherwise, autograd would add a late gradient to ``p.grad``, and these values would be reduced twice.
-                self._local[slot.index], slot.parameter.grad = gradient, None
+                slot.parameter.grad = None
+                self.accumulate(slot.index, values)
+                taken.append(values)
+                if slot.index not in self._unreduced:
+                    self._local[slot.index] = gradient
+        for index in list(self._unreduced):
+            self._forget_local(index)
+        return taken
 
     def drop(self) -> None:
         """Drop gradients that were accumulated but not reduced."""
@@ -225,8 +193,9 @@ class BucketGradients:
         self.flat = None
         self._streams.clear()
         self._filled = [False] * len(self._filled)
-        self._unsynchronised.clear()
-        self._resumed.clear()
+        for index in list(self._unreduced):
+            self.bucket.parameter(index).grad = None
+            self._forget_local(index)
         self._local.clear()
 
     def _make_flat(self) -> Tensor:
@@ -235,13 +204,7 @@ class BucketGradients:
             flat = torch.empty(self.bucket.layout.padded_numel, dtype=self._dtype, device=device)
         wait_for([home], current_stream(device))
         self.bucket.ledger.add("reduction", flat.untyped_storage().nbytes())
-        self._uses_of_flat = storage_use_count(flat)
         return flat
-
-    def _flat_view(self, index: int) -> Tensor:
-        assert self.flat is not None
-        segment = self.bucket.layout.segments[index]
-        return self.flat[segment.start : segment.stop].view(segment.shape)
 
     def start_reduction(self) -> Pending:
         """Start to sum the gradients over ranks, with zeros for parameters without a gradient.
@@ -249,7 +212,7 @@ class BucketGradients:
         If each machine has all parameters, this sums only over the machine's ranks; then call ``start_crossing``.
         """
         self._turn_to_current_stream()
-        self._take_local()
+        taken = self._take_local()
         if self.bucket.communicator.size == 1:
             waiting, self._waiting = self._waiting, {}
             self._filled = [False] * len(self._filled)
@@ -261,6 +224,7 @@ class BucketGradients:
         codec = Cast(self._dtype) if self.bucket.part is not None else self._codec
         with torch.no_grad():
             flat = self._complete_flat()
+            del taken  # only now, see ``_complete_flat``
             self._hold(collectives.reduction_bytes(flat, ranges, codec))
             return collectives.reduce_scatter(flat, ranges, codec, self._what)
 
@@ -296,7 +260,7 @@ class BucketGradients:
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
         """Like ``_sum_of``, but divided by the number of all ranks, also if the sum is only within a machine so far."""
         total = self._sum_of(pending)
-        return total.mul_(self.bucket.layout.mean) if isinstance(total, Tensor) else total
+        return total.mul_(1.0 / self.bucket.layout.world_size) if isinstance(total, Tensor) else total
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
@@ -320,12 +284,27 @@ class BucketGradients:
         self.flat = None
         filled, self._filled = self._filled, [False] * len(self._filled)
         waiting, self._waiting = self._waiting, {}
-        fill(flat, self.bucket.layout.sizes(), waiting, filled)
+        self._fill(flat, waiting, filled)
         for stream in self._streams:
             wait_for(self._streams[-1:], stream)
         del waiting  # only now: its memory may be used again on the streams that allocated it
         self._streams.clear()
         return flat
+
+    def _fill(self, flat: Tensor, waiting: dict[int, Tensor], filled: list[bool]) -> None:
+        """Copy waiting gradients into the buffer, and zeros where there is no gradient, neither waiting nor in it."""
+        sizes = self.bucket.layout.sizes()  # of each segment, and of the gap after it
+        if len(waiting) == len(filled) and flat.numel():  # the fastest way
+            gaps = flat.new_zeros(max(sizes[1::2]))
+            torch.cat([gaps[:n] if i % 2 else waiting[i // 2].view(-1) for i, n in enumerate(sizes) if n], out=flat)
+            return
+        parts = flat.split_with_sizes(list(sizes))
+        if waiting:
+            foreach_copy([parts[2 * index] for index in waiting], [gradient.view(-1) for gradient in waiting.values()])
+        blank = [part for part, is_filled in zip(parts[::2], filled) if not is_filled]
+        blank += [part for part in parts[1::2] if part.numel()]
+        if blank:
+            foreach_zero(blank)
 
     def finish_reduction(self, pending: Pending) -> dict[int, GradientShard]:
         """Wait for a reduction, add its result to the gradient shards, and return the shards by parameter index."""
@@ -341,10 +320,10 @@ class BucketGradients:
                 totals = list(total.values())
                 reduced = [([slots[i]], [(segments[i].numel, i, 0)], segments[i].start) for i in total]
             else:
-                spans = self.bucket.layout.spans_of(self.bucket.layout.rank)
+                spans = self.bucket.layout.own_spans
                 totals, reduced = [total], [(slots, spans, 0)]
-            totals = [total.to(self._dtype_at_rest) for total in totals]
-            bits = partial(random_bits, self.bucket.rounding.key, self.bucket.layout)
+            if self._dtype_at_rest != self._dtype and not self._is_of_several(slots):
+                totals = [total.to(self._dtype_at_rest) for total in totals]
             arrival = None
             if self.bucket.updates is not None and self.bucket.updates.gradients:
                 totals, arrival = self.bucket.updates.to_host(totals)
@@ -352,12 +331,16 @@ class BucketGradients:
             for total, (members, spans, start) in zip(totals, reduced):
                 shard = shard_of_all(members)
                 if shard is not None and not shard.is_taken:  # as in every micro-batch except the first
-                    shard.add(total, arrival, bits)
+                    shard.add(total, arrival)
                 else:
                     shard = GradientShard(total, spans, start, arrival, self.bucket.ledger)
                     shard.take_over(members)
                 shards |= {slot.index: shard for slot in members}
         return shards
+
+    def _is_of_several(self, slots: list[BucketSlot]) -> bool:
+        """Whether gradients are a sum of several micro-batches, or further micro-batches follow."""
+        return not self.crosses or self.continues or any(slot.parameter.grad is not None for slot in slots)
 
     def _accumulate_within(self, total: Tensor, slots: list[BucketSlot]) -> GradientShard:
         """Add a sum within this machine to the gradient shard, which then lacks the other machines' gradients."""
@@ -365,7 +348,7 @@ class BucketGradients:
         (begin, _), (low, high) = layout.own_part, layout.own_range
         own = slice(low - begin, high - begin)
         if shard is None:
-            shard = GradientShard(total[own], layout.spans_of(layout.rank), 0, None, self.bucket.ledger)
+            shard = GradientShard(total[own], layout.own_spans, 0, None, self.bucket.ledger)
             shard.take_over(slots)
         shard.accumulate(total, own, self._sum_over_machines)
         return shard
@@ -375,11 +358,10 @@ class BucketGradients:
         held = [slot for slot in slots if slot.parameter.grad is not None]
         shard = shard_of_all(held)
         if shard is not None:
-            begin, end = self.bucket.layout.own_part
-            ranges = {}
+            layout, ranges = self.bucket.layout, {}
             for slot in set(slots).difference(held):
-                segment = self.bucket.layout.segments[slot.index]
-                ranges[slot] = slice(*(min(max(each, begin), end) - begin for each in (segment.start, segment.stop)))
+                start, stop = layout.range_in_part(slot.index)
+                ranges[slot] = slice(start - layout.own_part[0], stop - layout.own_part[0])
             shard.clear(ranges)
         return shard
 

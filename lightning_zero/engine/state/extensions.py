@@ -8,7 +8,7 @@ ordinary one with the subclass's values; only in forward do its unit's modules f
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.process_group import ReduceOp
 from lightning_zero.engine.comm.streams import current_stream, wait_for
 from lightning_zero.engine.plan.layout import ALIGNMENT
-from lightning_zero.engine.tensor.identity import inner_of, set_contents
+from lightning_zero.engine.tensor.identity import inner_of, set_contents, wrapper_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 
 # A ``Bucket`` (``bucket.py``, which imports this file).
@@ -32,36 +32,37 @@ class Extension:
     Attributes:
         kind: the tensor subclass.
         dtype: of the codes.
+        scale: by which values are encoded; computed by ``Scales``.
     """
 
     def __init__(self, parameter: Tensor, device: torch.device) -> None:
-        names, self._context = parameter.__tensor_flatten__()  # type: ignore[attr-defined]
-        self.kind: Any = type(parameter)
-        self._inner = names[0]
+        self.kind, self._wrap = type(parameter), wrapper_of(parameter)
         self._is_scaled = hasattr(parameter, "_precomputed_scale")
         self._empty = self._wrap(torch.empty(0, dtype=parameter.dtype, device=device))
         values = torch.ones(ALIGNMENT, dtype=parameter.dtype, device=device)
-        codes, metadata = self.encode(values, values[0].float())
+        self.scale = values[0].float()
+        codes = self.encode(values)
         if codes.shape != values.shape or not codes.is_floating_point():
             raise TypeError(f"{codes.numel()} elements in {codes.dtype} are gathered for {values.numel()} values")
         self.dtype = codes.dtype
-        self.decode(codes, metadata, parameter.dtype)
+        self.decode(codes, parameter.dtype)
 
-    def _wrap(self, values: Tensor) -> Any:
-        return self.kind.__tensor_unflatten__({self._inner: values}, self._context, values.shape, values.stride())
-
-    def encode(self, values: Tensor, scale: Tensor) -> tuple[Tensor, Any]:
-        """Encode this rank's values (1-D) of a parameter; return the codes, and what ``decode`` needs besides them."""
+    def encode(self, values: Tensor) -> Tensor:
+        """Encode this rank's values (1-D) of a parameter; return the codes."""
         tensor = self._wrap(values)
         if self._is_scaled:
-            tensor._precomputed_scale = scale
-        (codes,), metadata = tensor.fsdp_pre_all_gather(None)
-        return codes, metadata
+            tensor._precomputed_scale = self.scale
+        (codes,), self._metadata = tensor.fsdp_pre_all_gather(None)
+        return codes
 
-    def decode(self, codes: Tensor, metadata: Any, dtype: torch.dtype) -> Tensor:
+    def decode(self, codes: Tensor, dtype: torch.dtype) -> Tensor:
         """Make the tensor that modules compute with from gathered codes, to whose memory it refers."""
-        tensor, _ = self._empty.fsdp_post_all_gather((codes,), metadata, dtype)
+        tensor, _ = self._empty.fsdp_post_all_gather((codes,), self._metadata, dtype)
         return tensor
+
+    def computed(self, view: Tensor, dtype: torch.dtype) -> Tensor:
+        """The tensor that a parameter's module computes with; its gradient is the gradient of ``view``."""
+        return _Decoded.apply(view, partial(self.decode, dtype=dtype))
 
     def scales_of(self, largest: Tensor) -> Tensor:
         """The scales of weights with these largest absolute values."""
@@ -85,13 +86,13 @@ class Extension:
 
 
 @contextmanager
-def without_extensions(module: nn.Module, device: torch.device | None) -> Iterator[dict[nn.Parameter, Extension]]:
+def without_extensions(module: nn.Module, device: torch.device) -> Iterator[dict[nn.Parameter, Extension]]:
     """Context whose value is the extensions of a module's parameters, which become and remain ordinary parameters.
 
     They are extended again only if the context ends with an exception.
 
     Args:
-        device: the device on which values will be encoded; None for the parameter's own.
+        device: the device on which values will be encoded.
 
     Raises:
         ValueError: if an extended parameter was tied to another one, or if its class, or torch on the device, cannot
@@ -101,18 +102,18 @@ def without_extensions(module: nn.Module, device: torch.device | None) -> Iterat
     for name, parameter in module.named_parameters():
         if (inner := inner_of(parameter)) is parameter:
             continue
-        kind, place = type(parameter).__name__, device or torch.device("cpu" if inner.is_meta else inner.device)
+        kind = type(parameter).__name__
         if id(inner) in parameters:
             raise ValueError(
                 f"{name} was tied to another parameter before it became a {kind}, so training would no longer change "
                 "both. Leave its layer out, with torchao's argument module_filter_fn."
             )
         try:
-            found[parameter] = Extension(parameter, place)
+            found[parameter] = Extension(parameter, device)
         except Exception as error:  # of the subclass, or of torch
             raise ValueError(
                 f"{name} is a {kind}, whose fsdp_pre_all_gather cannot encode elements one by one on "
-                f"{place.type} ({type(error).__name__}: {error}). Train an ordinary parameter: with torchao's float8 "
+                f"{device.type} ({type(error).__name__}: {error}). Train an ordinary parameter: with torchao's float8 "
                 "layers, leave out enable_fsdp_float8_all_gather=True."
             ) from error
     for parameter, extension in found.items():
@@ -126,52 +127,49 @@ def without_extensions(module: nn.Module, device: torch.device | None) -> Iterat
 
 
 class Scales:
-    """The scales of all extended weights of an engine, from one all-reduce after each change of any of them.
+    """Computes the scales of all extended weights of an engine, by one all-reduce after each change of any of them.
 
     Attributes:
-        of: the scales in each bucket, in the order of buckets, which are the keys.
         are_stale: whether master weights have changed since the scales were computed; the same on every rank.
     """
 
     def __init__(self) -> None:
-        self.of: weakref.WeakKeyDictionary[Bucket, list[Tensor]] = weakref.WeakKeyDictionary()
+        self._buckets: weakref.WeakKeyDictionary[Bucket, None] = weakref.WeakKeyDictionary()  # in their order
         self._stream: torch.Stream | None = None  # that computed the scales
         self.are_stale = True
+
+    def add(self, bucket: Bucket) -> None:
+        self._buckets[bucket], self.are_stale = None, True
 
     def refresh(self, device: torch.device) -> None:
         """Compute the scales if they are stale; the current stream may then use them. Collective if they are stale."""
         if self.are_stale:
             with torch.inference_mode(False), torch.no_grad():  # later graphs will use the scales
-                self._compute(list(self.of))
+                self._compute(list(self._buckets))
             self.are_stale, self._stream = False, current_stream(device)
         wait_for([self._stream], current_stream(device))
 
     def _compute(self, buckets: list[Bucket]) -> None:
-        largest = torch.stack([value for bucket in buckets for value in _largest_in(bucket)])
+        zero = torch.zeros((), dtype=torch.float32, device=buckets[0].full.device)
+        norms = [
+            torch.linalg.vector_norm(part.to(bucket.dtype), float("inf")).to(zero) if len(part) else zero
+            for bucket in buckets
+            for part in _parts_of(bucket, bucket.own_values())
+        ]
+        largest = torch.stack(norms)
         buckets[0].communicator.control.all_reduce(largest, ReduceOp.MAX)
-        for bucket, of_bucket in zip(buckets, largest.split([len(bucket.extensions.each) for bucket in buckets])):
-            self.of[bucket] = list(bucket.extensions.each[0].scales_of(of_bucket).unbind())
+        for bucket, of_bucket in zip(buckets, largest.split([len(bucket.extensions) for bucket in buckets])):
+            for extension, scale in zip(bucket.extensions, bucket.extensions[0].scales_of(of_bucket).unbind()):
+                extension.scale = scale
 
 
-class Extensions:
-    """The extensions of a bucket's parameters, ``each`` of the same kind and dtype, and what decodes a gather."""
-
-    def __init__(self, each: Sequence[Extension], scales: Scales, bucket: Bucket) -> None:
-        self.each, self.scales = each, scales
-        scales.of[bucket], scales.are_stale = [], True
-        self._metadata: list[Any] = [None] * len(each)
-
-    def encode(self, bucket: Bucket, own: Tensor) -> None:
-        """Fill the part of a bucket's buffer from which a gather starts with the codes of this rank's values."""
-        self.scales.refresh(bucket.full.device)
-        for index, part in enumerate(_parts_of(bucket, own)):
-            values = part.to(bucket.full.device, bucket.dtype, non_blocking=True)
-            codes, self._metadata[index] = self.each[index].encode(values, self.scales.of[bucket][index])
-            bucket.full[slice(*bucket.layout.range_in_part(index))].copy_(codes)
-
-    def computed(self, index: int, view: Tensor, dtype: torch.dtype) -> Tensor:
-        """The tensor that a parameter's module computes with; its gradient is the gradient of ``view``."""
-        return _Decoded.apply(view, partial(self.each[index].decode, metadata=self._metadata[index], dtype=dtype))
+def encode(bucket: Bucket, own: Tensor) -> None:
+    """Fill the part of a bucket's buffer from which a gather starts with the codes of this rank's values."""
+    bucket.scales.refresh(bucket.full.device)
+    for index, part in enumerate(_parts_of(bucket, own)):
+        values = part.to(bucket.full.device, bucket.dtype, non_blocking=True)
+        codes = bucket.extensions[index].encode(values)
+        bucket.full[slice(*bucket.layout.range_in_part(index))].copy_(codes)
 
 
 def _parts_of(bucket: Bucket, own: Tensor) -> list[Tensor]:
@@ -179,14 +177,6 @@ def _parts_of(bucket: Bucket, own: Tensor) -> list[Tensor]:
     layout, (begin, _) = bucket.layout, bucket.layout.own_part
     ranges = map(layout.range_in_part, range(len(layout.segments)))
     return [own[start - begin : stop - begin] for start, stop in ranges]
-
-
-def _largest_in(bucket: Bucket) -> list[Tensor]:
-    """The largest absolute value of each parameter on this rank, on the device."""
-    zero = torch.zeros((), dtype=torch.float32, device=bucket.full.device)
-    parts = _parts_of(bucket, bucket.values_to_gather())
-    norms = [torch.linalg.vector_norm(part.to(bucket.dtype), float("inf")) if len(part) else zero for part in parts]
-    return [norm.to(zero) for norm in norms]
 
 
 class _Decoded(torch.autograd.Function):

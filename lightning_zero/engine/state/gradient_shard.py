@@ -11,9 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.plan.layout import Spans
-from lightning_zero.engine.state.rounding import chunks, round_stochastically
 from lightning_zero.engine.tensor.sharded_tensor import Deferred, ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
@@ -65,7 +63,7 @@ class GradientShard:
     over machines.
 
     Args:
-        spans: layout of ``flat``, see ``BucketLayout.spans_of``.
+        spans: layout of ``flat``, see ``BucketLayout.own_spans``.
         start: the position of ``flat`` within this rank's shard of the bucket.
         arrival: background copy that fills ``flat``; None if ``flat`` is already filled.
 
@@ -86,7 +84,6 @@ class GradientShard:
         self._shown: weakref.WeakSet[ShownGradient] = weakref.WeakSet()
         self.accumulated: Accumulated | None = None
         self.is_taken = False
-        self._added = 0  # number of reductions added
         self._count = _Count(ledger, "gradients" if arrival is None else "host")
         self._count.set(flat.nbytes)
         weakref.finalize(self, self._count.set, 0)
@@ -114,25 +111,13 @@ class GradientShard:
         """Return the gradients in a range of this rank's shard of the bucket, 1-D."""
         return self.flat[part.start - self._start : part.stop - self._start]
 
-    def add(
-        self, total: Tensor, arrival: BackgroundWork | None, bits: Callable[[slice, str, torch.device], Tensor]
-    ) -> None:
-        """Add the result of another reduction. Valid only if a ``.grad`` refers to each range of this shard.
-
-        Args:
-            bits: ``random_bits`` of (part, what, device), for sums in bf16, which would otherwise lose small gradients.
-        """
+    def add(self, total: Tensor, arrival: BackgroundWork | None) -> None:
+        """Add the result of another reduction. Valid only if a ``.grad`` refers to each range of this shard."""
         if arrival is not None:
             arrival.wait()
-        flat = self.flat
-        if flat.dtype not in LOW_PRECISION:
-            flat.add_(total)
-            return
-        self._added += 1
-        for part in chunks(flat):
-            place = slice(self._start + part.start, self._start + part.stop)
-            summed = flat[part].float().add_(total[part])
-            round_stochastically(summed, flat[part], bits(place, f"gradient {self._added}", flat.device))
+        if self.flat.dtype != total.dtype:  # in bf16 until now (``masters=False``)
+            self._move(self.flat.to(total.dtype))
+        self.flat.add_(total)
 
     # -- sums within a machine --------------------------------------------------------------------------------------
 
@@ -147,11 +132,11 @@ class GradientShard:
         if self.accumulated is not None:
             self.accumulated.part.add_(part)
             return
-        self._count.set(part.nbytes)
         before, mine = self.flat, part[own]
         if before.data_ptr() != mine.data_ptr():  # ``before`` is already summed over machines; no other rank adds it
             mine.add_(before.to(mine.device))
         self._move(mine)
+        self._count.set(part.nbytes)
         self.accumulated = Accumulated(part, sum_over_machines)
 
     def clear(self, ranges: Mapping[BucketSlot, slice]) -> None:
@@ -189,11 +174,11 @@ class GradientShard:
             total = self.accumulated.sum_over_machines(self.accumulated.part)
             self.accumulated = None  # only after the sum, which may raise
             self._move(total)
-            self._count.set(total.nbytes)
 
     def _move(self, flat: Tensor) -> None:
         """Replace the values of this shard, and of all gradients that refer to a range of it."""
         self._flat = flat
+        self._count.set(flat.nbytes)
         parts = self.parts()
         for shown in self._shown:
             shown.local.data = parts[shown.slot.index]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.background_work import BackgroundWork
-from lightning_zero.engine.config import LOW_PRECISION, OffloadConfig, full_precision
+from lightning_zero.engine.config import LOW_PRECISION, EngineConfig, OffloadConfig, full_precision
 from lightning_zero.engine.offload.states import MASTERS, PARAMETERS, DiskStates, Swap
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.placement import Placements
@@ -54,9 +54,8 @@ class ResidencyPlan:
     is_replicated: bool  # whether the gathered buffer keeps all values at rest
     masters: Medium
     copy: Medium | None
-    extension_dtype: torch.dtype | None = None
-    keeps_masters: bool = True  # whether low-precision parameters have fp32 master weights while they are trained
-    state_dtype: torch.dtype | None = None  # of the optimizer states by element; None for ``update_dtype``
+    extension_dtype: torch.dtype | None
+    config: EngineConfig
 
     @classmethod
     def of(
@@ -70,17 +69,16 @@ class ResidencyPlan:
         compute_dtype: torch.dtype,
         extension_dtype: torch.dtype | None = None,
         trains: bool,
-        keeps_masters: bool = True,
-        state_dtype: torch.dtype | None = None,
+        config: EngineConfig,
     ) -> ResidencyPlan:
         """Plan where the master weights and their copy are at rest.
 
         ``offload`` is None if the bucket stays on the device. Master weights of frozen parameters keep the parameters'
-        dtype, as do those of trained ones without ``keeps_masters``.
+        dtype, as do those of trained ones if ``masters=False``.
         """
         parameters_on = _MEDIA[offload.parameters] if offload is not None else None
         offloaded_to = _MEDIA[offload.optimizer] if offload is not None and trains else parameters_on
-        master_dtype = full_precision(dtype) if trains and keeps_masters else dtype
+        master_dtype = full_precision(dtype) if trains and config.masters else dtype
         is_cast = master_dtype != compute_dtype or extension_dtype is not None
         is_replicated = not placements.parameters.is_sharded
         # With one rank, the shard is the full bucket: a separate gathered buffer would be a second copy.
@@ -95,18 +93,8 @@ class ResidencyPlan:
             copy = parameters_on or Medium.DEVICE
             if not is_cast and (copy is masters or copy is Medium.DISK):
                 copy = None  # gathers start from the master weights
-        return cls(
-            layout,
-            device,
-            master_dtype,
-            compute_dtype,
-            is_replicated,
-            masters,
-            copy,
-            extension_dtype,
-            keeps_masters,
-            state_dtype,
-        )
+        dtypes = master_dtype, compute_dtype
+        return cls(layout, device, *dtypes, is_replicated, masters, copy, extension_dtype, config)
 
     @property
     def gathered_dtype(self) -> torch.dtype:
@@ -120,12 +108,12 @@ class ResidencyPlan:
 
     def state_dtype_of(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which an optimizer state by element is kept, given that of the update."""
-        return self.state_dtype if self.state_dtype is not None and dtype.is_floating_point else dtype
+        return torch.bfloat16 if self.config.state_dtype is not None and dtype.is_floating_point else dtype
 
     @property
     def rounds(self) -> bool:
         """Whether updates round their results stochastically: master weights or optimizer states."""
-        return self.state_dtype is not None or self.master_dtype in LOW_PRECISION
+        return self.config.state_dtype is not None or self.master_dtype in LOW_PRECISION
 
     @property
     def shard_numel(self) -> int:

@@ -9,7 +9,7 @@ rounded entry's name and the element's index in the parameter.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Sequence
 from operator import itemgetter
 from typing import Any
 
@@ -34,26 +34,12 @@ def chunks(tensor: Tensor) -> list[slice]:
     return [slice(start, min(start + size, tensor.numel())) for start in range(0, max(tensor.numel(), 1), size)]
 
 
-class Rounding:
-    """The seed and the number of updates from which an engine computes random bits, kept in param groups.
-
-    Attributes:
-        key: (seed, number of updates so far), as of the last ``restore``.
-    """
-
-    def __init__(self, seed: int) -> None:
-        self.key = seed, 0
-
-    def restore(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Continue from the largest entry in param groups, which may have been loaded; otherwise keep ``key``."""
-        entries = [group[GROUP_KEY] for group in groups if GROUP_KEY in group]
-        self.key = max(entries, key=itemgetter(1), default=self.key)
-
-    def advance(self, groups: Iterable[dict[str, Any]]) -> None:
-        """Count an update in param groups."""
-        for group in groups:
-            seed, updates = group.get(GROUP_KEY, self.key)
-            group[GROUP_KEY] = seed, updates + 1
+def count_update(groups: Sequence[dict[str, Any]], seed: int) -> None:
+    """Count an update of all param groups. ``seed`` is kept in the groups, unless loaded ones have another seed."""
+    known = [group[GROUP_KEY] for group in groups if GROUP_KEY in group]
+    first, updates = max(known, key=itemgetter(1), default=(seed, 0))
+    for group in groups:
+        group[GROUP_KEY] = first, updates + 1
 
 
 def random_bits(
@@ -66,7 +52,7 @@ def random_bits(
         what: the name of what is rounded, such as an optimizer state.
     """
     pieces, position = [torch.empty(0, dtype=torch.int32, device=device)], 0
-    for numel, index, first in layout.spans_of(layout.rank):
+    for numel, index, first in layout.own_spans:
         start, stop = max(position, part.start), min(position + numel, part.stop)
         if start < stop:
             segment = layout.segments[index or 0]  # in a gap, bits do not matter

@@ -7,6 +7,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,10 @@ from torch import Tensor, nn
 from lightning_zero.engine.comm.background_work import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
 from lightning_zero.engine.compat import (
+    accumulation_hooks,
     gradient_hooks,
     set_accumulation_hooks,
     set_gradient_hooks,
-    take_accumulation_hooks,
 )
 from lightning_zero.engine.offload.updates import Updates
 from lightning_zero.engine.state.bucket import Bucket
@@ -50,13 +51,13 @@ class BucketSlot:
         self.has_new_hooks = False  # whether gradient hooks were registered in the running forward
         self.take_gradient: Callable[[Tensor], None] | None = None
         self.add_gradient: Callable[[Tensor], None] | None = None
-        self._derived: dict[tuple[str, int], weakref.ref[ShardedTensor]] = {}
+        self._derived: WeakValueDictionary[tuple[str, int], ShardedTensor] = WeakValueDictionary()
         self._remembered: Counter[str] = Counter()
 
     def find_range(self) -> None:
         """Set this rank's range of the parameter from the bucket's layout."""
         layout, index = self.bucket.layout, self.index
-        start, stop = layout.owned_range(index, index, layout.rank)
+        start, stop = layout.owned_range(index, layout.rank)
         self.offset, self.local_numel = start - layout.segments[index].start, stop - start
         low, _ = layout.own_range
         self.local_range = slice(start - low, start - low + self.local_numel) if stop > start else slice(0, 0)
@@ -117,16 +118,8 @@ class BucketSlot:
     def remember(self, tensor: ShardedTensor) -> None:
         """Register a tensor derived from the parameter, which becomes an ordinary tensor when the engine is closed."""
         kind = "alias" if tensor.is_parameter else str(tensor.dtype)
-        key = kind, self._remembered[kind]
+        self._derived[kind, self._remembered[kind]] = tensor
         self._remembered[kind] += 1
-        own = weakref.ref(self)  # weak: a reference cycle would delay the freeing of memory
-
-        def forget(_: Any) -> None:
-            slot = own()
-            if slot is not None:
-                slot._derived.pop(key, None)
-
-        self._derived[key] = weakref.ref(tensor, forget)
 
     @property
     def remembered(self) -> int:
@@ -136,10 +129,10 @@ class BucketSlot:
     @property
     def derived(self) -> dict[tuple[str, int], ShardedTensor]:
         """Live tensors that user code derived from the parameter (aliases, copies, averages), by kind and number."""
-        alive = ((key, reference()) for key, reference in list(self._derived.items()))
         return {
             key: tensor
-            for key, tensor in alive  # a tensor may since have received other contents (see ``set_contents``)
+            for key, tensor in list(self._derived.items())
+            # a tensor may since have received other contents (see ``set_contents``)
             if isinstance(tensor, ShardedTensor) and tensor.slot is self and tensor.is_leaf
         }
 
@@ -187,7 +180,7 @@ class BucketSlot:
         bucket.rendezvous.require_all(f"a write to '{self.name}'")
         bucket.wait()
         with torch.no_grad():
-            if bucket.is_ready and bucket.extensions is None:
+            if bucket.is_ready and not bucket.extensions:
                 bucket.segment_view(self.index).copy_(self.share.own(value))
             if not bucket.is_in_buffer:
                 bucket.write_to_masters(self.local_range, local_range_of(value, self))
@@ -206,7 +199,7 @@ class BucketSlot:
             bucket.rendezvous.meet(f"a write to '{self.name}'")
             bucket.part.own[self.local_range].copy_(values)
             bucket.part.exchange(bucket.layout.segments[self.index])
-        if bucket.extensions is not None:
+        if bucket.extensions:
             bucket.rendezvous.meet(f"a write to '{self.name}'")
             bucket.encode_again()
         elif bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
@@ -243,7 +236,7 @@ class BucketSlot:
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened share that each rank holds, in the order of ranks."""
         layout, first = self.bucket.layout, self.bucket.layout.segments[self.index].start
-        owned = (layout.owned_range(self.index, self.index, rank) for rank in range(layout.world_size))
+        owned = (layout.owned_range(self.index, rank) for rank in range(layout.world_size))
         return [(start - first, stop - first) for start, stop in owned]
 
     @property
@@ -276,7 +269,7 @@ class OwnedSlot(BucketSlot):
         self.bucket, self.index, self.device = slot.bucket, slot.index, slot.device
         self.name, self.shape, self.dtype, self.share = name, shape, dtype, slot.share.of_another(shape)
         self.offset, self.local_numel = 0, shape.numel() if is_here else 0
-        self._derived, self._remembered = {}, Counter()
+        self._derived, self._remembered = WeakValueDictionary(), Counter()
 
     def ranges(self) -> list[tuple[int, int]]:
         """The range of the flattened state that each rank holds: all of it, or nothing."""
@@ -293,8 +286,10 @@ def make_sharded(bucket: Bucket, parameters: list[nn.Parameter]) -> None:
         slot.placed = bucket.communicator.tensor.placed(slot.name, parameter)
         cls = ShardedDTensor if is_dtensor(parameter) else ShardedTensor
         set_contents(parameter, nn.Parameter(cls(slot), parameter.requires_grad))
-        if (hooks := take_accumulation_hooks(parameter)) is not None:
+        if (hooks := accumulation_hooks(parameter)) is not None:
             slot.hooks_after_reduction = hooks
+            # also if it is empty: after the contents were swapped, torch calls no hooks in the old dictionary
+            set_accumulation_hooks(parameter, OrderedDict())
 
 
 @torch.no_grad()
@@ -328,8 +323,8 @@ def make_ordinary(bucket: Bucket, device: torch.device) -> None:
         parameter.grad = None
         value = bucket.communicator.tensor.shown(value, slot.placed)
         set_contents(parameter, nn.Parameter(value, parameter.requires_grad))
-        if bucket.extensions is not None:
-            bucket.extensions.each[slot.index].give_to(parameter)
+        if bucket.extensions:
+            bucket.extensions[slot.index].give_to(parameter)
         set_accumulation_hooks(parameter, slot.hooks_after_reduction)
     bucket.parameters = []
     bucket.release()

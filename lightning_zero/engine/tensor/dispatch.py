@@ -20,6 +20,7 @@ from lightning_zero.engine.comm.process_group import ReduceOp, wait_for
 from lightning_zero.engine.compat import (
     current_autograd_node,
     current_graph_task,
+    let_foreach_take,
     tree_flatten,
     tree_map,
     tree_unflatten,
@@ -150,18 +151,8 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     if not is_wider and all(tensor.whole_at_hand() is not None for tensor in sharded):
         return NotImplemented
 
-    def to_local(value: Any) -> Any:
-        if in_place and value is args[0]:
-            return value.local  # a wider master weight is written at full precision
-        if not isinstance(value, Tensor):
-            return value
-        if isinstance(value, ShardedTensor):
-            local = value.local.to(value.dtype)
-        else:
-            local = _beside(local_range_of(value, slot) if value.dim() > 0 else value, sharded[0].local)
-        return _as_wide(local, sharded[0]) if in_place else local
-
-    local_args, local_kwargs = tree_unflatten([to_local(leaf) for leaf in leaves], spec)
+    local_leaves = [_local_value(leaf, sharded[0], in_place) for leaf in leaves]
+    local_args, local_kwargs = tree_unflatten(local_leaves, spec)
     device = local_kwargs.pop("device", None)
     if device is not None and torch.device(device) != slot.device:
         return NotImplemented
@@ -173,12 +164,21 @@ def _act_locally(func: Any, args: Any, kwargs: Any) -> Any:
     return ShardedTensor(slot, out) if isinstance(out, Tensor) else NotImplemented
 
 
-def _as_wide(value: Tensor, written: ShardedTensor) -> Tensor:
-    """Convert an argument to the dtype of the master weight that an in-place operator writes, if that is wider.
+def _local_value(value: Any, of: ShardedTensor, in_place: bool) -> Any:
+    """An argument of an operator on the local range of ``of``, or with ``in_place`` of one that writes to ``of``.
 
-    Some operators, such as ``lerp_``, require the same dtype of all arguments.
+    A wider master weight is written at full precision. Arguments in the dtype of ``of`` are then converted, since some
+    operators, such as ``lerp_``, require the same dtype of all arguments.
     """
-    return value.to(written.local.dtype) if value.dtype == written.dtype else value
+    if not isinstance(value, Tensor):
+        return value
+    if in_place and value is of:
+        return of.local
+    if isinstance(value, ShardedTensor):
+        local = value.local.to(value.dtype)
+    else:
+        local = _beside(local_range_of(value, of.slot) if value.dim() > 0 else value, of.local)
+    return local.to(of.local.dtype) if in_place and local.dtype == of.dtype else local
 
 
 def _beside(value: Tensor, local: Tensor) -> Tensor:
@@ -216,15 +216,12 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     is_plain = any(isinstance(arg, Tensor) for arg in (*args, *kwargs.values()))
     if is_plain and not in_place or func._schema.name in _REDUCTIONS_OF_LISTS:
         return NotImplemented
-    local = first[0].local
-    # in-place operators write wider master weights and gradients at full precision
-    local_ranges = [tensor.local for tensor in first] if in_place else _local_arguments(first, local)
-    others = [_local_arguments(arg, local) for arg in args[1:]]
-    if in_place:
-        others = [
-            list(map(_as_wide, arg, first)) if isinstance(arg, list) and isinstance(arg[0], Tensor) else arg
-            for arg in others
-        ]
+    local_ranges, *others = (
+        [_local_value(value, of, in_place) for value, of in zip(arg, first)]
+        if isinstance(arg, (list, tuple))
+        else _local_value(arg, first[0], in_place)
+        for arg in args
+    )
     found = func(local_ranges, *others, **kwargs)
     if not in_place:
         return [ShardedTensor(tensor.slot, local) for tensor, local in zip(first, found)]
@@ -233,29 +230,26 @@ def _act_on_lists(func: Any, args: Any, kwargs: Any) -> Any:
     return None
 
 
-def _local_arguments(value: Any, local: Tensor) -> Any:
-    """An argument of a ``_foreach_*`` operator, with sharded tensors (also in lists) replaced by local ranges.
-
-    Not a closure: a recursive closure is a reference cycle, which would delay the freeing of gradients.
-    """
-    if isinstance(value, ShardedTensor):
-        return value.local.to(value.dtype)
-    if isinstance(value, Tensor):
-        return _beside(value, local)
-    return [_local_arguments(item, local) for item in value] if isinstance(value, (list, tuple)) else value
-
-
 def _norms_of_list(tensors: list[ShardedTensor], order: float) -> list[Tensor]:
     """Compute norms of many sharded tensors with one reduction, as needed for clipping by norm."""
-    slot = tensors[0].slot
-    parts = [_partial_norm(tensor, order).to(slot.device) for tensor in tensors]
     names = [tensor.slot.name for tensor in tensors]
     # Identifies the operation in the rendezvous: ranks must compute norms of the same parameters in the same order.
     what = (
         f"the norms of {len(names)} tensor(s) from '{names[0]}' to '{names[-1]}' "
         f"(checksum of all names: {zlib.crc32(' '.join(names).encode()):x})"
     )
-    return list(_finish_norm(torch.stack(parts), order, slot, what).to(tensors[0].dtype.to_real()).unbind())
+    return list(_norms(tensors, order, what).unbind())
+
+
+def _norms(tensors: list[ShardedTensor], order: float, what: str | None = None) -> Tensor:
+    slot = tensors[0].slot
+    parts = torch.stack([_partial_norm(tensor, order).to(slot.device) for tensor in tensors])
+    if abs(order) == float("inf"):
+        norms = _extreme_over_ranks(parts, slot, 1 if order > 0 else -1, what)
+    else:
+        norms = slot.reduce(parts, ReduceOp.SUM, what)
+        norms = norms if order == 0 else norms ** (1.0 / order)
+    return norms.to(tensors[0].dtype.to_real())
 
 
 def _counted(part: Tensor, tensor: ShardedTensor) -> Tensor:
@@ -277,13 +271,6 @@ def _partial_norm(tensor: ShardedTensor, order: float) -> Tensor:
     return torch.linalg.vector_norm(local, order)
 
 
-def _finish_norm(parts: Tensor, order: float, slot: Slot, what: str | None = None) -> Tensor:
-    if abs(order) != float("inf"):
-        total = slot.reduce(parts, ReduceOp.SUM, what)
-        return total if order == 0 else total ** (1.0 / order)
-    return _extreme_over_ranks(parts, slot, 1 if order > 0 else -1, what)
-
-
 def _extreme_over_ranks(parts: Tensor, slot: Slot, sign: int, what: str | None = None) -> Tensor:
     """Maximum over ranks, or minimum if ``sign`` is -1. NaN is reduced separately: backends treat NaN differently."""
     nan = parts.isnan()
@@ -301,8 +288,7 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = _communicating(args[0])
     if tensor is None or len(args) > 2 or kwargs.get("dim") or kwargs.get("keepdim") or kwargs.get("dtype"):
         return NotImplemented
-    order = float(args[1] if len(args) > 1 else kwargs.get("ord", 2))
-    return _finish_norm(_partial_norm(tensor, order), order, tensor.slot).to(tensor.dtype.to_real())
+    return _norms([tensor], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))[0]
 
 
 def _sum(func: Any, args: Any, kwargs: Any) -> Any:
@@ -382,8 +368,8 @@ def _of_the_shape(func: Any, args: Any, kwargs: Any) -> Any:
     tensor = args[0]
     if isinstance(tensor, ShardedTensor) and func in _LOCAL:
         return _act_locally(func, args, kwargs)
-    device = tensor.device
-    if _recording(tensor) is not None:  # the result has values, from which the tensor may be initialised
+    lazy, device = _lazy_base(tensor), tensor.device
+    if lazy is not None and lazy.records_writes:  # the result has values, from which the tensor may be initialised
         device = torch.get_default_device()
     return func(torch.empty((), dtype=tensor.dtype, device=device).expand(tensor.shape), *args[1:], **kwargs)
 
@@ -415,15 +401,15 @@ _LOCAL = {
 }
 
 
-def _recording(tensor: Any) -> LazyTensor | None:
-    """The lazy tensor that records writes to ``tensor``: ``tensor`` itself, or its base if it is a view; or None."""
-    base = tensor.base if isinstance(tensor, RecordedView) else tensor
-    return base if isinstance(base, LazyTensor) and base.records_writes else None
+def _lazy_base(tensor: Any) -> LazyTensor | None:
+    """The lazy tensor that holds the values of ``tensor``: ``tensor`` itself, or its base if it is a view; or None."""
+    base = tensor._viewed if isinstance(tensor, RecordedView) else tensor
+    return base if isinstance(base, LazyTensor) else None
 
 
-def _record(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
+def _write(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
     target, *others = args
-    steps = target.steps if isinstance(target, RecordedView) else []
+    steps = target._view_steps if isinstance(target, RecordedView) else []
 
     def kept(value: Any) -> Any:
         """A copy, since user code may change the values before the operator is repeated."""
@@ -431,7 +417,7 @@ def _record(lazy: LazyTensor, func: Any, args: Any, kwargs: Any) -> Any:
             return value
         return (value.whole() if isinstance(value, WrapperTensor) else value).detach().clone()
 
-    lazy.record(steps, func, *tree_map(kept, (others, kwargs)))
+    lazy.apply(steps, func, *tree_map(kept, (others, kwargs)))
     return target
 
 
@@ -439,11 +425,13 @@ def _act(func: Any, args: Any, kwargs: Any) -> Any:
     # a short way for parameters that a model reads outside of their module, which takes a tenth off its step
     if not kwargs and _only_reads(func) and (at_hand := _at_hand(args)) is not None:
         return func(*at_hand)
-    if _targets(func) == [0] and (lazy := _recording(args[0])) is not None:
-        return _record(lazy, func, args, kwargs)
+    if _targets(func) == [0] and (lazy := _lazy_base(args[0])) is not None:
+        if lazy.records_writes or lazy.is_in_memory:
+            return _write(lazy, func, args, kwargs)
     handler = _handler_of(func)
     out = handler(func, args, kwargs) if handler is not None else NotImplemented
     return _act_on_whole(func, args, kwargs) if out is NotImplemented else out
 
 
 WrapperTensor.act = staticmethod(_act)
+let_foreach_take(ShardedTensor)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gradient_hooks, slot_names, swap_tensor
+from lightning_zero.engine.compat import PARAMETER_MARK, gradient_hooks, set_gradient_hooks, swap_tensor
 
 
 def set_contents(tensor: Tensor, other: Tensor) -> None:
@@ -32,11 +33,10 @@ def exchange(tensor: Tensor, other: Tensor) -> None:
     own = attributes_of_users(tensor)
     tensor.__dict__, other.__dict__ = other.__dict__, tensor.__dict__
     exchange_memory(tensor, other)
-    for name in slot_names(type(tensor)):  # a DTensor has attributes in ``__slots__``
-        of_tensor, of_other = (_taken(each, name) for each in (tensor, other))
-        for each, values in ((tensor, of_other), (other, of_tensor)):
-            for value in values:
-                setattr(each, name, value)
+    for name in getattr(type(tensor), "__slots__", ()):  # of a DTensor
+        value = getattr(tensor, name, None)
+        setattr(tensor, name, getattr(other, name, None))
+        setattr(other, name, value)
     tensor.__dict__.update(own)
 
 
@@ -58,6 +58,15 @@ def inner_of(tensor: Tensor) -> Tensor:
     inner: Tensor = getattr(tensor, names[0])
     has_values = inner.shape == tensor.shape and inner.dtype == tensor.dtype  # quantised tensors have only their codes
     return inner if has_values else tensor
+
+
+def wrapper_of(tensor: Tensor) -> Callable[[Tensor], Any]:
+    """A function that wraps other values as ``inner_of`` unwraps a tensor."""
+    if inner_of(tensor) is tensor:
+        return lambda values: values
+    kind: Any = type(tensor)
+    names, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return lambda values: kind.__tensor_unflatten__({names[0]: values}, context, values.shape, values.stride())
 
 
 def project_class(tensor: Tensor) -> Any:
@@ -95,12 +104,4 @@ def attributes_of_users(tensor: Tensor) -> dict[str, Any]:
     return {name: value for name, value in tensor.__dict__.items() if name not in _TENSOR_ATTRIBUTES}
 
 
-def _taken(tensor: Tensor, name: str) -> list[Any]:
-    """Remove an attribute from a tensor and return its value in a list, which is empty if there is no attribute."""
-    values = [getattr(tensor, name)] if hasattr(tensor, name) else []
-    if values:
-        delattr(tensor, name)
-    return values
-
-
-_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source", "_base_tensor", "_steps"}
+_TENSOR_ATTRIBUTES = {"slot", "_local", "keep", PARAMETER_MARK, "_source", "_viewed", "_view_steps"}

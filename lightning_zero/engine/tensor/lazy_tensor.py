@@ -2,7 +2,7 @@
 
 A lazy tensor may also have no values yet, as on the meta device. It then records the operators that write to it, and
 repeats them when its values are read, so initialising a module by hand takes memory for one parameter at a time. After
-many writes, as when rows are written one by one, the values are held in memory instead.
+many writes, as when rows are written one by one, the values are held in memory.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lightning_zero.engine.tensor import initialisers
 from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
 
-_MOST_REPEATED = 64  # recorded writes after which a tensor holds its values: each further one would repeat all of them
+_MOST_REPEATED = 64  # recorded writes after which a tensor holds its values: each read would repeat all of them
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ class _LazyValues:
     """Where a lazy tensor and its aliases read their values; ``use`` switches to values in memory.
 
     Attributes:
-        writes: the operators that have written to a tensor that had no values; None if the values are elsewhere.
-        is_written: whether the operators determine every element.
-        held: the result of many operators, in memory, where elements that are still unwritten are marked; usually None.
-        is_checked: whether ``is_written`` takes account of the latest operators.
+        writes: the operators that have written to a tensor that had no values; None if it has values.
+        held: values in memory, to which operators write in place; unwritten elements are marked while there are
+            ``writes``. None if the values are elsewhere, or are the result of few ``writes``.
+        is_written: whether ``writes`` determine every element; None if that is not known.
         initialised_by: the initialisers whose operators were not recorded; see ``initialisers.label``.
     """
 
@@ -84,38 +84,17 @@ class _LazyValues:
     origin: Any
     write: Callable[[Tensor], None] | None = None
     writes: list[Write] | None = None
-    is_written: bool = False
     held: Tensor | None = None
-    is_checked: bool = True
+    is_written: bool | None = False
     initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor) -> None:
         self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
-        self.writes = self.held = None
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether ``held`` has all values, so that operators write to it in place and need not be recorded."""
-        return self.held is not None and self.is_written
-
-    def check(self) -> None:
-        """Check whether every element of ``held`` has been written."""
-        if self.held is not None and not self.is_checked:
-            self.is_checked, self.is_written = True, not is_unset(self.held)
-            if self.is_written:
-                self.read, self.origin, self.writes = partial(_range_of, self.held), self.held, []
+        self.writes, self.held = None, values
 
 
 def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
     return values.reshape(-1)[start:stop]
-
-
-def _range_written(writes: list[Write], values: Tensor, start: int, stop: int) -> Tensor:
-    """Repeat the writes to a tensor like ``values``, which has no memory, and return a range of the result."""
-    written = torch.empty_like(values, device="cpu")
-    for write in writes:
-        write.repeat(written)
-    return _range_of(written, start, stop)
 
 
 class LazyTensor(WrapperTensor):
@@ -159,7 +138,7 @@ class LazyTensor(WrapperTensor):
         source = _LazyValues("", values.dtype, partial(_range_of, values), values)
         if values.device.type != "meta":
             return cls._over(source, values.shape, dtype, values.device)
-        source.writes = []
+        source.origin, source.writes = None, []
         return cls._over(source, values.shape, dtype)
 
     @classmethod
@@ -170,14 +149,18 @@ class LazyTensor(WrapperTensor):
         self._source = source
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The meta device until the tensor has values."""
-        self._source.check()
-        return torch.device("meta") if self.records_writes and not self._source.is_written else super().device
+        return torch.device("meta") if self.records_writes and not self._is_written() else super().device
+
+    def _is_written(self) -> bool:
+        source = self._source
+        if source.is_written is None:
+            source.is_written = not is_unset(self._repeated())
+            if source.is_written and source.held is not None:
+                source.use(source.held)
+        return source.is_written
 
     @property
     def writes(self) -> list[Write]:
@@ -192,16 +175,24 @@ class LazyTensor(WrapperTensor):
     def records_writes(self) -> bool:
         return self._source.writes is not None
 
-    def record(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
-        """Record an operator, and run it on a temporary tensor, so that random numbers are drawn now.
+    @property
+    def is_in_memory(self) -> bool:
+        return self._source.held is not None
 
-        Within ``torch.device("meta")`` nothing is drawn, and operators of initialisers are not recorded: initialisers
-        will run again, and replace all earlier values.
+    def apply(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
+        """Run an operator in place on values in memory; record it if the tensor was made without values.
+
+        Before it is recorded, an operator runs on a temporary tensor, so that random numbers are drawn now. Within
+        ``torch.device("meta")`` nothing is drawn, and operators of initialisers are not recorded: initialisers will run
+        again, and replace all earlier values.
         """
         source = self._source
         writes, write = source.writes, Write(steps, function, args, kwargs)
-        assert writes is not None
-        if is_within_meta_device() and not source.is_whole:
+        if writes is None:
+            assert source.held is not None
+            write.run(source.held)
+            return
+        if is_within_meta_device():
             source.held = None
             if running := initialisers.running():
                 writes.clear()
@@ -209,31 +200,24 @@ class LazyTensor(WrapperTensor):
             else:
                 writes.append(write)
             return
-        if source.held is None and len(writes) >= _MOST_REPEATED:
-            source.held, source.is_checked = self._repeated(writes), False
-            source.check()
-        if source.held is not None and source.is_written:
-            write.run(source.held)
-            return
-        values = self._repeated([] if source.is_written else writes) if source.held is None else source.held
+        if len(writes) >= _MOST_REPEATED:
+            source.held = self._repeated()
         if write.may_draw:
             write = replace(write, state=write.generator.get_state())
-        write.run(values)
-        source.dtype, source.origin = self.dtype, None
-        source.read = partial(_range_written, writes, self._of_the_shape())
+        write.run(torch.zeros(self.shape, dtype=self.dtype, device="cpu") if source.held is None else source.held)
         writes.append(write)
-        source.is_checked = source.held is None  # a check after each write to one row would take quadratic time
-        source.is_written = source.is_written or (source.is_checked and not is_unset(values))
+        source.dtype, source.is_written = self.dtype, None
 
-    def _repeated(self, writes: list[Write]) -> Tensor:
-        """A new tensor with the result of operators; elements that they do not write are marked."""
+    def _repeated(self) -> Tensor:
+        """The result of the recorded operators; elements that they do not write are marked."""
+        source = self._source
+        if source.held is not None:
+            return source.held
         values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
-        for write in writes:
-            write.repeat(values)
+        with torch.random.fork_rng(devices=[]):
+            for write in source.writes or ():
+                write.repeat(values)
         return values
-
-    def _of_the_shape(self) -> Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device="meta")
 
     @property
     def origin(self) -> Any:
@@ -242,6 +226,8 @@ class LazyTensor(WrapperTensor):
 
     def stored(self, start: int, stop: int) -> Tensor:
         """Like ``shown``, but in the source's dtype, before any rounding to the tensor's dtype."""
+        if self.device.type != "meta" and self.records_writes:
+            return _range_of(self._repeated(), start, stop)
         return self._source.read(start, stop)
 
     def shown(self, start: int, stop: int) -> Tensor:
@@ -268,16 +254,16 @@ class LazyTensor(WrapperTensor):
         """A copy in the given dtype. Its values are read when they are used, or now if the source is writable."""
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
-        self._source.check()
-        source, before = replace(self._source), self.dtype
+        has_values, before = self.device.type != "meta", self.dtype
+        source = replace(self._source)
         # later writes to either tensor must not change the other one
-        if source.is_whole:
-            source.use(self.whole().clone())
-        elif source.writes is not None and source.is_written:
-            source.read = partial(_range_written, list(source.writes), self._of_the_shape())
-            source.writes = None
-        elif source.writes is not None:
+        if source.writes is not None:
             source.writes, source.held = list(source.writes), None
+            if has_values:
+                source = _LazyValues(source.name, before, LazyTensor._over(source, self.shape, before).stored, None)
+        elif source.held is not None:
+            source.use(self.whole().to(dtype, copy=True))
+            return LazyTensor._over(source, self.shape, dtype, super().device)
         if torch.promote_types(source.dtype, before) != before:  # the copy must round its values as this tensor does
             read = source.read
             source.read, source.dtype = lambda start, stop: read(start, stop).to(before), before

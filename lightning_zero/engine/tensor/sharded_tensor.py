@@ -70,9 +70,6 @@ class ShardedTensor(WrapperTensor):
             slot.remember(self)
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
     @property
     def local(self) -> Tensor:
         if self._local is None:

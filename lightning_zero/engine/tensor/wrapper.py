@@ -15,7 +15,7 @@ from lightning_zero.engine.tensor.identity import with_attributes
 
 
 class Reader(Protocol):
-    """Provides values of sharded tensors to code that reads them, on one rank alone or after they were gathered."""
+    """Provides values of sharded tensors while user code on one rank reads them without the other ranks."""
 
     def whole(self, tensor: Any) -> Tensor:
         """The full value of a sharded tensor, in memory that all reads of the tensor share."""
@@ -30,7 +30,7 @@ reader: ContextVar[Reader | None] = ContextVar("reader", default=None)
 
 @contextmanager
 def read_by(reading: Reader | None) -> Iterator[None]:
-    """Context in which ``reading`` provides the values of sharded tensors that code reads in this thread."""
+    """Context in which ``reading`` provides the values of sharded tensors that are read in this thread."""
     token = reader.set(reading)
     try:
         yield
@@ -50,6 +50,9 @@ class WrapperTensor(torch.Tensor):
     __torch_function__ = disabled_torch_function  # type: ignore[assignment]
     # A project's own class of parameters, which has its own, would make a parameter over memory from the result.
     to, cpu, cuda, xpu = torch.Tensor.to, torch.Tensor.cpu, torch.Tensor.cuda, torch.Tensor.xpu
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass  # ``__new__`` has used the arguments
 
     def whole(self) -> Tensor:
         """The full value. Collective unless ``whole_at_hand`` returns it."""
@@ -157,61 +160,50 @@ class NoMemory(torch.UntypedStorage):
 class RecordedView(WrapperTensor):
     """A recorded view of a sharded or lazy tensor: reads and writes go to the viewed tensor.
 
-    Args:
-        steps: the view operators to replay on the full value.
+    Attributes:
+        _viewed: the viewed tensor, which is not a recorded view itself.
+        _view_steps: the view operators to replay on the full value.
     """
 
-    _base_tensor: WrapperTensor
-    _steps: list[tuple[Any, Any, Any]]
+    _viewed: WrapperTensor
+    _view_steps: list[tuple[Any, Any, Any]]
 
     @staticmethod
     def __new__(cls, base: Any, steps: list[tuple[Any, Any, Any]]) -> RecordedView:
         if isinstance(base, RecordedView):
-            base, steps = base._base_tensor, base._steps + steps
+            base, steps = base._viewed, base._view_steps + steps
         meta = replay(torch.empty(base.shape, dtype=base.dtype, device="meta"), steps)
         device = torch.Tensor.device.__get__(base)  # ``base.device`` is meta while it has no values
         options = {"strides": meta.stride(), "storage_offset": 0, "dtype": meta.dtype, "device": device}
         self = new_wrapper(cls, meta.shape, **options)
-        self._base_tensor, self._steps = base, steps
+        self._viewed, self._view_steps = base, steps
         return self
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        pass
-
-    @property
-    def base(self) -> WrapperTensor:
-        """The viewed tensor, which is not a recorded view itself."""
-        return self._base_tensor
-
-    @property
-    def steps(self) -> list[tuple[Any, Any, Any]]:
-        return self._steps
-
     def whole(self) -> Tensor:
-        base = self._base_tensor
-        return replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self._steps)
+        base = self._viewed
+        return replay(base.whole() if isinstance(base, WrapperTensor) else base.detach(), self._view_steps)
 
     def whole_at_hand(self, dtype: torch.dtype | None = None) -> Tensor | None:
-        base = self._base_tensor
+        base = self._viewed
         # a view with another dtype reinterprets bits, which a cast would change
         if not isinstance(base, WrapperTensor) or self.dtype != base.dtype:
             return None
         at_hand = base.whole_at_hand(dtype)
-        return None if at_hand is None else replay(at_hand, self._steps)
+        return None if at_hand is None else replay(at_hand, self._view_steps)
 
     def alias(self) -> Tensor:
         return RecordedView(self, [])
 
     def write_whole(self, value: Tensor) -> None:
-        base = self._base_tensor
+        base = self._viewed
         is_sharded = isinstance(base, WrapperTensor)  # False if the engine was closed after the view was taken
         whole = base.whole().clone() if is_sharded else base.detach()
-        replay(whole, self._steps).copy_(value)
+        replay(whole, self._view_steps).copy_(value)
         if is_sharded:
             base.write_whole(whole)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        return f"view of {self._base_tensor!r}, shape={tuple(self.shape)}"
+        return f"view of {self._viewed!r}, shape={tuple(self.shape)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.whole().detach().clone()

@@ -8,24 +8,21 @@ read.
 from __future__ import annotations
 
 import os
-import select
 import socket
 import struct
-import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.comm.chain import Chain
 from lightning_zero.engine.comm.cross_memory import process_memory
-from lightning_zero.engine.comm.cross_memory.small_messages import Key, SmallMessages
+from lightning_zero.engine.comm.cross_memory.small_messages import GATHER_TAG, REDUCE_TAG, SmallMessages
+from lightning_zero.engine.comm.transport import Started
 
 _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
@@ -34,34 +31,10 @@ _CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torc
 _exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
 
 
-class _Exchange:
-    """An exchange in flight. It ends when this rank has read from all others, and all others have read from it.
-
-    Args:
-        kept: tensors that the other ranks read, kept alive until the exchange ends.
-        take: reads from one peer; called with (the peer's position, its process ID, an address) in the transport's
-            thread, for one peer after another, once the memory at the address is ready.
-
-    Attributes:
-        taken: number of peers read so far; peers are read in order.
-        ended: completed when the exchange ends, perhaps with an error.
-    """
-
-    def __init__(self, kept: Any, take: Callable[[int, int, int], None]) -> None:
-        self._kept, self.take = kept, take
-        self.taken = 0
-        self.ended: Future[None] = Future()
-
-    def end(self, failure: str | None = None) -> None:
-        self._kept, self.take = None, lambda *_: None  # drop the references to tensors
-        if failure is None:
-            self.ended.set_result(None)
-        else:
-            self.ended.set_exception(RuntimeError(failure))
-
-
 class CrossMemoryExchanges:
     """Exchanges with the other ranks of a group, all of which are on this machine.
+
+    All ranks begin gathers in the same order, and reductions in the same order.
 
     Args:
         peers: rank, process ID and two sockets for each other rank, in ascending order of ranks. The
@@ -74,46 +47,29 @@ class CrossMemoryExchanges:
     def __init__(
         self, rank: int, peers: list[tuple[int, int, socket.socket, socket.socket]], timeout: timedelta
     ) -> None:
-        self._rank, self._timeout, self._process = rank, timeout, os.getpid()
+        self._rank, self._process = rank, os.getpid()
         self._ranks = [other for other, _, _, _ in peers]
         self._processes = [process for _, process, _, _ in peers]
-        # Guards the attributes below. Reentrant: garbage collection may close the exchanges during any allocation.
-        self._lock = threading.RLock()
-        self._exchanges: dict[Key, _Exchange] = {}  # in flight; the thread that removes an exchange ends it
-        self._failure: str | None = None  # if set, every new exchange fails for this reason
-        self._closing = False
-        self._late: deque[Key] = deque()  # exchanges that this rank began after a peer's message had arrived
-        self._awake, self._woken = socket.socketpair()
-        self._awake.setblocking(False)  # if the socket is full, the thread wakes up anyway
         # Messages with an exchange's key contain a memory address. Messages with ~tag report that this memory was read.
-        self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout, self._wake)
-        self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout, self._wake)
+        self._signals = SmallMessages([(other, line) for other, _, line, _ in peers], timeout)
+        self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout)
+        # Gathers may not wait for reductions, since ranks may begin the two in different orders.
+        self._gathers, self._reductions = Chain("gathers"), Chain("reductions")
         _exchanges_of_process.add(self)
-        # Not an executor's thread: the interpreter must not wait at exit for a thread that lives as long as the group.
-        self._thread = threading.Thread(target=self._run, name="lightning_zero-shared-memory", daemon=True)
-        self._thread.start()
 
-    def gather(self, tag: int, slices: Sequence[Tensor]) -> Callable[[], None]:
-        """Fill ``slices`` from the other ranks' memory, while the other ranks read this rank's slice.
-
-        Args:
-            tag: the exchange's tag; all ranks must begin exchanges with equal tags in the same order.
-
-        Returns:
-            A function that waits until the exchange has ended. It raises a RuntimeError if the exchange failed, or did
-            not end in time.
-        """
+    def gather(self, slices: Sequence[Tensor]) -> Started:
+        """Fill ``slices`` from the other ranks' memory, while the other ranks read this rank's slice."""
 
         def take(position: int, process: int, address: int) -> None:
             process_memory.read_memory(process, address, slices[self._ranks[position]])
 
-        return self._begin(tag, [slices[self._rank]] * len(self._ranks), take)
+        exchange = self._begin(GATHER_TAG, [slices[self._rank]] * len(self._ranks), take)
+        return self._gathers.start(exchange, list(slices))
 
-    def reduce(self, tag: int, own: Tensor, sent: Sequence[Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """Add up all ranks' contributions, in the order of ranks; the sum is complete when the exchange has ended.
+    def reduce(self, own: Tensor, sent: Sequence[Tensor]) -> Started:
+        """Add up all ranks' contributions, in the order of ranks.
 
         Args:
-            tag: see ``gather``.
             own: this rank's own contribution, 1-D.
             sent: for each rank, the values that it adds to its own; they may have another dtype than ``own``. This
                 rank's element is ignored.
@@ -135,143 +91,50 @@ class CrossMemoryExchanges:
                 if position == own_follows:
                     part.add_(mine)
 
-        return self._begin(tag, [sent[rank] for rank in self._ranks], take, own), total
+        exchange = self._begin(REDUCE_TAG, [sent[rank] for rank in self._ranks], take, total)
+        return self._reductions.start(exchange, [own, *sent])
 
     def _begin(
-        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], kept: Any = None
-    ) -> Callable[[], None]:
-        exchange, key = _Exchange((sources, kept), take), self._signals.begin(tag)
-        with self._lock:
-            failure = self._failure
-            if failure is None:
-                self._exchanges[key] = exchange
-            is_late = key in self._signals.received  # messages that arrive later are handled by the thread
-        wait = partial(self._wait, exchange.ended)
-        if failure is not None:
-            exchange.end(failure)
-            return wait
-        self._signals.post(key, enumerate(_ADDRESS.pack(source.data_ptr()) for source in sources))
-        if is_late:
-            self._late.append(key)
-            self._wake()
-        return wait
+        self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], result: Tensor | None = None
+    ) -> Callable[[], Started]:
+        """Tell the other ranks where they can read, and return a function that reads from them.
 
-    def _wait(self, ended: Future[None]) -> None:
-        try:
-            ended.result(self._timeout.total_seconds())
-        except TimeoutError:
-            raise RuntimeError(f"not finished after {self._timeout}") from None
+        Args:
+            sources: the values for each other rank.
+            take: reads from one peer; called with (the peer's position, its process ID, an address).
+        """
+        number = self._signals.send(tag, [_ADDRESS.pack(source.data_ptr()) for source in sources])[1]
 
-    def _end(self, key: Key, failure: str | None = None) -> None:
-        """End an exchange, unless another thread has already ended it."""
-        with self._lock:
-            exchange = self._exchanges.pop(key, None)
-        if exchange is not None:
-            exchange.end(failure)
+        def exchange() -> Started:
+            for position, message in enumerate(self._signals.receive((tag, number))):
+                try:
+                    take(position, self._processes[position], *_ADDRESS.unpack(message))
+                except OSError as error:
+                    raise RuntimeError(str(error)) from error
+                if self._signals.has_ended(position):  # what was read may be invalid
+                    raise RuntimeError(f"rank {self._ranks[position]} closed the connection")
+                self._signals.post((~tag, number), position)
+            self._signals.receive((~tag, number))
+            sources.clear()  # all ranks have read
+            return Started([], [], lambda: result)
+
+        return exchange
 
     def sever(self, reason: str) -> None:
         """Make all exchanges in flight and all new exchanges fail, here and on the peers."""
-        if os.getpid() != self._process:
-            return  # in a forked process, such as a DataLoader's, the connections belong to the parent
-        with self._lock:
-            self._failure, self._closing = self._failure or reason, True
-            unfinished = list(self._exchanges)
-        # Shut the sockets before freeing tensors kept for peers: a peer that reads freed memory must see the shutdown.
-        self._signals.shut(reason)
-        self.small.shut(reason)
-        for key in unfinished:
-            self._end(key, reason)
-        self._wake()
+        if (
+            os.getpid() == self._process
+        ):  # in a forked process, such as a DataLoader's, the connections are the parent's
+            self._signals.shut(reason)
+            self.small.shut(reason)
 
     def close(self) -> None:
-        """Refuse new exchanges. The thread finishes exchanges in flight, since peers need them."""
-        if os.getpid() != self._process:
-            return
-        with self._lock:
-            self._failure = self._failure or "the exchange with the other ranks was closed"
-            self._closing = True
-        self._wake()
-        if threading.current_thread() is not self._thread:
-            self._thread.join(timeout=2)
+        """Refuse new exchanges. Those in flight are finished, since peers need them."""
+        self._gathers.close(lambda: self._reductions.close(self._close_connections))
 
-    def _wake(self) -> None:
-        with suppress(OSError):
-            self._awake.send(b"x")
-
-    # -- in the thread ----------------------------------------------------------------------------------------------
-
-    def _run(self) -> None:
-        try:
-            poll, woken = None, self._woken.fileno()
-            while not (self._closing and not self._exchanges and self._is_all_sent):
-                if poll is None:
-                    poll, is_usual = self._make_poll(), self._is_all_sent and not self._signals.lost
-                ready = dict(poll.poll())
-                if woken in ready:
-                    self._woken.recv(4096)
-                late = [self._late.popleft() for _ in range(len(self._late))]
-                for tag, ordinal in dict.fromkeys(late + self._signals.take_in(ready)):
-                    self._go_on((max(tag, ~tag), ordinal))
-                for position in self._signals.lost:
-                    self._lose(position)
-                if not (is_usual and self._is_all_sent and not self._signals.lost):
-                    self._signals.send_unsent()
-                    self.small.send_unsent()
-                    poll = None
-        except Exception as error:
-            self.sever(str(error))
-        finally:
-            for each in (*self._signals.sockets, *self.small.sockets, self._awake, self._woken):
-                each.close()
-
-    @property
-    def _is_all_sent(self) -> bool:
-        return not self._signals.has_unsent and not self.small.has_unsent
-
-    def _make_poll(self) -> select.poll:
-        poll = select.poll()
-        poll.register(self._woken, select.POLLIN)
-        self._signals.register(poll, receives=True)
-        self.small.register(poll, receives=False)
-        return poll
-
-    def _go_on(self, key: Key) -> None:
-        """Read from peers in order until a peer is not ready; end the exchange once all ranks have read."""
-        exchange, (tag, ordinal) = self._exchanges.get(key), key
-        if exchange is None:
-            return
-        ready = self._signals.received.get(key, {})
-        while exchange.taken in ready:
-            position = exchange.taken
-            try:
-                exchange.take(position, self._processes[position], *_ADDRESS.unpack(ready[position]))
-            except OSError as error:
-                self._lose(position, str(error))
-                return
-            if self._has_ended(position):
-                self._lose(position)
-                return
-            exchange.taken += 1
-            self._signals.post((~tag, ordinal), [(position, b"")])
-        if exchange.taken == len(self._signals.received.get((~tag, ordinal), ())) == len(self._ranks):
-            del self._signals.received[key], self._signals.received[~tag, ordinal]
-            self._end(key)
-
-    def _has_ended(self, position: int) -> bool:
-        """Whether a peer has closed its connection, even if messages are unread; data just read may then be invalid."""
-        poll = select.poll()
-        poll.register(self._signals.sockets[position], select.POLLRDHUP)
-        return bool(poll.poll(0))
-
-    def _lose(self, position: int, failure: str = "") -> None:
-        """Fail all new exchanges, and those in flight that still depend on a peer that has closed its connection."""
-        failure = failure or f"rank {self._ranks[position]} closed the connection"
-        with self._lock:
-            self._failure = self._failure or failure
-            exchanges = list(self._exchanges.items())
-        for (tag, ordinal), exchange in exchanges:
-            if exchange.taken <= position or position not in self._signals.received.get((~tag, ordinal), ()):
-                self._end((tag, ordinal), failure)
+    def _close_connections(self) -> None:
+        self._signals.close()
+        self.small.close()
 
 
 def sever_all(reason: str) -> None:
@@ -307,15 +170,13 @@ def connect(
                 said = os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist()
         every = exchange_objects(said)
         told, place, size = [every[each] for each in here], here.index(rank), len(here)
-        if None in every or any(exchange_objects(_is_unreadable(probe, told))):
+        lines, is_connected = {}, False
+        with suppress(OSError):
+            if None not in every and _are_readable(probe, told):
+                lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)
+                is_connected = True
+        if not all(exchange_objects(is_connected)):
             process_memory.let_read(0)
-            return None
-        lines, error = {}, None
-        try:
-            lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)
-        except OSError as raised:
-            error = raised
-        if any(exchange_objects(error is not None)):
             return None
         processes = [process for process, _, _, _ in told]
         while len(lines) < 2 * (size - 1):  # all ranks have connected, so accepting does not block
@@ -330,16 +191,13 @@ def connect(
     return CrossMemoryExchanges(place, peers, timeout)
 
 
-def _is_unreadable(probe: Tensor, told: list[Any]) -> bool:
-    """Whether any process's memory cannot be read, or differs from the values that the process has sent."""
-    try:
-        for process, _, address, expected in told:
-            process_memory.read_memory(process, address, found := torch.empty_like(probe))
-            if found.tolist() != expected:
-                return True
-    except OSError:
-        return True
-    return False
+def _are_readable(probe: Tensor, told: list[Any]) -> bool:
+    """Whether the memory of each process has the values that the process has sent."""
+    for process, _, address, expected in told:
+        process_memory.read_memory(process, address, found := torch.empty_like(probe))
+        if found.tolist() != expected:
+            return False
+    return True
 
 
 def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:

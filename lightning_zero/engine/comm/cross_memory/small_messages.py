@@ -15,7 +15,7 @@ import struct
 import threading
 import time
 from collections import defaultdict, deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from datetime import timedelta
 
@@ -32,83 +32,81 @@ Key = tuple[int, int]
 """An exchange's key: its tag, and the number of earlier exchanges with this tag; the same on all ranks."""
 
 _HEAD = struct.Struct("<qq")  # a key
-_SLICE = 20  # milliseconds after which a wait checks whether another thread has received its message
+_LONGEST = 1e6  # seconds of one poll, whose timeout in milliseconds must fit into 32 bits
 
 
 class SmallMessages:
     """Messages between this rank and the other ranks of a group; all of these ranks run on this machine.
 
-    While a socket's buffer is full, messages stay unsent, and another thread sends them later. So a rank may begin any
-    number of exchanges before it waits for one.
+    A rank may begin any number of exchanges before it waits for one: while a socket's buffer is full, messages stay
+    unsent, and a thread sends them later.
 
     Args:
         peers: rank and socket (SOCK_SEQPACKET) of each other rank; an exchange's messages are listed in this order.
-        wake: called when messages are left unsent; another thread must then call ``register`` and ``send_unsent``.
 
     Attributes:
         received: received messages, by the exchange's key and the peer's position in ``peers``.
         lost: positions of peers that have closed the connection.
     """
 
-    def __init__(self, peers: list[tuple[int, socket.socket]], timeout: timedelta, wake: Callable[[], None]) -> None:
+    def __init__(self, peers: list[tuple[int, socket.socket]], timeout: timedelta) -> None:
         self.ranks, self.sockets = [rank for rank, _ in peers], [connected for _, connected in peers]
         self.received: dict[Key, dict[int, bytes]] = {}
         self.lost: set[int] = set()
-        self._timeout, self._wake = timeout.total_seconds(), wake
-        # Reentrant: garbage collection may close an engine, and so begin or end exchanges, during any allocation.
-        self._lock = threading.RLock()  # guards received messages, for which several threads may wait
+        self._timeout = timeout.total_seconds()
+        # Guards the attributes above and below. Its lock is reentrant: garbage collection may close an engine, and so
+        # begin exchanges, during any allocation.
+        self._changed = threading.Condition()
         self._begun: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # counts exchanges by tag
         self._unsent: list[deque[bytes]] = [deque() for _ in peers]
+        self._sender: threading.Thread | None = None  # sends unsent messages
         self._failure: str | None = None
+        self._poll, self._is_polling = select.poll(), False  # only one of the waiting threads polls
         for connected in self.sockets:
             connected.setblocking(False)
-
-    def begin(self, tag: int) -> Key:
-        """Begin an exchange with a tag, and return the exchange's key."""
-        return tag, next(self._begun[tag])
+            self._poll.register(connected, select.POLLIN)
 
     def send(self, tag: int, messages: Sequence[bytes]) -> Key:
-        """Begin an exchange, and send a message to each other rank in the order of peers."""
-        key = self.begin(tag)
-        self.post(key, enumerate(messages))
+        """Begin an exchange, and send a message to each other rank in the order of peers. Returns its key."""
+        key = tag, next(self._begun[tag])
+        for position, message in enumerate(messages):
+            self.post(key, position, message)
         return key
 
-    def post(self, key: Key, messages: Iterable[tuple[int, bytes]]) -> None:
-        """Send an exchange's messages: (peer's position, message). They may overtake other exchanges' messages."""
-        head, are_unsent = _HEAD.pack(*key), False
-        for position, message in messages:
-            try:
-                self.sockets[position].send(head + message)
-            except BlockingIOError:
-                self._unsent[position].append(head + message)
-                are_unsent = True
-            except OSError:
-                pass  # the peer has closed the connection; a wait for its messages fails
-        if are_unsent:
-            self._wake()
+    def post(self, key: Key, position: int, message: bytes = b"") -> None:
+        """Send an exchange's message to a peer. It may overtake other exchanges' messages."""
+        message = _HEAD.pack(*key) + message
+        try:
+            self.sockets[position].send(message)
+        except BlockingIOError:
+            with self._changed:
+                self._unsent[position].append(message)
+                if self._sender is None:
+                    self._sender = threading.Thread(target=self._send_unsent, daemon=True)
+                    self._sender.start()
+        except OSError:
+            pass  # the peer has closed the connection; a wait for its messages fails
 
-    @property
-    def has_unsent(self) -> bool:
-        return any(self._unsent)
-
-    def send_unsent(self) -> None:
-        """Send as many unsent messages as the sockets accept without blocking. Only one thread may call this."""
-        for unsent, connected in zip(self._unsent, self.sockets):
-            try:
-                while unsent:
-                    connected.send(unsent[0])
-                    unsent.popleft()
-            except BlockingIOError:
-                pass
-            except OSError:
-                unsent.clear()
-
-    def register(self, poll: select.poll, receives: bool) -> None:
-        """Register the sockets with a poll: to send unsent messages and, if ``receives``, to receive messages."""
-        for position, connected in enumerate(self.sockets):
-            events = select.POLLOUT if self._unsent[position] else 0
-            if position not in self.lost and (events := events | (select.POLLIN if receives else 0)):
-                poll.register(connected, events)
+    def _send_unsent(self) -> None:
+        while True:
+            with self._changed:
+                positions = [position for position, unsent in enumerate(self._unsent) if unsent]
+                if not positions:
+                    self._sender = None
+                    return
+            poll = select.poll()
+            for position in positions:
+                poll.register(self.sockets[position], select.POLLOUT)
+            poll.poll()
+            for unsent, connected in ((self._unsent[position], self.sockets[position]) for position in positions):
+                try:
+                    while unsent:
+                        connected.send(unsent[0])
+                        unsent.popleft()
+                except BlockingIOError:
+                    pass
+                except OSError:
+                    unsent.clear()
 
     def receive(self, key: Key) -> list[bytes]:
         """Wait for the messages of an exchange, one from each peer.
@@ -116,34 +114,41 @@ class SmallMessages:
         Raises:
             RuntimeError: if a peer closed the connection, or a message did not arrive in time.
         """
-        deadline, poll = 0.0, None
-        while True:
-            with self._lock:
-                self.take_in()
+        deadline = None
+        with self._changed:
+            while True:
+                if not self._is_polling:
+                    self._take_in()
                 found = self.received.get(key, {})
                 if len(found) == len(self.ranks):
                     del self.received[key]
                     return [found[position] for position in range(len(self.ranks))]
-                missing = self.lost.difference(found)
-            if missing:
-                raise RuntimeError(self._failure or f"rank {self.ranks[min(missing)]} closed the connection")
-            if poll is None:  # one poll per wait, since threads must not share a poll
-                deadline, poll = time.monotonic() + self._timeout, select.poll()
-                self.register(poll, receives=True)
-            elif time.monotonic() > deadline:
-                raise RuntimeError(f"not finished after {self._timeout:.0f} s")
-            poll.poll(_SLICE)  # not longer, since another thread may receive the message instead
+                if missing := self.lost.difference(found):
+                    raise RuntimeError(self._failure or f"rank {self.ranks[min(missing)]} closed the connection")
+                deadline = deadline or time.monotonic() + self._timeout
+                remaining = deadline - time.monotonic()
+                if remaining < 0:
+                    self.shut(f"not finished after {self._timeout:.0f} s")  # so that no peer reads memory that is freed
+                    raise RuntimeError(self._failure)
+                if self._is_polling:
+                    self._changed.wait(remaining)
+                else:
+                    self._wait_for_sockets(remaining)
 
-    def take_in(self, ready: Container[int] | None = None) -> list[Key]:
-        """Receive the messages that have arrived, and return the keys of their exchanges.
+    def _wait_for_sockets(self, seconds: float) -> None:
+        self._is_polling = True
+        self._changed.release()
+        try:
+            self._poll.poll(1000 * min(seconds, _LONGEST))
+        finally:
+            self._changed.acquire()
+            self._is_polling = False
+            self._changed.notify_all()  # another thread may poll now
 
-        Args:
-            ready: descriptors of the sockets that have a message; one message is received from each. None: receive all
-                messages of all sockets.
-        """
-        keys = []
+    def _take_in(self) -> None:
+        """Receive all messages that have arrived."""
         for position, connected in enumerate(self.sockets):
-            while position not in self.lost and (ready is None or connected.fileno() in ready):
+            while position not in self.lost:
                 try:
                     message = connected.recv(SMALL + _HEAD.size)
                 except BlockingIOError:
@@ -152,14 +157,19 @@ class SmallMessages:
                     continue  # the peer closed before reading all messages; the messages that it sent can still be read
                 except OSError:
                     message = b""
-                if not message:
+                if message:
+                    self.received.setdefault(_HEAD.unpack_from(message), {})[position] = message[_HEAD.size :]
+                else:
                     self.lost.add(position)
-                    break
-                keys.append(_HEAD.unpack_from(message))
-                self.received.setdefault(keys[-1], {})[position] = message[_HEAD.size :]
-                if ready is not None:
-                    break
-        return keys
+                    with suppress(OSError, ValueError, KeyError):
+                        self._poll.unregister(connected)
+                self._changed.notify_all()
+
+    def has_ended(self, position: int) -> bool:
+        """Whether a peer has closed its connection, even if messages are unread."""
+        poll = select.poll()
+        poll.register(self.sockets[position], select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def shut(self, reason: str) -> None:
         """End all waits, here and on the peers, after the run has failed."""
@@ -167,6 +177,13 @@ class SmallMessages:
         for connected in self.sockets:
             with suppress(OSError):
                 connected.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connections once all messages are sent."""
+        if (sender := self._sender) is not None:
+            sender.join()
+        for connected in self.sockets:
+            connected.close()
 
 
 def bytes_of(tensor: Tensor) -> bytes:

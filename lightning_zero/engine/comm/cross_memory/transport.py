@@ -34,7 +34,7 @@ class CrossMemoryTransport(Transport):
     def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
         slices, small = slices_of(full, ranges), self._small
         if small is None or max(map(len, slices)) * full.itemsize > SMALL:
-            return Started([self._exchanges.gather(GATHER_TAG, slices)], [full], ends_by_itself=True)
+            return self._exchanges.gather(slices)
         key = small.send(GATHER_TAG, [bytes_of(slices[self._rank])] * len(small.ranks))
 
         def receive() -> None:
@@ -47,8 +47,7 @@ class CrossMemoryTransport(Transport):
         sent = slices_of(codec.encode(flat), ranges)
         own, small = slices_of(flat, ranges[self._rank : self._rank + 1])[0], self._small
         if small is None or max(map(len, sent)) * codec.dtype.itemsize > SMALL:
-            wait, total = self._exchanges.reduce(REDUCE_TAG, own, sent)
-            return Started([wait], [], lambda: total, ends_by_itself=True)
+            return self._exchanges.reduce(own, sent)
         total = torch.empty_like(own)
         key = small.send(REDUCE_TAG, [bytes_of(sent[rank]) for rank in small.ranks])
 
