@@ -97,7 +97,8 @@ def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimi
             case "adamw":
                 made.append(torch.optim.AdamW(groups, lr=0.05, eps=0.1, weight_decay=0.1, amsgrad=True))
             case "rmsprop":
-                made.append(torch.optim.RMSprop(groups, lr=0.05, eps=0.1, momentum=0.5, centered=True))
+                # Centred, it divides by nearly ``eps`` in its first steps: a small one would amplify rounding in bf16.
+                made.append(torch.optim.RMSprop(groups, lr=0.05, eps=1.0, momentum=0.5, centered=True))
             case _:
                 made.append(torch.optim.SGD(groups, lr=0.125, momentum=0.5 if kind == "momentum" else 0.0))
     return made

@@ -121,10 +121,10 @@ class Notices:
         """Take in what ranks have told. If ``needs_store``, the run fails if the process with the store has ended."""
         reason = None
         try:
-            if self._store.check(["gone"]):
-                self.gone.update(map(int, self._store.get("gone").split()))
             if self._store.check(["failure"]):
                 reason = self._store.get("failure").decode()
+            if self._store.check(["gone"]):  # after the reason, before which its writer names the rank that was killed
+                self.gone.update(map(int, self._store.get("gone").split()))
         except RuntimeError:
             if needs_store and 0 not in self.gone:
                 reason = f"{'the launcher' if uses_agent_store() else 'rank 0'} {_WAS_KILLED}"
@@ -194,8 +194,8 @@ class Notices:
                 return self._is_closed or self.failure is not None or rank in self.gone
 
             if not self._read_until(is_known, _MOMENT, needs_store=self.wait is not None):
-                self.fail(f"rank {rank} {_WAS_KILLED}")
                 self._leave(rank)
+                self.fail(f"rank {rank} {_WAS_KILLED}")
                 self._read()
 
     def _note(self) -> None:

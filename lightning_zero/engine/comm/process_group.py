@@ -248,13 +248,17 @@ def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[Tensor], message_
 
 
 def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Send a tensor to a rank of a group."""
-    dist.send(tensor, group=group, group_dst=rank)
+    """Send a tensor to a rank of a group, however long that rank takes to receive it."""
+    work = dist.isend(tensor, group=group, group_dst=rank)
+    assert work is not None, "this rank is not in the group"
+    work.wait(FOREVER)
 
 
 def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Receive a tensor from a rank of a group."""
-    dist.recv(tensor, group=group, group_src=rank)
+    """Receive a tensor from a rank of a group, however long that rank takes to send it."""
+    work = dist.irecv(tensor, group=group, group_src=rank)
+    assert work is not None, "this rank is not in the group"
+    work.wait(FOREVER)
 
 
 def groups_among(arguments: Sequence[Any]) -> list[ProcessGroup]:

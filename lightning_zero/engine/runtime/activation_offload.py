@@ -66,7 +66,7 @@ class ActivationStore:
         self.device, self.to_host, self._parts, self.ledger = device, to_host, parts, ledger
         # for copies from and to the device's memory, which is allocated and freed on the current stream
         self.copies = torch.Stream(device) if device.type != "cpu" else None
-        self._alike: weakref.WeakKeyDictionary[nn.Module, frozenset[int]] = weakref.WeakKeyDictionary()
+        self._alike: weakref.WeakKeyDictionary[nn.Module, dict[str, frozenset[int]]] = weakref.WeakKeyDictionary()
         self.begin_forward()
 
     def begin_forward(self) -> None:
@@ -86,7 +86,7 @@ class ActivationStore:
         The arguments have a ``Kept`` in place of each moved tensor.
         """
         leaves, spec = tree_flatten((args, kwargs))
-        moved = self._to_move(module, leaves)
+        moved = self._to_move(module, leaves, repr(spec))
         if not moved:
             return module, args, kwargs
         before, self._moved = self._moved, []
@@ -103,7 +103,7 @@ class ActivationStore:
         # Checkpointing preserves the random states of the devices that its tensor arguments are on.
         return partial(_recompute, module, before), (leaf.new_empty(0), *args), kwargs
 
-    def _to_move(self, module: nn.Module, leaves: list[Any]) -> dict[int, ActivationParts | None]:
+    def _to_move(self, module: nn.Module, leaves: list[Any], form: str) -> dict[int, ActivationParts | None]:
         """By the index of each argument to move: the ranks that divide it; None to move it undivided.
 
         May be collective: see ``_alike_in``.
@@ -111,22 +111,27 @@ class ActivationStore:
         worth = {number: leaf for number, leaf in enumerate(leaves) if self._is_worth_moving(leaf)}
         moved: dict[int, ActivationParts | None] = dict.fromkeys(worth) if self.to_host else {}
         if self._parts is not None:
-            alike = self._alike_in(self._parts, module, leaves, worth)
+            alike = self._alike_in(self._parts, module, form, leaves, worth)
             dense = [number for number, leaf in worth.items() if _span(leaf) == leaf.numel()]
             moved |= dict.fromkeys(alike.intersection(dense), self._parts)
         return dict(sorted(moved.items()))
 
     def _alike_in(
-        self, parts: ActivationParts, module: nn.Module, leaves: list[Any], worth: Mapping[int, Tensor]
+        self, parts: ActivationParts, module: nn.Module, form: str, leaves: list[Any], worth: Mapping[int, Tensor]
     ) -> frozenset[int]:
-        """Indices of arguments that are equal on all tensor-parallel ranks. Collective until a result is cached."""
-        if module not in self._alike:
+        """Indices of arguments that are equal on all tensor-parallel ranks. Collective until a result is cached.
+
+        Args:
+            form: the structure of the arguments, such as names of keyword arguments; each has its own result.
+        """
+        cached = self._alike.setdefault(module, {})
+        if form not in cached:
             # tensors of all sizes are compared, since later calls with other sizes reuse the result
             values = {number: leaf for number, leaf in enumerate(leaves) if type(leaf) in _PLAIN}
             alike = parts.agree(values)
             if alike is None:
                 return frozenset()
-            self._alike[module] = alike
+            cached[form] = alike
             if worth and alike.isdisjoint(worth) and parts.is_first:
                 warnings.warn(
                     f"partition_activations: the inputs of {type(module).__name__} differ between tensor-parallel "
@@ -134,7 +139,7 @@ class ActivationStore:
                     "partitioned.",
                     stacklevel=2,
                 )
-        return self._alike[module]
+        return cached[form]
 
     def _is_worth_moving(self, tensor: Any) -> bool:
         return (

@@ -62,7 +62,7 @@ class _Expectation:
     """Observations from earlier backward passes over the same set of trainable parameters."""
 
     counts: list[list[int]]  # by bucket, how many gradients each parameter gets on this rank before its reduction
-    order: list[int]  # buckets with gradients on any rank, in the order of reduction; same on every rank
+    order: list[int]  # buckets with gradients on any rank except late ones, as reduced; same on every rank
     observed: bool = False
     late: set[int] = field(default_factory=set)  # buckets reduced at the end of backward; same on every rank
 
@@ -75,7 +75,7 @@ class _Backward:
     counts: list[list[int]]
     missing: list[int]  # by bucket, the number of parameters whose gradients are incomplete
     position: int = 0  # index of the next bucket in the order of reduction
-    left: set[int] = field(default_factory=set)  # buckets reduced although gradients were missing
+    left: set[int] = field(default_factory=set)  # buckets to reduce in their turn although gradients are missing
     sent: set[tuple[int, int]] = field(default_factory=set)  # (bucket, parameter) whose reduction has begun
     completed: list[int] = field(default_factory=list)
     in_flight: deque[tuple[int, Pending]] = field(default_factory=deque)

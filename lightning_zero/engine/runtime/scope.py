@@ -47,7 +47,7 @@ class Scope:
         self.entries: list[Entry] = []
         self._undo: list[Callable[[], None]] = []  # undoes, for each parameter, what ``enter_forward`` did
         self.calls: list[Call] = []  # running forwards of the module
-        self._set_aside: list[tuple[Any, int, Any]] = []  # own hooks on the module, each with its dict and key
+        self._set_aside: list[tuple[Any, dict[int, Any]]] = []  # the module's dicts of hooks, and their contents before
         self.depth = 0
 
     def remove(self) -> None:
@@ -100,19 +100,23 @@ class Scope:
     def enter_window(self) -> None:
         """Like ``enter_forward``, but for a whole window, during which the module has only hooks of users."""
         self.enter_forward()
-        module = self.module()
-        for hooks, handle in zip(forward_hooks(module), self.handles) if module is not None else ():
-            if handle.id in hooks:
-                self._set_aside.append((hooks, handle.id, hooks.pop(handle.id)))
+        module, own = self.module(), {handle.id for handle in self.handles}
+        for hooks in forward_hooks(module) if module is not None else ():
+            self._set_aside.append((hooks, dict(hooks)))
+            for number in own.intersection(hooks):
+                del hooks[number]
 
     def leave_window(self) -> None:
-        """Undo ``enter_window``, unless ``recover`` has done so. The own hooks then enclose those of users again."""
-        if self._set_aside:
-            for position, (hooks, number, hook) in enumerate(self._set_aside):
-                hooks[number] = hook
-                hooks.move_to_end(number, last=position > 0)
-            self._set_aside = []
-            self.leave_forward()
+        """Undo ``enter_window``, unless ``recover`` has done so; hooks that users have added or removed stay so."""
+        if not self._set_aside:
+            return
+        own = {handle.id for handle in self.handles}
+        for hooks, before in self._set_aside:
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({number: hook for number, hook in before.items() if number in own or number in now} | now)
+        self._set_aside = []
+        self.leave_forward()
 
     def recover(self) -> None:
         """Reset to the state between two forwards."""

@@ -122,9 +122,8 @@ class CrossMemoryExchanges:
 
     def sever(self, reason: str) -> None:
         """Make all exchanges in flight and all new exchanges fail, here and on the peers."""
-        if (
-            os.getpid() == self._process
-        ):  # in a forked process, such as a DataLoader's, the connections are the parent's
+        # In a forked process, such as a DataLoader's, the connections are the parent's.
+        if os.getpid() == self._process:
             self._signals.shut(reason)
             self.small.shut(reason)
 

@@ -82,7 +82,7 @@ class SmallMessages:
             with self._changed:
                 self._unsent[position].append(message)
                 if self._sender is None:
-                    self._sender = threading.Thread(target=self._send_unsent, daemon=True)
+                    self._sender = threading.Thread(target=self._send_unsent, name="lightning_zero-small", daemon=True)
                     self._sender.start()
         except OSError:
             pass  # the peer has closed the connection; a wait for its messages fails
