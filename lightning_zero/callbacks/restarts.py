@@ -384,7 +384,7 @@ class Restarts:
         )
 
     def close(self, *, has_ended: bool) -> None:
-        """Stop keeping states. Kept states stay until the job ends. Collective if the fit has ended without a failure."""
+        """Stop keeping states. Kept states stay until the job ends. Collective if the fit has ended in order."""
         try:
             if has_ended:
                 self._finish()
