@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
-from lightning_zero.engine import Engine, compat, placement
+from lightning_zero.engine import Engine, compat, layout
 from lightning_zero.io.annotations import check_arguments
 
 _MEGA = 1e6
@@ -154,7 +154,7 @@ class ZeroMonitor(Callback):
         if engine is None:
             # Without ZeRO, every rank holds all parameters, gradients and two moments.
             self.formula_bytes = self.ddp_bytes = sum(
-                placement.replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad)
+                layout.replicated_bytes(p.numel(), p.element_size(), trains=p.requires_grad)
                 for p in pl_module.parameters()
             )
             return

@@ -15,11 +15,11 @@ from lightning_zero.engine.access import (
     uneven_forwards,
 )
 from lightning_zero.engine.comm import failures, process_group, tensor_parallel
-from lightning_zero.engine.comm.attempts import store_of_attempt
-from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.comm.asynchronous import BackgroundWork, own_stream
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.counters import Ledger
+from lightning_zero.engine.comm.process_group import store_of_attempt
 from lightning_zero.engine.comm.simulation import Simulation
-from lightning_zero.engine.comm.streams import own_stream
 from lightning_zero.engine.config import CompressionConfig, EngineConfig, OffloadConfig
 from lightning_zero.engine.engine import Engine, engine_of
 from lightning_zero.engine.init import deferred_param, quantised_layers
@@ -27,10 +27,9 @@ from lightning_zero.engine.init.restore import consolidate
 from lightning_zero.engine.optim import compatibility
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
 from lightning_zero.engine.optim.masters import after_updates
-from lightning_zero.engine.plan import placement, share
+from lightning_zero.engine.plan import layout, share
 from lightning_zero.engine.report import Report
 from lightning_zero.engine.runtime.schedule import Unit
-from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import slot_of
 from lightning_zero.engine.tensor import sharded_tree
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor

@@ -17,47 +17,45 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.comm.asynchronous import Streams, synchronize
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.counters import summed
-from lightning_zero.engine.comm.phases import Phases
+from lightning_zero.engine.comm.counters import Ledger, Phases, summed
 from lightning_zero.engine.comm.process_group import ProcessGroup, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.simulation import Simulation
-from lightning_zero.engine.comm.streams import Streams
 from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, check_mesh, is_dtensor
-from lightning_zero.engine.compat import flatten_weights, leave_out_of_copies
+from lightning_zero.engine.compat import OwnHook, flatten_weights, leave_out_of_copies
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
 from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
-from lightning_zero.engine.init.initialisation import initialisers_of
-from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs
+from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs, initialisers_of
 from lightning_zero.engine.init.quantised_layers import QuantisedLayers, prepare
 from lightning_zero.engine.init.restore import restore_parameters
-from lightning_zero.engine.init.shared_memory import check_memory
 from lightning_zero.engine.init.sources import (
     agree_on_sources,
     check_dtypes,
     check_float8,
     check_frozen,
+    check_memory,
     check_ordinary,
     check_recorded,
     first_device,
 )
-from lightning_zero.engine.offload.states import Swap
-from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.offload import Swap, Updates
 from lightning_zero.engine.optim.compatibility import check_optimizers
-from lightning_zero.engine.optim.hyperparameters import Hyperparameters
 from lightning_zero.engine.optim.master import restore_digits
 from lightning_zero.engine.optim.masters import Masters
-from lightning_zero.engine.optim.optimizers import Optimizers
-from lightning_zero.engine.plan.placement import Placements, placements_of
+from lightning_zero.engine.optim.optimizers import Hyperparameters, Optimizers
+from lightning_zero.engine.plan.layout import Placements, placements_of
 from lightning_zero.engine.plan.units import UnitPlan, plan_units, share_of, torchscript_parameters
 from lightning_zero.engine.report import Offloaded, Report, ddp_bytes, formula_bytes, memory_of, offloaded_in
 from lightning_zero.engine.runtime import autograd_patches
-from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule, modules_to_checkpoint
-from lightning_zero.engine.runtime.activation_offload import ActivationStore, activation_store
-from lightning_zero.engine.runtime.compile_hooks import OwnHook
+from lightning_zero.engine.runtime.activations import (
+    ActivationStore,
+    CheckpointedModule,
+    activation_store,
+    modules_to_checkpoint,
+)
 from lightning_zero.engine.runtime.join import Join, JoinedMethod
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, Unit
@@ -65,7 +63,6 @@ from lightning_zero.engine.runtime.windows import Windows
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
-from lightning_zero.engine.state.ledger import Ledger
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
 from lightning_zero.engine.streaming import InOrder, whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor

@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from lightning_zero.engine.plan.placement import Placements, replicated_bytes
+from lightning_zero.engine.plan.layout import Placements, replicated_bytes
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.residency import Medium
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_zero.engine import placement
+from lightning_zero.engine import layout
 from lightning_zero.io.annotations import check_value
 from lightning_zero.io.paths import read_json
 from lightning_zero.strategies.lightning_internals import training_dataloader
@@ -157,7 +157,7 @@ class AutomaticStrategy(TrainerStrategy):
         rest = [("none", "on")]
         if self.root_device.type != "cpu":  # offload to the host saves nothing if the device is the CPU
             rest = [("cpu", "off"), *rest, ("cpu", "on")]
-        sharded = [stage for stage in self.stages if placement.placements_of(stage).gradients.is_sharded]
+        sharded = [stage for stage in self.stages if layout.placements_of(stage).gradients.is_sharded]
         while rest and best_of(plans) is None:
             offload, checkpointing = rest.pop(0)
             plans += plan_with(stages=sharded, variants=[{**own, **CHECKPOINTING[checkpointing], **OFFLOADS[offload]}])
@@ -201,15 +201,15 @@ def by_formula(
     module: nn.Module, ranks: int, memory: float | None, offload: str | None, reason: str, stages: Sequence[int]
 ) -> Choice:
     """Choose the lowest of ``stages`` whose model states plus 30 % fit in memory; if none fits, the last, offloaded."""
-    flat = placement.Mesh.flat(ranks)
+    flat = layout.Mesh.flat(ranks)
     sizes = [(parameter.numel(), parameter.requires_grad) for parameter in module.parameters()]
     for stage in stages:
-        states = placement.placements_of(stage)
+        states = layout.placements_of(stage)
         needed = _REST * sum(states.model_state_bytes(n, flat, parameter_bytes=4, trains=t) for n, t in sizes)
         fits = memory is None or needed <= memory
         if fits:
             break
-    ddp = _REST * sum(placement.replicated_bytes(n, 4, trains=t) for n, t in sizes)
+    ddp = _REST * sum(layout.replicated_bytes(n, 4, trains=t) for n, t in sizes)
     offload = None if fits else offload
     why = (
         f"zero_auto chose zero{stage}{'_offload' if offload else ''} by a formula, since {reason}.",

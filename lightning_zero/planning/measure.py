@@ -15,7 +15,7 @@ from lightning.fabric.plugins.environments import LightningEnvironment
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 from torch.utils.benchmark import Timer
 
-from lightning_zero.engine import Communicator, placement, process_group
+from lightning_zero.engine import Communicator, layout, process_group
 from lightning_zero.io.disk import is_in_memory
 from lightning_zero.io.swap import FileRange, Ring, SwapFile, stream
 from lightning_zero.planning.timeline import Resources
@@ -101,7 +101,7 @@ def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:
         full = torch.zeros(part * ranks, device=place)
         positions = communicator.mesh.order or range(ranks)
         ranges = [(part * position, part * (position + 1)) for position in positions]
-        gather = partial(communicator.along(placement.ALL).all_gather, full, ranges, "a measurement")
+        gather = partial(communicator.along(layout.ALL).all_gather, full, ranges, "a measurement")
         seconds.append(_seconds(lambda gather=gather: gather().wait()))  # type: ignore[misc]
     transport = "shared memory" if communicator.control.small is not None else "gloo" if place.type == "cpu" else "nccl"
     communicator.close()

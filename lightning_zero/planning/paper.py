@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import product
 
-from lightning_zero.engine import placement
+from lightning_zero.engine import layout
 
 TABLE_1_SIZES = (7.5e9, 128e9, 1e12)
 """The model sizes of the table, in parameters."""
@@ -24,8 +24,8 @@ def formula_bytes(parameters: float, ranks: int, stage: int) -> float:
 def engine_bytes(parameters: float, ranks: int, stage: int) -> int:
     """Bytes of model states per rank at the end of backward, with Adam and bf16 parameters."""
     # by then, stage 1 also has only shards of gradients: it keeps full gradients only while micro-batches accumulate
-    placements = placement.placements_of(max(stage, 2))
-    return placements.model_state_bytes(round(parameters), placement.Mesh.flat(ranks), parameter_bytes=2)
+    placements = layout.placements_of(max(stage, 2))
+    return placements.model_state_bytes(round(parameters), layout.Mesh.flat(ranks), parameter_bytes=2)
 
 
 def table_1() -> list[dict[str, float]]:

@@ -9,7 +9,7 @@ from lightning.pytorch import Trainer
 
 from lightning_zero.callbacks.monitor import ZeroMonitor, ranks_with_data
 from lightning_zero.callbacks.pruning import MagnitudePruning
-from lightning_zero.engine import Report, placement
+from lightning_zero.engine import Report, layout
 from lightning_zero.io.tables import show
 
 _OF_MONITOR = ("per_second", "peak_bytes", "formula_bytes", "ddp_bytes", "waited", "loss_curve", "validation_curve")
@@ -23,7 +23,7 @@ def collect(trainer: Trainer, monitor: ZeroMonitor, metrics: Mapping[str, float]
     is_divided = ranks_with_data(trainer) < trainer.world_size  # tensor parallelism: a rank communicates only its share
     expected = None
     if stage and not is_divided:
-        placements = placement.placements_of(stage)
+        placements = layout.placements_of(stage)
         expected = placements.communicated_psi(trainer.accumulate_grad_batches, trainer.world_size, within)
     callbacks: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
     counted = "samples" if monitor.length_fn is None else getattr(trainer.lightning_module, "counted", "items")

@@ -23,8 +23,7 @@ from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saver import SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
-from lightning_zero.strategies.base import BaseStrategy
-from lightning_zero.strategies.options import StrategyOptions, takes_options
+from lightning_zero.strategies.base import BaseStrategy, StrategyOptions, takes_options
 
 _Kind = TypeVar("_Kind")
 

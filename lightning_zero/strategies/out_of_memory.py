@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from lightning_zero.engine import Engine, compatibility, failures, placement
+from lightning_zero.engine import Engine, compatibility, failures, layout
 from lightning_zero.io.sizes import in_gb
 
 
@@ -34,7 +34,7 @@ def _holders(engine: Engine, at_rest: Mapping[str, int], rest: int) -> str:
 
 def _remedies(engine: Engine, optimizer: int, rest: int) -> str:
     remedies = []
-    if (leanest := placement.placements_of(3)) != engine.placements:
+    if (leanest := layout.placements_of(3)) != engine.placements:
         less = engine.bytes_saved_by(leanest)
         without = "without shard_within " if engine.placements.parameters.is_sharded else ""
         remedies.append((less, f"stage=3 {without}frees {in_gb(less)}"))

@@ -31,9 +31,8 @@ from lightning_zero.engine import (
     tensor_parallel,
 )
 from lightning_zero.strategies import lightning_internals as internals
-from lightning_zero.strategies.base import BaseStrategy
+from lightning_zero.strategies.base import BaseStrategy, TrainerOptions, takes_options
 from lightning_zero.strategies.loops import Wrappers, attend, meet_between_batches, take_turns
-from lightning_zero.strategies.options import TrainerOptions, takes_options
 from lightning_zero.strategies.out_of_memory import say_who_holds_memory
 from lightning_zero.strategies.resuming import DataLoadingState
 from lightning_zero.strategies.signals import Signals

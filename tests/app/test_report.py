@@ -2,7 +2,7 @@
 
 import pytest
 
-from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine.plan.layout import placements_of
 from lightning_zero.reporting.results import figures
 
 

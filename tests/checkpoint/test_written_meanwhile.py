@@ -15,7 +15,7 @@ from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import CopyBuffer, by_name, names_in
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload.states import DiskStates
+from lightning_zero.engine.offload import DiskStates
 from lightning_zero.engine.tensor.sharded_tree import in_parts
 from tests.support import rank
 

@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from lightning_zero.engine.comm.phases import Phases
+from lightning_zero.engine.comm.counters import Phases
 from lightning_zero.monitoring import ZeroMonitor
 from tests.emulated.device import NAME, in_order
 from tests.emulated.test_trainer import Emulated

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.runtime.activation_offload import LEAST, Kept, _Form
+from lightning_zero.engine.runtime.activations import LEAST, Kept, _Form
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank, world_size
 from tests.support.training import CLOSE, same_tensors

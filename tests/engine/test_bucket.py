@@ -11,8 +11,7 @@ from torch import nn
 
 from lightning_zero.engine import Engine
 from lightning_zero.engine.config import EngineConfig, OffloadConfig
-from lightning_zero.engine.plan.layout import BucketLayout
-from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine.plan.layout import BucketLayout, placements_of
 from lightning_zero.engine.state.bucket import BucketState
 from lightning_zero.engine.state.residency import Medium, ResidencyPlan
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -196,6 +197,29 @@ def test_a_wrong_choice_is_refused_before_the_module_is_sharded(wanted, error, m
     with pytest.raises(error, match=message):
         Engine(module, activation_checkpointing=wanted)
     assert all(type(parameter) is nn.Parameter for parameter in module.parameters())
+
+
+def call_submodules(own, stage):
+    """The root module's forward is never called, and a second block runs after a backward."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(WIDTH, WIDTH), Block(), Other()])
+    expected = copy.deepcopy(model)
+    engine = Engine(model, stage=stage, activation_checkpointing=None if own else Block)
+    for each in (expected, model):
+        torch.manual_seed(1)  # the same on both ranks
+        first, middle, last = each
+        call = partial(checkpoint, use_reentrant=False) if own and each is model else nn.Module.__call__
+        outputs = [call(middle, first(torch.randn(4, WIDTH)), scale=0.5)["x"] for _ in range(2)]
+        for x in outputs:
+            call(last, x, scale=0.5)["x"].square().mean().backward()
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad.whole(), theirs.grad)
+    engine.close()
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["option", "the module's own"])
+def test_modules_called_without_the_root_are_recomputed(run_on, own):
+    run_on(2, call_submodules, own=own, stage=3)
 
 
 class Plain(nn.Module):

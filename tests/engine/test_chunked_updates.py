@@ -38,8 +38,8 @@ def module() -> nn.Module:
 
 def train(optimizer_class: Any, options: dict[str, Any], chunk_numel: int) -> tuple[Any, Any, int]:
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.offload.updates import Update
-    from lightning_zero.engine.state import rounding
+    from lightning_zero.engine.offload import Update
+    from lightning_zero.engine.optim import updating
 
     act_on, chunks = Update.act_on, 0
 
@@ -49,7 +49,7 @@ def train(optimizer_class: Any, options: dict[str, Any], chunk_numel: int) -> tu
         return act_on(update, values, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounding, "CHUNK_NUMEL", chunk_numel)
+        patch.setattr(updating, "CHUNK_NUMEL", chunk_numel)
         patch.setattr(Update, "act_on", counted)
         model = module()
         optimizer = optimizer_class(model.parameters(), **options)
@@ -100,10 +100,10 @@ def test_only_masters_of_at_least_two_chunks_without_fused_kernels_are_updated_i
 
 def fail_in_a_step() -> None:
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.state import rounding
+    from lightning_zero.engine.optim import updating
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rounding, "CHUNK_NUMEL", 32)
+        patch.setattr(updating, "CHUNK_NUMEL", 32)
         for steps_before in (0, 1):
             model = module()
             optimizer = AdamW(model.parameters())

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_zero.engine.comm.codec import Quantised
+from lightning_zero.engine.comm.transport import Quantised
 
 
 @pytest.mark.parametrize("bits", [8, 4])

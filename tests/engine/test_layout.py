@@ -5,9 +5,8 @@ import itertools
 import pytest
 import torch
 
-from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout, balanced_owners
+from lightning_zero.engine.plan.layout import ALIGNMENT, BucketLayout, balanced_owners, placements_of
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
-from lightning_zero.engine.plan.placement import placements_of
 from lightning_zero.engine.plan.share import Share
 
 SHAPES = [("a", torch.Size((7, 15))), ("b", torch.Size(())), ("c", torch.Size((0, 3))), ("d", torch.Size((16, 17)))]

@@ -13,8 +13,7 @@ from lightning_zero.engine import Engine
 from lightning_zero.engine.config import EngineConfig, OffloadConfig
 from lightning_zero.engine.init import host_room
 from lightning_zero.engine.init.host_room import available_memory, memory_for
-from lightning_zero.engine.plan.layout import BucketLayout
-from lightning_zero.engine.plan.placement import placements_of
+from lightning_zero.engine.plan.layout import BucketLayout, placements_of
 from lightning_zero.engine.state.residency import ResidencyPlan
 from tests.support.models import Square, adam
 from tests.support.training import batch

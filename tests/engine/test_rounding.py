@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.optim.updating import GROUP_KEY, count_update, random_bits, round_stochastically
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.share import Share
-from lightning_zero.engine.state.rounding import GROUP_KEY, count_update, random_bits, round_stochastically
 
 NUMEL = 2**18
 

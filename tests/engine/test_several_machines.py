@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm import machines as machines_of_ranks
-from lightning_zero.engine.comm.codec import Cast
+from lightning_zero.engine.comm import collectives
+from lightning_zero.engine.comm.backend_transport import Levels
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.levels import Levels
+from lightning_zero.engine.comm.transport import Cast
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.plan.mesh import ALL
 from tests.support import whole
@@ -37,9 +37,9 @@ MACHINES = pytest.mark.parametrize("machines", ["aabb", "abab"])
 @contextmanager
 def on_machines(machines: str) -> Iterator[None]:
     """Ranks with the same letter share a machine."""
-    domain = machines_of_ranks.memory_domain()
+    domain = collectives.memory_domain()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(machines_of_ranks, "memory_domain", lambda: f"{domain} {machines[rank()]}")
+        patch.setattr(collectives, "memory_domain", lambda: f"{domain} {machines[rank()]}")
         yield
 
 

@@ -524,7 +524,25 @@ def keep_a_graph() -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("case", [alike_at_first, keep_a_graph], ids=lambda case: case.__name__)
+class Added(WideBlock):
+    def forward(self, x: Tensor, added: Tensor) -> Tensor:
+        return super().forward(x, torch.ones(())) + added
+
+
+def pass_in_other_ways() -> None:
+    """What is alike in calls with some arguments says nothing about calls with others."""
+    mesh = mesh_of(2)
+    model = nn.ModuleList([Added(), WideBlock()])
+    engine = Engine(model, [], mesh=mesh, stage=3, activation_checkpointing=WideBlock, partition_activations=True)
+    for step in range(2):
+        x, alike = torch.randn(2, 2, LENGTH, WIDE, generator=torch.Generator().manual_seed(step))
+        own = torch.randn(2, LENGTH, WIDE, generator=torch.Generator().manual_seed(9 + rank()))
+        for first in (model[0](x, alike), model[0](x, added=own)):
+            model[1](first, torch.ones(())).sum().backward()
+    engine.close()
+
+
+@pytest.mark.parametrize("case", [alike_at_first, keep_a_graph, pass_in_other_ways], ids=lambda case: case.__name__)
 def test_ranks_gather_matching_parts_of_activations(run_on, case):
     run_on(4, case)
 

@@ -77,7 +77,7 @@ RANGES = {
 
 
 def add_up(transport: str, numel: int, kind: str, lengths: str) -> None:
-    from lightning_zero.engine.comm.codec import Cast
+    from lightning_zero.engine.comm.transport import Cast
 
     dtype, wire = KINDS[kind]
     ranges = RANGES[lengths](numel)

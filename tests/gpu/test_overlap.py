@@ -29,7 +29,7 @@ def test_late_gathers_and_reductions_change_nothing(run_on, device, stage):
 
 
 def leave_out_waits(device: str, stage: int) -> None:
-    from lightning_zero.engine.comm.bucket_collectives import Pending
+    from lightning_zero.engine.comm.collectives import Pending
 
     def wait(self: Pending) -> object:
         return self._finish() if self._finish is not None else None

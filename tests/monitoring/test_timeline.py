@@ -13,7 +13,7 @@ from lightning.pytorch.profilers import PyTorchProfiler
 from torch import nn
 
 from lightning_zero import ZeroStrategy
-from lightning_zero.engine.comm.phases import Phases
+from lightning_zero.engine.comm.counters import Phases
 from tests.support.workers import rank
 from tests.trainer.cases import Net, fit, shared_folder
 

@@ -108,8 +108,8 @@ def measure(case: str) -> dict[str, int]:
     The peak is sampled where most is held: when a rank has its shard of a unit and still holds the unit's buffer.
     """
     from lightning_zero.engine import Engine
+    from lightning_zero.engine.comm.counters import Ledger
     from lightning_zero.engine.init.bucketing import UnshardedBucket
-    from lightning_zero.engine.state.ledger import Ledger
 
     before = peak = anonymous()
     kept: list[Any] = []
@@ -191,7 +191,7 @@ def measure_on_disk(rank: int) -> dict[str, int]:
     from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
     from lightning_zero.checkpoint.saving import by_name, names_in
     from lightning_zero.engine import Engine
-    from lightning_zero.engine.offload.updates import Update
+    from lightning_zero.engine.offload import Update
     from lightning_zero.engine.tensor.sharded_tree import in_parts, on_meta
 
     torch.optim.AdamW([torch.zeros(1)])  # creating the first optimizer makes torch import its compiler

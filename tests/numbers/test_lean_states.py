@@ -18,7 +18,7 @@ from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, 
 
 from lightning_zero import OffloadConfig, ZeroStrategy
 from lightning_zero.engine import Engine
-from lightning_zero.engine.state import rounding
+from lightning_zero.engine.optim import updating
 from tests.support.models import OddModel
 from tests.support.trainer import Learner, fit
 from tests.support.training import same_tensors, same_values
@@ -91,7 +91,7 @@ class Started:
     def __init__(
         self, optimizer: str = "AdamW", stage: int = 3, low: bool = False, engine_seed: int = 0, **options: Any
     ) -> None:
-        rounding.CHUNK_NUMEL = 64
+        updating.CHUNK_NUMEL = 64
         torch.manual_seed(0)
         self.module = Layers()
         if options.get("masters") is False or low:
@@ -111,7 +111,7 @@ class Started:
     def end(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         found = self.engine.full_state_dict(), self.engine.full_optimizer_state_dict(self.optimizer)
         self.engine.close()
-        rounding.CHUNK_NUMEL = 2**18
+        updating.CHUNK_NUMEL = 2**18
         return copy.deepcopy(found)
 
 

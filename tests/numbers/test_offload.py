@@ -21,10 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from lightning_zero import full_parameters
 from lightning_zero.engine import Engine
-from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
+from lightning_zero.engine.comm.asynchronous import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
-from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import Update
+from lightning_zero.engine.offload import DiskStates, Update
 from lightning_zero.engine.optim import masters, optimizers, state
 from lightning_zero.io.disk import ALIGNMENT
 from lightning_zero.io.swap import SwapFile

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import SGD, Adam, NAdam, Optimizer, RMSprop
 
 from lightning_zero.engine import Engine
-from lightning_zero.engine.offload.updates import Update
+from lightning_zero.engine.offload import Update
 
 
 def swap(optimizer: Optimizer) -> None:

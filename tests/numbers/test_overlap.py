@@ -72,7 +72,7 @@ def test_units_are_chosen_automatically_by_class_or_by_predicate(run_on):
 @contextlib.contextmanager
 def late_collectives(seed: int) -> Iterator[list[float]]:
     """Start and await the engine's collectives up to 2 ms late, differently on each rank; yield the delays so far."""
-    from lightning_zero.engine.comm.bucket_collectives import BucketCollectives, Pending
+    from lightning_zero.engine.comm.collectives import BucketCollectives, Pending
 
     generator = random.Random(100 * seed + rank())
     delays: list[float] = []

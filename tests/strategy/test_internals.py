@@ -27,7 +27,7 @@ from torchmetrics.utilities import dim_zero_sum
 
 import lightning_zero
 from lightning_zero.engine import process_group
-from lightning_zero.engine.init.shared_memory import HYPERPARAMETERS
+from lightning_zero.engine.init.sources import HYPERPARAMETERS
 from lightning_zero.strategies import lightning_internals as internals
 
 PACKAGES = [lightning.pytorch, pytorch_lightning, lightning.fabric, lightning_fabric]

@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_zero.engine.comm.attempts import store_of_attempt
+from lightning_zero.engine.comm.process_group import store_of_attempt
 from tests.examples.running import REPOSITORY
 from tests.support import rank
 from tests.support.selection import one_at_a_time

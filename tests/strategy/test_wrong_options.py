@@ -24,7 +24,7 @@ from lightning_zero.io.annotations import check_fields, described, matches
 from lightning_zero.monitoring import DriftMonitor, SliceMetrics, ZeroMonitor
 from lightning_zero.pruning import MagnitudePruning
 from lightning_zero.reporting import RunManifest
-from lightning_zero.strategies.options import SET_BY_STRATEGIES, StrategyOptions, TrainerOptions
+from lightning_zero.strategies.base import SET_BY_STRATEGIES, StrategyOptions, TrainerOptions
 
 LEAVES = st.one_of(
     st.none(),

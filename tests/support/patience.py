@@ -13,8 +13,8 @@ PATIENCE = 0.8  # seconds, instead of 3
 @contextmanager
 def little_patience() -> Iterator[None]:
     """Decorator `@little_patience()` of a case's function, effective on every rank."""
-    from lightning_zero.engine.comm import notices
+    from lightning_zero.engine.comm import failures
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(notices, "PATIENCE", PATIENCE)
+        patch.setattr(failures, "PATIENCE", PATIENCE)
         yield

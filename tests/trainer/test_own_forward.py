@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine import Engine
 from tests.support.training import CLOSE, same_values
 from tests.trainer.cases import Net, behaviours, same_as_under_ddp, trained
 
@@ -188,3 +189,24 @@ def evaluate_encoders(stage: int, precision: str) -> None:
 @pytest.mark.parametrize("stage", [1, 2])
 def test_encoder_layers_are_evaluated_as_under_ddp(run_on, stage, precision):
     run_on(2, evaluate_encoders, stage=stage, precision=precision)
+
+
+def evaluate_with_hooks(stage: int) -> None:
+    """A project's hook, registered after the engine's own, stays behind them, where the project has put it."""
+    layer = nn.TransformerEncoderLayer(6, 2, 12, dropout=0.0, batch_first=True)
+    engine = Engine(layer, stage=stage)
+    for module in layer.modules():
+        module.register_forward_hook(lambda *_: None)
+        module.register_forward_pre_hook(lambda *_: None)
+    before = [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in layer.modules()]
+    layer.eval()
+    for _ in range(2):
+        with torch.no_grad(), engine.window():
+            layer(torch.zeros(2, 3, 6))
+        assert [(list(module._forward_pre_hooks), list(module._forward_hooks)) for module in layer.modules()] == before
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_evaluation_leaves_hooks_in_their_order(run_on, stage):
+    run_on(2, evaluate_with_hooks, stage=stage)

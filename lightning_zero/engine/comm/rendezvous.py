@@ -13,8 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.failures import Watch, failure
-from lightning_zero.engine.comm.notices import SAME_UNITS
+from lightning_zero.engine.comm.failures import SAME_UNITS, Watch, failure
 from lightning_zero.engine.comm.process_group import named_store
 
 _REMEMBERED = 3

@@ -17,11 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_zero.engine.comm import process_group
+from lightning_zero.engine.comm.backend_transport import all_gather_single
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.cross_memory.small_messages import bytes_of
 from lightning_zero.engine.comm.failures import explained
-from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_single
+from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.compat import assert_on_device, keystr, tree_leaves_with_path
 from lightning_zero.engine.plan.share import Share
 

@@ -13,25 +13,22 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.codec import Codec, Quantised
 from lightning_zero.engine.comm.collectives import Communicator
+from lightning_zero.engine.comm.transport import Codec, Quantised
 from lightning_zero.engine.config import (
     LOW_PRECISION,
     CompressionConfig,
     EngineConfig,
 )
 from lightning_zero.engine.init.sources import Source
-from lightning_zero.engine.offload.states import DiskStates, Swap
-from lightning_zero.engine.offload.updates import fields_by_parameter
+from lightning_zero.engine.offload import DiskStates, Swap, fields_by_parameter
 from lightning_zero.engine.optim.compatibility import check_not_divided, kept_whole
-from lightning_zero.engine.plan.layout import BucketLayout, balanced_owners
-from lightning_zero.engine.plan.placement import Placements
+from lightning_zero.engine.plan.layout import BucketLayout, Placements, balanced_owners
 from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.extensions import Extension
-from lightning_zero.engine.state.node_part import NodePart
-from lightning_zero.engine.state.residency import Medium, Residency, ResidencyPlan
+from lightning_zero.engine.state.residency import Medium, NodePart, Residency, ResidencyPlan
 from lightning_zero.engine.state.slot import make_sharded
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range

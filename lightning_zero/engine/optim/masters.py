@@ -21,19 +21,17 @@ from torch import Tensor
 from torch.optim import Optimizer, SparseAdam
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.compat import call_first, running_steps
-from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import Update, fields_by_parameter, of_no_parameter
+from lightning_zero.engine.offload import DiskStates, Update, fields_by_parameter, of_no_parameter
 from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
-from lightning_zero.engine.optim.updating import gains_by_chunks, update_offloaded, updated
+from lightning_zero.engine.optim.updating import count_update, gains_by_chunks, update_offloaded, updated
 from lightning_zero.engine.plan.layout import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import shard_of_all
-from lightning_zero.engine.state.rounding import count_update
 from lightning_zero.engine.state.slot import repartition, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts, whole

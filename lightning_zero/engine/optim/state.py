@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.engine.comm.background_work import is_synchronized, synchronize
+from lightning_zero.engine.comm.asynchronous import is_synchronized, synchronize
 from lightning_zero.engine.comm.tensor_parallel import in_full, is_dtensor
 from lightning_zero.engine.compat import without_load_hooks
-from lightning_zero.engine.offload.updates import of_no_parameter
+from lightning_zero.engine.offload import of_no_parameter
 from lightning_zero.engine.optim.kinds import (
     Owned,
     Small,

@@ -13,18 +13,17 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.bucket_collectives import Pending
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.phases import Phases
-from lightning_zero.engine.comm.streams import Streams, at, current_stream, wait_for
+from lightning_zero.engine.comm.asynchronous import Streams, at, current_stream, wait_for
+from lightning_zero.engine.comm.collectives import Communicator, Pending
+from lightning_zero.engine.comm.counters import Phases
 from lightning_zero.engine.compat import current_autograd_node, current_graph_task, gradient_hooks, queue_callback
-from lightning_zero.engine.optim.hyperparameters import Hyperparameters
+from lightning_zero.engine.optim.optimizers import Hyperparameters
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
 from lightning_zero.engine.runtime.schedule import Phase, Schedule, Unit, weakly
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
-from lightning_zero.engine.tensor.unsharded_param import added_gradient, drop_added_gradient
+from lightning_zero.engine.tensor.sharded_tensor import added_gradient, drop_added_gradient
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 _END = "the end of backward"

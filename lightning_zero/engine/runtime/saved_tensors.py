@@ -19,8 +19,8 @@ from lightning_zero.engine.compat import (
     local_memory,
     pop_hooks,
     push_hooks,
+    untraced,
 )
-from lightning_zero.engine.runtime.compile_hooks import untraced
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 

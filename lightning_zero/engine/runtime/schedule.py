@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.comm.phases import label
+from lightning_zero.engine.comm.counters import label
 from lightning_zero.engine.compat import (
     FakeTensor,
+    OwnHook,
     accumulation_hooks,
     current_autograd_node,
     current_graph_task,
@@ -24,8 +25,7 @@ from lightning_zero.engine.compat import (
     queue_callback,
 )
 from lightning_zero.engine.plan.units import UnitPlan
-from lightning_zero.engine.runtime.compile_hooks import OwnHook
-from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, tensors_in
+from lightning_zero.engine.runtime.saved_tensors import Attributes, SavedTensors, is_watched_by_others, tensors_in
 from lightning_zero.engine.runtime.scope import Call, Entry, Scope, regions
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slots_of
@@ -204,7 +204,8 @@ class Schedule:
                 return
             self._enter(unit)
             is_seen = self._watched or unit.stays or self._is_held(unit) or in_backward()
-            if torch.is_grad_enabled() and not is_seen:
+            # The hooks of others, such as those of activation checkpointing, keep all tensors that are saved in them.
+            if torch.is_grad_enabled() and not is_seen and not is_watched_by_others():
                 self._saved.watch()
                 calls.append(Call.WATCHED)
             else:

@@ -12,8 +12,7 @@ from torch import nn
 
 from lightning_zero.engine.comm.tensor_parallel import own_share
 from lightning_zero.engine.compat import running_calls
-from lightning_zero.engine.runtime.activation_checkpointing import CheckpointedModule
-from lightning_zero.engine.runtime.activation_offload import ActivationStore
+from lightning_zero.engine.runtime.activations import ActivationStore, CheckpointedModule
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, in_backward
 from lightning_zero.engine.state.bucket import SharedByBuckets

@@ -34,26 +34,20 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
-from lightning_zero.engine.comm.background_work import BackgroundWork, synchronize
-from lightning_zero.engine.comm.bucket_collectives import Pending, end_with
-from lightning_zero.engine.comm.codec import Codec
-from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.phases import Phases
+from lightning_zero.engine.comm.asynchronous import BackgroundWork, Streams, synchronize
+from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
+from lightning_zero.engine.comm.counters import Ledger, Phases
 from lightning_zero.engine.comm.rendezvous import Rendezvous
-from lightning_zero.engine.comm.streams import Streams
-from lightning_zero.engine.comm.transport import Started
+from lightning_zero.engine.comm.transport import Codec, Started
 from lightning_zero.engine.compat import keep_version, temporarily_clear_interpreter_stack
 from lightning_zero.engine.config import LOW_PRECISION
-from lightning_zero.engine.offload.states import DiskStates
-from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.offload import DiskStates, Updates
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.extensions import Extension, Scales, encode
-from lightning_zero.engine.state.ledger import Ledger
-from lightning_zero.engine.state.node_part import NodePart
-from lightning_zero.engine.state.residency import Medium, Residency
+from lightning_zero.engine.state.residency import Medium, NodePart, Residency
 from lightning_zero.engine.tensor.identity import joined, project_class
-from lightning_zero.engine.tensor.unsharded_param import View, show
+from lightning_zero.engine.tensor.sharded_tensor import View, show
 
 
 class BucketState(Enum):

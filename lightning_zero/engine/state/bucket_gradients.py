@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.bucket_collectives import Pending
-from lightning_zero.engine.comm.codec import Cast
-from lightning_zero.engine.comm.streams import at, current_stream, wait_for
-from lightning_zero.engine.comm.transport import Started
+from lightning_zero.engine.comm.asynchronous import at, current_stream, wait_for
+from lightning_zero.engine.comm.collectives import Pending
+from lightning_zero.engine.comm.transport import Cast, Started
 from lightning_zero.engine.compat import foreach_copy, foreach_zero
 from lightning_zero.engine.config import full_precision
 from lightning_zero.engine.plan.layout import Spans

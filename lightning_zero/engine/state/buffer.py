@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.streams import current_stream, wait_for
+from lightning_zero.engine.comm.asynchronous import current_stream, wait_for
+from lightning_zero.engine.comm.counters import Ledger
 from lightning_zero.engine.compat import storage_use_count
 from lightning_zero.engine.plan.layout import BucketLayout
-from lightning_zero.engine.state.ledger import Ledger
 
 
 def without_memory(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_zero.engine.comm.asynchronous import current_stream, wait_for
 from lightning_zero.engine.comm.process_group import ReduceOp
-from lightning_zero.engine.comm.streams import current_stream, wait_for
 from lightning_zero.engine.plan.layout import ALIGNMENT
 from lightning_zero.engine.tensor.identity import inner_of, set_contents, wrapper_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor

@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from lightning_zero.engine.comm.background_work import BackgroundWork
+from lightning_zero.engine.comm.asynchronous import BackgroundWork
 from lightning_zero.engine.plan.layout import Spans
 from lightning_zero.engine.tensor.sharded_tensor import Deferred, ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.wrapper import WrapperTensor
 
 if TYPE_CHECKING:
-    from lightning_zero.engine.state.ledger import Ledger
+    from lightning_zero.engine.comm.counters import Ledger
     from lightning_zero.engine.state.slot import BucketSlot
 
 

@@ -12,7 +12,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor, nn
 
-from lightning_zero.engine.comm.background_work import synchronize
+from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
 from lightning_zero.engine.compat import (
     accumulation_hooks,
@@ -20,11 +20,10 @@ from lightning_zero.engine.compat import (
     set_accumulation_hooks,
     set_gradient_hooks,
 )
-from lightning_zero.engine.offload.updates import Updates
+from lightning_zero.engine.offload import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import exchange, exchange_memory, set_contents
-from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, local_range_of
-from lightning_zero.engine.tensor.unsharded_param import View
+from lightning_zero.engine.tensor.sharded_tensor import ShardedDTensor, ShardedTensor, View, local_range_of
 
 
 class BucketSlot:

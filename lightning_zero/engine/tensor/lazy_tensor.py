@@ -7,18 +7,71 @@ many writes, as when rows are written one by one, the values are held in memory.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from lightning_zero.engine.compat import is_within_meta_device
-from lightning_zero.engine.tensor import initialisers
+from lightning_zero.engine.compat import calls_on_stack, is_within_meta_device
 from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.wrapper import WrapperTensor, new_wrapper, replay
+
+# -- methods that initialise modules, which are called again when a module on the meta device receives its values ------
+
+OWN = ("reset_parameters", "_reset_parameters")
+APPLIED = "_init_weights"
+OF_ADAPTERS = "reset_lora_parameters"
+
+
+def running_initialisers() -> set[str]:
+    """The labels of the initialisers on the stack, so that what they write now will be written again.
+
+    The innermost constructor of a model of transformers counts as the model's ``_init_weights``: since version 5 of
+    transformers, it calls that method at its end only on other devices.
+    """
+    labels, model = set(), None
+    for name, owner in calls_on_stack((*OWN, APPLIED, OF_ADAPTERS, "__init__")):
+        if name != "__init__":
+            if _is_called_again(name, owner):
+                labels.add(initialiser_label(name, owner))
+        elif model is None and _is_of_transformers(owner):
+            model = owner
+    return labels if model is None else labels | {initialiser_label(APPLIED, model)}
+
+
+def _is_of_transformers(owner: Any) -> bool:
+    return any(cls.__module__ == "transformers.modeling_utils" for cls in type(owner).__mro__)
+
+
+def initialiser_label(name: str, owner: nn.Module) -> str:
+    """Identifies a method of a module's class, on all ranks and for copies of the module."""
+    return f"{type(owner).__module__}.{type(owner).__qualname__}.{name}"
+
+
+def _is_called_again(name: str, owner: Any) -> bool:
+    if not isinstance(owner, nn.Module):
+        return False  # a function of the same name, or a method of another object
+    return name == OF_ADAPTERS or takes(getattr(owner, name, None), 1 if name == APPLIED else 0)
+
+
+def takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
+    """Whether a method requires exactly ``count`` positional arguments."""
+    if not callable(method):
+        return False
+    try:
+        parameters = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):
+        return count == 0
+    by_position = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    return sum(p.default is p.empty for p in by_position) == count
+
+
+# -- lazy tensors ------------------------------------------------------------------------------------------------------
+
 
 _MOST_REPEATED = 64  # recorded writes after which a tensor holds its values: each read would repeat all of them
 
@@ -75,7 +128,7 @@ class _LazyValues:
         held: values in memory, to which operators write in place; unwritten elements are marked while there are
             ``writes``. None if the values are elsewhere, or are the result of few ``writes``.
         is_written: whether ``writes`` determine every element; None if that is not known.
-        initialised_by: the initialisers whose operators were not recorded; see ``initialisers.label``.
+        initialised_by: the initialisers whose operators were not recorded; see ``initialiser_label``.
     """
 
     name: str
@@ -194,7 +247,7 @@ class LazyTensor(WrapperTensor):
             return
         if is_within_meta_device():
             source.held = None
-            if running := initialisers.running():
+            if running := running_initialisers():
                 writes.clear()
                 source.is_written, source.initialised_by = False, source.initialised_by | running
             else:

@@ -1,9 +1,10 @@
-"""Activation offload and partitioning: how inputs of checkpointed modules are kept until backward.
+"""Activation checkpointing of selected modules by hooks, and how their inputs are kept until backward.
 
-(P_a and P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section 5.1.2.) Checkpointing
-keeps only the inputs of each module. Offload moves these inputs off the device while other modules compute.
+Checkpointing keeps only the inputs of each module, whose forward is computed again in backward (Chen et al., "Training
+Deep Nets with Sublinear Memory Cost", 2016). Offload moves these inputs off the device while other modules compute.
 Partitioning divides an input that is equal on all tensor-parallel ranks: each rank keeps one part, and the parts are
-gathered in backward. Copies overlap with computation:
+gathered in backward (P_a and P_a+cpu in Rajbhandari et al., "ZeRO", SC20, section 6.1; "ZeRO-Infinity", SC21, section
+5.1.2). Copies overlap with computation:
 
     forward     | module 1   | module 2   | module 3       copies:  | out: input 1 | out: input 2 |
     backward    | module 3   | module 2   | module 1       copies:  | in: input 2  | in: input 1  |
@@ -14,9 +15,11 @@ the device when backward begins. In backward, each input is copied back while th
 
 from __future__ import annotations
 
+import inspect
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -24,13 +27,22 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from lightning_zero.engine.comm.asynchronous import at, current_stream, wait_for
 from lightning_zero.engine.comm.collectives import Communicator
-from lightning_zero.engine.comm.streams import at, current_stream, wait_for
+from lightning_zero.engine.comm.counters import Ledger
 from lightning_zero.engine.comm.tensor_parallel import ActivationParts, mark_of
-from lightning_zero.engine.compat import FakeTensor, tree_flatten, tree_unflatten
-from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.runtime.saved_tensors import Saved
-from lightning_zero.engine.state.ledger import Ledger
+from lightning_zero.engine.compat import (
+    FakeTensor,
+    OwnHook,
+    checkpoint_generator,
+    is_compiled,
+    peek_interpreter_stack,
+    tree_flatten,
+    tree_unflatten,
+)
+from lightning_zero.engine.config import EngineConfig, Modules
+from lightning_zero.engine.plan.units import UnitPlan, select_modules
+from lightning_zero.engine.runtime.saved_tensors import Saved, is_watched_by_others
 
 LEAST = 2**16
 """Minimum size in bytes of the tensors that are moved: for smaller tensors, the copy costs more than it saves."""
@@ -288,3 +300,87 @@ def activation_store(config: EngineConfig, communicator: Communicator, ledger: L
         return None
     parts = communicator.activation_parts() if config.partition_activations else None
     return ActivationStore(communicator.device, to_host=to_host, parts=parts, ledger=ledger)
+
+
+# Hooks can advance ``checkpoint_generator``. Options are passed to it by position; newer torch versions add options.
+_OPTIONS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(checkpoint_generator).parameters.items()
+    if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+}
+
+
+class CheckpointedModule:
+    """Hooks that apply activation checkpointing to one module until they are removed.
+
+    The schedule's hooks run outside these hooks: a unit is gathered before its checkpointed region begins, and again
+    when the region is recomputed. ``store`` keeps the module's inputs until recomputation.
+    """
+
+    def __init__(self, module: nn.Module, store: ActivationStore | None = None) -> None:
+        self._store = store
+        self._recomputing = 0  # number of nested recomputations in progress
+        self._regions: list[Generator[None, None, None]] = []
+        self._handles = [
+            module.register_forward_pre_hook(OwnHook(self._before), with_kwargs=True),
+            module.register_forward_hook(OwnHook(self._after), prepend=True, always_call=True),
+        ]
+
+    def recover(self) -> None:
+        """End regions whose forward was interrupted by Ctrl-C or ``sys.exit``: torch then calls no forward hooks."""
+        while self._regions:
+            self._regions.pop().close()
+
+    def remove(self) -> None:
+        self.recover()
+        for handle in self._handles:
+            handle.remove()
+        self._store = None
+
+    def _before(self, from_compiled: bool, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if not self._recomputing:
+            if from_compiled and not is_compiled(module):
+                # the recomputation would run uncompiled, and would save different tensors
+                raise RuntimeError(
+                    f"activation_checkpointing: {type(module).__name__} cannot be checkpointed inside compiled "
+                    "code. Compile the checkpointed modules themselves (block.compile()) instead of the modules "
+                    "that contain them."
+                )
+            region = self._region(module, args, kwargs)
+            next(region)
+            self._regions.append(region)
+
+    def _region(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Generator[None, None, None]:
+        # An outer region or ``save_on_cpu`` stores inputs in its own way. Under ``torch.func``, inputs have no storage.
+        are_inputs_kept = torch.is_grad_enabled() and not is_watched_by_others() and peek_interpreter_stack() is None
+        if self._store is not None and are_inputs_kept:
+            function, args, kwargs = self._store.take_out(function, args, kwargs)
+        options = {**_OPTIONS, "fn": function, "context_fn": lambda: (nullcontext(), self)}
+        return checkpoint_generator(*options.values(), *args, **kwargs)
+
+    def _after(self, *_: Any) -> None:
+        if not self._recomputing and self._regions:
+            next(self._regions.pop(), None)
+
+    # Torch enters this object as a context manager (``context_fn``) around each recomputation of a region.
+
+    def __enter__(self) -> None:
+        self._recomputing += 1
+
+    def __exit__(self, *_: object) -> None:
+        self._recomputing -= 1
+
+
+def modules_to_checkpoint(module: nn.Module, plans: list[UnitPlan], wanted: Modules | None) -> list[nn.Module]:
+    """The modules that the option ``activation_checkpointing`` selects."""
+    if wanted is None:
+        return []
+    if wanted != "units":
+        return [inner for _, inner in select_modules(module, wanted, option="activation_checkpointing")]
+    blocks = [block for plan in plans for block in plan.blocks]
+    if not blocks:
+        raise ValueError(
+            "activation_checkpointing='units': the module's only unit is the root unit, so nothing would be "
+            "checkpointed. Name classes of modules instead, for example activation_checkpointing=[Block]."
+        )
+    return blocks
