@@ -15,7 +15,7 @@ from torch.nn.utils import get_total_norm
 
 from lightning_zero.callbacks.monitor import elements_of
 from lightning_zero.engine import compat, process_group, shard_of
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 from lightning_zero.strategies import lightning_internals as internals
 
 

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine import ShardedTensor, after_updates, process_group, shard_of
 from lightning_zero.io.annotations import check_arguments
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 _CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}

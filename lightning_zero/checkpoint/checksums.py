@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 ADVICE = "Load another checkpoint, or copy this one again from an intact source."
 NO_CHECKSUM = -1  # marks bytes that are known to be damaged: no CRC-32 has this value, so their verification fails

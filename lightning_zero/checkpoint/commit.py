@@ -14,8 +14,8 @@ from fsspec.implementations.local import LocalFileSystem
 
 from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.io.labels import LABEL, is_left_over, new_label
-from lightning_zero.io.names import listed
 from lightning_zero.io.paths import is_folder, remove_path, sync_folder
+from lightning_zero.io.text import listed
 
 _OF_A_CHECKPOINT = re.compile(
     # DCP writes a .tmp file first; the patterns in the last line match files that macOS and NFS create

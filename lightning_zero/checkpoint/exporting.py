@@ -28,7 +28,7 @@ from lightning_zero.checkpoint.trees import identity, is_dense
 from lightning_zero.engine import LazyTensor, flat_range, quantised_layers, streaming
 from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.labels import new_label
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 DTYPES = {
     torch.float64: "F64",

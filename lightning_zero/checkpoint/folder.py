@@ -24,7 +24,7 @@ from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size,
 from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import share as tiling
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 
 def _check_is_dcp(path: str, sizes: dict[str, int]) -> None:

@@ -21,7 +21,7 @@ from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.pickles import UnsafeFileError, scan
 from lightning_zero.checkpoint.trees import bytes_of
 from lightning_zero.engine import compat
-from lightning_zero.io.sizes import in_bytes
+from lightning_zero.io.text import in_bytes
 
 _PLAIN_TYPES: dict[str, Any] = {
     f"builtins.{kind.__name__}": kind for kind in (bool, bytes, dict, float, int, list, str, tuple)

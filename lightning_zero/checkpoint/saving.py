@@ -29,7 +29,7 @@ from lightning_zero.checkpoint.trees import (
 )
 from lightning_zero.engine import LazyTensor, ShardedTensor, compat, flat_range, own_stream
 from lightning_zero.engine import share as tiling
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 _StorageInfo, _DCP_VERSION = compat.dcp_internals()
 _Result = TypeVar("_Result")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.engine import compat, deferred_param, quantised_layers
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 from lightning_zero.io.untrusted import inside
 
 _IN_A_FOLDER = (

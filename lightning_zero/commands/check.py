@@ -19,7 +19,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from lightning_zero.io.annotations import check_value
-from lightning_zero.io.names import suggestion
+from lightning_zero.io.text import suggestion
 
 
 class JobFailed(Exception):

@@ -14,8 +14,7 @@ from fsspec.core import url_to_fs
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.commands.showing import Parser, print_json, progress, size_of
-from lightning_zero.io.sizes import in_bytes
-from lightning_zero.io.tables import show
+from lightning_zero.io.text import in_bytes, print_table
 
 EPILOG = "PATH is a Lightning checkpoint file or a torch.distributed.checkpoint folder, written by any library."
 
@@ -102,7 +101,7 @@ def _export(options: Any) -> None:
     import torch
 
     from lightning_zero.checkpoint.exporting import ExportPaths, export, write_safetensors
-    from lightning_zero.io.names import listed
+    from lightning_zero.io.text import listed
 
     paths = ExportPaths(options.out)
     if not paths.name.endswith(".safetensors"):
@@ -167,12 +166,12 @@ def _inspect(options: Any) -> None:
         name = row.name if options.all else row.name.removeprefix("state_dict.")
         tied = f"= {row.tied_to if options.all else row.tied_to.removeprefix('state_dict.')}" if row.tied_to else ""
         table.append((name, str(row.shape), row.dtype, tied or in_bytes(row.bytes)))
-    show(table, right=(3,))
+    print_table(table, right=(3,))
     table = [("part", "tensors", "bytes")]
     for part in dict.fromkeys(row.part for row in rows):
         of_part = [row for row in own if row.part == part]
         table.append((part, str(len(of_part)), in_bytes(sum(row.bytes for row in of_part))))
-    show(table, right=(1, 2))
+    print_table(table, right=(1, 2))
     print("no file is missing or truncated; 'lightning-zero checkpoint verify' checks the values")
 
 

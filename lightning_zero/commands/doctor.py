@@ -10,8 +10,7 @@ from dataclasses import asdict, replace
 from typing import Any
 
 from lightning_zero.commands.showing import Parser, print_json
-from lightning_zero.io.sizes import in_bytes
-from lightning_zero.io.tables import show
+from lightning_zero.io.text import in_bytes, print_table
 
 
 def parser() -> Parser:
@@ -55,7 +54,9 @@ def main(arguments: list[str]) -> int:
         print_json({**found, "findings": findings})
         return 0
     measured = {**found["machine"], **found["resources"]}
-    show([*found["versions"].items(), *((name.replace("_", " "), _said(name, measured[name])) for name in measured)])
+    print_table(
+        [*found["versions"].items(), *((name.replace("_", " "), _said(name, measured[name])) for name in measured)]
+    )
     for finding in findings:
         print(finding)
     return 0

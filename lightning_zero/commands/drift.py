@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 from lightning_zero.commands.showing import Parser, print_json
-from lightning_zero.io.tables import show
+from lightning_zero.io.text import print_table
 
 
 def parser() -> Parser:
@@ -38,5 +38,5 @@ def main(arguments: list[str]) -> int:
             (name, f"{each.psi:.3f}", f"{each.ks:.3f}", f"{each.p:.2g}", "yes" if drifted[name] else "no")
             for name, each in found.items()
         ]
-        show([("quantity", "psi", "ks", "p", "drifted"), *rows], right=(1, 2, 3))
+        print_table([("quantity", "psi", "ks", "p", "drifted"), *rows], right=(1, 2, 3))
     return int(any(drifted.values()))

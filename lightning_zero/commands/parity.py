@@ -9,7 +9,7 @@ from typing import Any
 
 from lightning_zero.commands.projects import project_of, project_parser, split_arguments, strategy_options
 from lightning_zero.commands.showing import print_json
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 
 def main(arguments: list[str]) -> int:

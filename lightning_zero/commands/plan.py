@@ -13,8 +13,7 @@ from lightning_zero.commands.projects import project_of, project_parser, split_a
 from lightning_zero.commands.showing import print_json, size_of
 from lightning_zero.io.annotations import matches
 from lightning_zero.io.paths import read_json
-from lightning_zero.io.sizes import in_bytes
-from lightning_zero.io.tables import show
+from lightning_zero.io.text import in_bytes, print_table
 
 
 def main(arguments: list[str]) -> int:
@@ -173,7 +172,7 @@ def _print(plans: list[Any]) -> None:
         rates = [plan.samples_per_second for plan in plans]
         columns["samples/s"] = ["" if rate is None else f"{rate:.4g}" for rate in rates]
     columns["fits"] = [{True: "yes", False: "no", None: ""}[plan.fits] for plan in plans]
-    show([tuple(columns), *zip(*columns.values())], tuple(range(1, len(columns))))
+    print_table([tuple(columns), *zip(*columns.values())], tuple(range(1, len(columns))))
 
 
 def _paper(parsed: argparse.Namespace) -> int:
@@ -187,6 +186,6 @@ def _paper(parsed: argparse.Namespace) -> int:
     for ranks in TABLE_1_RANKS:
         found = [f"{cell['formula_gb']:.4g} | {cell['engine_gb']:.4g}" for cell in cells if cell["ranks"] == ranks]
         rows.append((str(ranks), *found))
-    show(rows, tuple(range(len(rows[0]))))
+    print_table(rows, tuple(range(len(rows[0]))))
     print("GB of model states per rank: by the paper's formula | in this engine, whose gradients are fp32.")
     return 0

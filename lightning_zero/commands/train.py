@@ -25,7 +25,7 @@ from yaml import YAMLError
 
 from lightning_zero.commands.check import JobFailed, check, in_one_line
 from lightning_zero.commands.showing import Parser, print_json
-from lightning_zero.io.tables import show
+from lightning_zero.io.text import print_table
 
 # torch and Lightning are imported within functions: help and --cfg do not need them.
 
@@ -104,7 +104,7 @@ def compare(folder: Path) -> Path:
     headings = dict.fromkeys(heading for values in found.values() for heading in values if heading not in DETAILS)
     rows = [("job", *headings)]
     rows += [(label, *(values.get(heading, "") for heading in headings)) for label, values in found.items()]
-    show(rows, right=range(2, len(rows[0])))
+    print_table(rows, right=range(2, len(rows[0])))
     print("comparison", written)
     print("curves lightning-zero report", folder, flush=True)
     return written

@@ -32,7 +32,7 @@ from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.trees import versions_in, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import config as options
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 from lightning_zero.io.untrusted import inside, open_regular
 
 _MOST_RANKS, _LONGEST_TAG = 2**16, 200

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_zero.checkpoint.converting import with_lightnings_entries
 from lightning_zero.checkpoint.reading import OpenedCheckpoint, by_number, names_by_number, open_checkpoint
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 _USUAL = ("state_dict", "model", "module", "model_state_dict")
 

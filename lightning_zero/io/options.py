@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, TypeVar
 
 from lightning_zero.io.annotations import shown
-from lightning_zero.io.names import suggestion
+from lightning_zero.io.text import suggestion
 
 Config = TypeVar("Config")
 

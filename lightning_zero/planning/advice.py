@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_zero.engine import compat
-from lightning_zero.io.sizes import in_gb
+from lightning_zero.io.text import in_gb
 from lightning_zero.planning.fake_run import FakeRun, fake_run
 from lightning_zero.planning.timeline import Resources, replay
 

@@ -12,7 +12,7 @@ from typing import Any
 from jinja2 import Environment
 
 from lightning_zero.io.plain import as_markdown, on_one_line
-from lightning_zero.io.sizes import in_bytes
+from lightning_zero.io.text import in_bytes
 from lightning_zero.reporting.records import Curve, Run
 
 CARD = "README.md"

@@ -10,7 +10,7 @@ from lightning.pytorch import Trainer
 from lightning_zero.callbacks.monitor import ZeroMonitor, ranks_with_data
 from lightning_zero.callbacks.pruning import MagnitudePruning
 from lightning_zero.engine import Report, layout
-from lightning_zero.io.tables import show
+from lightning_zero.io.text import print_table
 
 _OF_MONITOR = ("per_second", "peak_bytes", "formula_bytes", "ddp_bytes", "waited", "loss_curve", "validation_curve")
 
@@ -84,6 +84,6 @@ def write_report(folder: Path, results: dict[str, Any], sample: str | None) -> N
     rows = [("parameters (Psi)", f"{results['parameters'] / 1e6:.2f} million"), ("steps", str(results["steps"]))]
     for name, value in dict(results["validation_curve"]).get(0, {}).items():
         rows.append((f"{name.replace('/', ' ')} before the first step", f"{value:.4g}"))
-    show([*rows, *figures(results).items(), ("units", str(len(results["units"])))], right=(1,))
+    print_table([*rows, *figures(results).items(), ("units", str(len(results["units"])))], right=(1,))
     print("checkpoint", results["checkpoint"] or "none")
     print("curves lightning-zero report", folder, flush=True)

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from lightning_zero.engine import Engine, compatibility, failures, layout
-from lightning_zero.io.sizes import in_gb
+from lightning_zero.io.text import in_gb
 
 
 def say_who_holds_memory(error: BaseException, engine: Engine | None) -> None:

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from lightning_zero.io.plain import name_of
-from lightning_zero.reporting import RunManifest, fingerprint
-from lightning_zero.reporting.fingerprint import fingerprint_of_datasets, fingerprint_of_files
+from lightning_zero.reporting import RunManifest, manifest
+from lightning_zero.reporting.manifest import fingerprint_of_datasets, fingerprint_of_files
 
 
 def numbers(count: int = 50, seed: int = 0) -> Tensor:
@@ -165,7 +165,7 @@ def test_the_fingerprint_of_files_depends_on_name_and_content_not_on_time_or_fol
 
 
 def test_only_the_beginning_of_large_files_is_read(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(fingerprint, "MOST_BYTES", 300)
+    monkeypatch.setattr(manifest, "MOST_BYTES", 300)
     before = fingerprint_of_files([folder])
     assert before["bytes"] == 5_011
     (folder / "deep/c.bin").write_text("x" * 4_999 + "y")

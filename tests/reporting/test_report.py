@@ -24,7 +24,7 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lightning_zero.commands import report
 from lightning_zero.io.plain import as_markdown
-from lightning_zero.io.sizes import in_bytes
+from lightning_zero.io.text import in_bytes
 from lightning_zero.reporting import RunManifest
 from tests.app.commands import TINY, succeed
 from tests.reporting.projects import Project, loader

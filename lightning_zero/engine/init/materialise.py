@@ -37,7 +37,7 @@ from lightning_zero.engine.tensor.lazy_tensor import (
     unset,
 )
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 Call = Callable[[], Any]
 

@@ -23,7 +23,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Ledger
 from lightning_zero.engine.tensor.identity import attributes_of_users, project_class, set_contents
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, in_memory
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 
 def quantised_layers(module: nn.Module) -> Iterator[tuple[str, Any]]:

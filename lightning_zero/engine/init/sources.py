@@ -19,7 +19,7 @@ from lightning_zero.engine.init.quantised_layers import awaits_quantisation
 from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
-from lightning_zero.io.names import listed
+from lightning_zero.io.text import listed
 
 _MEMORY, _NOWHERE = "memory", "nowhere"
 
