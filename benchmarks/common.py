@@ -166,7 +166,7 @@ def describe(script: str, packages: tuple[str, ...]) -> dict[str, str]:
     return {
         "hardware": f"{processor_name()}, {os.cpu_count()} logical cores, {memory:.0f} GiB",
         "versions": ", ".join([f"Python {platform.python_version()}", *versions]),
-        "commit": git("rev-parse", "--short=12", "HEAD") + changed,
+        "commit": os.environ.get("COMMIT") or git("rev-parse", "--short=12", "HEAD") + changed,
         "command": shlex.join(["python", os.path.relpath(script, REPOSITORY), *sys.argv[1:]]),
     }
 

@@ -58,7 +58,8 @@ def work(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(int(os.environ["BENCHMARK_THREADS"]))
     torch.manual_seed(0)
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    model = model_of(arguments.model, arguments.sequence)
+    with device:  # a GPU initialises large models in seconds
+        model = model_of(arguments.model, arguments.sequence)
     parameters = sum(p.numel() for p in model.parameters())
     training = SYSTEMS[arguments.systems](model, Setting(device, dtype, arguments.disk, arguments.sub_group))
     text = torch.randint(256, (arguments.batch, arguments.sequence + 1), device=device)

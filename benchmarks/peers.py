@@ -96,6 +96,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--ranks", type=int, help="number of processes; default: 2 on a CPU, one per GPU otherwise")
     made.add_argument("--two-machines", action="store_true", help="half of the ranks on each; needs root, Linux's ip")
     made.add_argument("--rate", help="rate of the network between the two machines, such as 1gbit")
+    made.add_argument("--quick", action="store_true", help="only times, losses and a GPU's memory: fewer processes")
     made.add_argument("--shrunk", action="store_true", help="models with as many modules but negligible arithmetic")
     made.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     made.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -252,8 +253,6 @@ def read(system: str, model: str, arguments: argparse.Namespace) -> dict[str, An
     empty = run(system, model, arguments, "--shrunk", "--batch", "1", "--sequence", "8", "--steps", str(OVERHEAD_STEPS))
     overhead = [rank["cpu_seconds"] for rank in empty]
     found = {
-        "parameters": read[0]["parameters"],
-        "device": read[0]["device"],
         "overhead_seconds": statistics.fmean(statistics.median(steps) for steps in overhead),
         "overhead": overhead,
         **{
@@ -263,7 +262,7 @@ def read(system: str, model: str, arguments: argparse.Namespace) -> dict[str, An
         },
     }
     if arguments.device == "cuda":
-        return found | {key: max(rank[key] for rank in read) for key in ("allocated_bytes", "reserved_bytes")}
+        return found
     resident = run(system, model, arguments, "--steps", "1", **RETURN_MEMORY_AT_ONCE)
     found["live_bytes"] = max(rank["live_bytes"] for rank in read)
     found["resident_bytes"] = max(rank["resident_bytes"] for rank in resident)
@@ -280,7 +279,8 @@ def measure(model: str, arguments: argparse.Namespace) -> dict[str, dict[str, An
 
     for system in arguments.systems:
         try:
-            measured[system] = read(system, model, arguments) | {"seconds": [], "start_up_seconds": []}
+            readings = {} if arguments.quick else read(system, model, arguments)
+            measured[system] = readings | {"seconds": [], "start_up_seconds": []}
         except RuntimeError as error:
             fail(system, error)
     for number, turn in in_turn(arguments.systems, arguments.rounds):
@@ -296,6 +296,9 @@ def measure(model: str, arguments: argparse.Namespace) -> dict[str, dict[str, An
             # A step ends when its slowest rank has ended it.
             found["seconds"].append([max(step) for step in zip(*(rank["seconds"] for rank in ranks))])
             found["start_up_seconds"].append(max(rank["start_up_seconds"] for rank in ranks))
+            found |= {key: ranks[0][key] for key in ("parameters", "device")}
+            if arguments.device == "cuda":
+                found |= {key: max(rank[key] for rank in ranks) for key in ("allocated_bytes", "reserved_bytes")}
             found["losses"] = [statistics.fmean(step) for step in zip(*(rank["losses"] for rank in ranks))]
             print(
                 f"{model}, round {number + 1} of {arguments.rounds}: {system:<14} "
@@ -394,13 +397,17 @@ def row(
         spread(found["seconds"]),
         *(f"{median / done[base]['median_seconds']:.2f}" for base in bases),
         f"{count / median:.0f}",
-        *(f"{found[f'{kind}_bytes'] / MEBIBYTE:.1f}" for kind in memory),
-        *(f"{found[key] / MEBIBYTE:.2f}" if key in found else "" for key in ("asked_bytes", "sent_bytes")),
+        *(in_mebibytes(found, f"{kind}_bytes", 1) for kind in memory),
+        *(in_mebibytes(found, key, 2) for key in ("asked_bytes", "sent_bytes")),
         *([f"{found.get('left_bytes', 0) / MEBIBYTE:.2f}"] if arguments.two_machines else []),
-        f"{found['overhead_seconds'] * 1e3:.2f}",
+        f"{found['overhead_seconds'] * 1e3:.2f}" if "overhead_seconds" in found else "",
         f"{statistics.median(found['start_up_seconds']):.2f}",
         f"DIFFERENT: {off}" if is_wrong(found, arguments.precision) else off,
     ]
+
+
+def in_mebibytes(found: dict[str, Any], key: str, digits: int) -> str:
+    return f"{found[key] / MEBIBYTE:.{digits}f}" if key in found else ""
 
 
 def file_name(model: str, arguments: argparse.Namespace) -> str:

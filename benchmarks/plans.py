@@ -2,9 +2,10 @@
 
     python benchmarks/plans.py                                      # GPT of 25 M parameters, 16 configurations
     python benchmarks/plans.py --model tiny --rounds 1 --steps 3    # a quick check, in a minute
+    python benchmarks/plans.py --device cuda --model 1.3b --precision bf16-mixed --choices zero1,zero3
 
 Every configuration trains by the Trainer once per round, in fresh processes. Before each round the machine is measured
-as by `lightning-zero doctor`; plans use the median of these measurements.
+as by `lightning-zero doctor`; plans use the median of these measurements. On GPUs there is one process, on a CPU two.
 """
 
 import argparse
@@ -18,7 +19,6 @@ from typing import Any
 from common import GPTS, REPOSITORY, describe, in_turn, markdown_table, run_workers, write_results
 
 WARM_UP = 2
-RANKS = 2
 WORKER_TIMEOUT = 1800.0  # seconds
 
 # stage (0 is DDP), offload, whether units compute their activations again
@@ -37,6 +37,10 @@ CHOICES = [
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     made.add_argument("--model", default="25m", choices=list(GPTS))
+    made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    made.add_argument("--precision", default="32-true", help="the Trainer's")
+    names = ",".join(name_of(*choice) for choice in CHOICES)
+    made.add_argument("--choices", default=names, help=f"comma-separated, from: {names}")
     made.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="sequences per rank and step")
     made.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     made.add_argument("--rounds", type=int, default=3, help="how often each configuration is run and timed")
@@ -62,9 +66,12 @@ def train(arguments: argparse.Namespace, batch: int, stage: int, offload: str, r
             self.at: list[float] = []
 
         def on_train_batch_start(self, *_: Any) -> None:
+            if arguments.device == "cuda":
+                torch.cuda.synchronize()
             self.at.append(time.perf_counter())
 
-    torch.set_num_threads(1)
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)
     seed_everything(0, verbose=False)
     steps = WARM_UP + arguments.steps
     options: dict[str, Any] = {"offload": None if offload == "none" else offload}
@@ -73,15 +80,22 @@ def train(arguments: argparse.Namespace, batch: int, stage: int, offload: str, r
     clock = Clock()
     trainer = Trainer(
         strategy=ZeroStrategy(stage=stage, **options) if stage else "ddp",
-        accelerator="cpu",
-        devices=RANKS,
+        accelerator=arguments.device,
+        devices=ranks_of(arguments),
+        precision=arguments.precision,
         max_steps=steps + 1,
         callbacks=[clock],
         barebones=True,
     )
-    data = [sample_of(arguments, batch) for _ in range(RANKS * (steps + 1))]
-    trainer.fit(module_of(arguments), DataLoader(data, batch_size=None))
+    data = [sample_of(arguments, batch) for _ in range(ranks_of(arguments) * (steps + 1))]
+    with torch.device(arguments.device):  # a GPU initialises large models in seconds
+        module = module_of(arguments)
+    trainer.fit(module, DataLoader(data, batch_size=None))
     return [after - before for before, after in itertools.pairwise(clock.at)][WARM_UP:]
+
+
+def ranks_of(arguments: argparse.Namespace) -> int:
+    return 1 if arguments.device == "cuda" else 2
 
 
 def module_of(arguments: argparse.Namespace) -> Any:
@@ -97,7 +111,7 @@ def sample_of(arguments: argparse.Namespace, batch: int) -> Any:
     return text[:, :-1], text[:, 1:]
 
 
-def measure() -> dict[str, Any]:
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     from dataclasses import asdict
 
     import torch
@@ -105,11 +119,14 @@ def measure() -> dict[str, Any]:
 
     from lightning_zero.planning.measure import measure_rank
 
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    resources, about = measure_rank(torch.device("cpu"), RANKS)
-    dist.barrier()
-    dist.destroy_process_group()
+    ranks = ranks_of(arguments)
+    if ranks > 1:
+        torch.set_num_threads(1)
+        dist.init_process_group("gloo")
+    resources, about = measure_rank(torch.device(arguments.device), ranks)
+    if ranks > 1:
+        dist.barrier()
+        dist.destroy_process_group()
     return {"resources": asdict(resources), **about}
 
 
@@ -121,23 +138,24 @@ def plan(arguments: argparse.Namespace, measured: dict[str, Any]) -> list[dict[s
 
     return [
         as_json(made)
-        for batch, (stage, offload, recompute) in itertools.product(arguments.batch, CHOICES)
+        for batch, (stage, offload, recompute) in configurations_of(arguments)
         for made in make_plans(
             partial(module_of, arguments),
             sample_of(arguments, batch),
-            ranks=RANKS,
+            ranks=ranks_of(arguments),
             stages=[stage],
             variants=[{**OFFLOADS[offload], **CHECKPOINTING["on" if recompute else "off"]}],
             resources=Resources(**measured["resources"]),
-            transport=measured["transport"],
+            transport=measured.get("transport", "nccl"),
+            precision=arguments.precision,
         )
     ]
 
 
 def work(arguments: argparse.Namespace) -> None:
     what, *given = json.loads(arguments.do)
-    act = {"train": train, "plan": plan}.get(what)
-    arguments.worker.write_text(json.dumps(act(arguments, *given) if act is not None else measure()))
+    act = {"train": train, "plan": plan, "measure": measure}[what]
+    arguments.worker.write_text(json.dumps(act(arguments, *given)))
 
 
 def main(given: list[str]) -> int:
@@ -146,21 +164,24 @@ def main(given: list[str]) -> int:
         work(arguments)
         return 0
     options = ["--model", arguments.model, "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
-    options += ["--batch", *map(str, arguments.batch)]
+    options += ["--batch", *map(str, arguments.batch), "--choices", arguments.choices]
+    options += ["--device", arguments.device, "--precision", arguments.precision]
+    ranks = ranks_of(arguments)
 
-    def do(ranks: int, *what: Any) -> list[Any]:
-        return run_workers(__file__, [*options, "--do", json.dumps(what)], ranks, {}, WORKER_TIMEOUT)
+    def do(processes: int, *what: Any) -> list[Any]:
+        return run_workers(__file__, [*options, "--do", json.dumps(what)], processes, {}, WORKER_TIMEOUT)
 
-    configurations = list(itertools.product(arguments.batch, CHOICES))
+    configurations = configurations_of(arguments)
     seconds: dict[Any, list[float]] = {each: [] for each in configurations}
     machines = []
     for _, order in in_turn(configurations, arguments.rounds):
-        machines.append(do(RANKS, "measure")[0])
+        machines.append(do(ranks, "measure")[0])
         for batch, choice in order:
-            ranks = do(RANKS, "train", batch, *choice)
-            seconds[batch, choice] += [max(step) for step in zip(*ranks)]
+            found = do(ranks, "train", batch, *choice)
+            seconds[batch, choice] += [max(step) for step in zip(*found)]
     speeds = {
-        name: statistics.median(machine["resources"][name] for machine in machines) for name in machines[0]["resources"]
+        name: value and statistics.median(machine["resources"][name] for machine in machines)
+        for name, value in machines[0]["resources"].items()
     }
     plans = do(1, "plan", {**machines[0], "resources": speeds})[0]
     rows = []
@@ -174,7 +195,7 @@ def main(given: list[str]) -> int:
                 "measured": measured,
                 "predicted": planned["seconds_per_step"],
                 "total_bytes": planned["peak_bytes"]["total"],
-                "samples_per_second": RANKS * batch / measured,
+                "samples_per_second": ranks * batch / measured,
                 "predicted_samples_per_second": planned["samples_per_second"],
             }
         )
@@ -189,8 +210,9 @@ def main(given: list[str]) -> int:
         "of_the_quickest": chosen["samples_per_second"] / best["samples_per_second"],
     }
     lines = [
-        f"Model `{arguments.model}`, {RANKS} processes of one thread, fp32, AdamW, {arguments.sequence} tokens a "
-        f"sequence; {arguments.rounds} rounds of {arguments.steps} steps by the Trainer.",
+        f"Model `{arguments.model}`, {'2 processes of one thread' if ranks == 2 else 'one GPU'}, "
+        f"{arguments.precision}, AdamW, {arguments.sequence} tokens a sequence; {arguments.rounds} rounds of "
+        f"{arguments.steps} steps by the Trainer.",
         "",
         *markdown_table(
             ["configuration", "sequences", "measured s", "predicted s", "predicted / measured", "peak MB"],
@@ -210,13 +232,20 @@ def main(given: list[str]) -> int:
         f"Chosen: {result['chosen']}; quickest: {result['quickest']}. The choice has "
         f"{result['of_the_quickest']:.1%} of the quickest one's samples a second.",
     ]
-    write_results(arguments.output, f"plans_{arguments.model}", result, lines)
+    name = f"plans_{arguments.model}{'_cuda' if arguments.device == 'cuda' else ''}"
+    write_results(arguments.output, name, result, lines)
     return 0
+
+
+def configurations_of(arguments: argparse.Namespace) -> list[tuple[int, tuple[int, str, bool]]]:
+    """Each batch size with each chosen configuration."""
+    wanted = arguments.choices.split(",")
+    return list(itertools.product(arguments.batch, [choice for choice in CHOICES if name_of(*choice) in wanted]))
 
 
 def name_of(stage: int, offload: str, recompute: bool) -> str:
     name = f"zero{stage}" + ("_offload" if offload == "cpu" else "") if stage else "ddp"
-    return name + (", recomputing" if recompute else "")
+    return name + ("+recomputing" if recompute else "")
 
 
 if __name__ == "__main__":

@@ -26,9 +26,10 @@ class Rank:
         shrunk: bool = False,
     ) -> None:
         torch.manual_seed(0)
-        module = model_of(model, sequence, shrunk)
+        with conditions.device:  # a GPU initialises large models in seconds
+            module = model_of(model, sequence, shrunk)
         self.parameters = sum(p.numel() for p in module.parameters())
-        self._training = SYSTEMS[system](module.to(conditions.device), conditions)
+        self._training = SYSTEMS[system](module, conditions)
         self._device = conditions.device
         self._model, self._batch, self._sequence, self._shrunk = model, batch * conditions.accumulate, sequence, shrunk
         self._generator = torch.Generator().manual_seed(int(os.environ["RANK"]))

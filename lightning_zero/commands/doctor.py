@@ -94,7 +94,7 @@ def _said(name: str, value: Any) -> str:
         return in_bytes(value)
     if name.endswith("bandwidth"):
         return f"{in_bytes(value)}/s"
-    if name == "flops":
+    if name.endswith("flops"):
         return f"{value / 1e9:.4g} GFLOP/s"
     if name.endswith("seconds"):
         return f"{1e6 * value:.3g} microseconds"

@@ -75,6 +75,7 @@ def main(arguments: list[str]) -> int:
 
 _SPEEDS = {
     "flops": "floating-point operations per second in matrix products",
+    "low_flops": "the same in 16 bits (default: --flops)",
     "memory_bandwidth": "bytes per second that operators read and write",
     "link_bandwidth": "bytes per second that a rank sends in a collective",
     "machine_bandwidth": "bytes per second from a machine to other machines",

@@ -66,13 +66,12 @@ def full_parameters(module: nn.Module, writeback: bool = False) -> Iterator[None
 
 
 def iter_full_parameters(
-    module: nn.Module, max_bytes: int = 2**30, merge_adapters: bool = False
+    module: nn.Module, max_bytes: int = 2**30, merge_adapters: bool = False, rank: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
     """Iterate over the names and whole tensors of ``module.state_dict()``, a few gathered at a time. Collective.
 
-    The next tensors are gathered while the loop's body works with the last ones. Every rank must iterate, also if only
-    one rank uses the tensors; a rank that leaves the loop early causes an error on ranks that go on. Do not change
-    parameters in the loop.
+    The next tensors are gathered while the loop's body works with the last ones. Every rank must iterate; a rank that
+    leaves the loop early causes an error on ranks that go on. Do not change parameters in the loop.
 
     Args:
         module: a sharded, partly sharded or unsharded module. Parameters and persistent buffers keep their names and
@@ -81,9 +80,11 @@ def iter_full_parameters(
             it may not be gathered ahead; one above the limit is gathered alone.
         merge_adapters: whether to yield the weights that ``merge_and_unload`` of peft would return, under the base
             model's names, for which one layer at a time needs additional memory. The module does not change.
+        rank: the only rank on which the iterator yields; on the others it takes part in the gathers, and yields
+            nothing. By default it yields on every rank.
 
     Raises:
-        ValueError: if ``merge_adapters``, and adapters cannot be merged into weights.
+        ValueError: if ``merge_adapters``, and adapters cannot be merged into weights; or if there is no such rank.
 
     Example:
         >>> model = torch.nn.Linear(3, 2)
@@ -93,8 +94,12 @@ def iter_full_parameters(
         [('weight', torch.Size([2, 3])), ('bias', torch.Size([2]))]
         >>> engine.close()
     """
-    check_arguments(iter_full_parameters, locals(), "iter_full_parameters", max_bytes=1)
-    return streaming.stream(streaming.parts_of(module, merge_adapters), max_bytes)
+    check_arguments(iter_full_parameters, locals(), "iter_full_parameters", max_bytes=1, rank=0)
+    parts = streaming.parts_of(module, merge_adapters)
+    whole, (own, size, _) = streaming.stream(parts, max_bytes), streaming.ranks_of(parts)
+    if rank is not None and rank >= size:
+        raise ValueError(f"iter_full_parameters: rank={rank} must be below the number of ranks, {size}.")
+    return whole if rank in (None, own) else streaming.exhausted(whole)
 
 
 def _taker_of_gradients(parameter: ShardedTensor) -> Callable[[Tensor], None]:

@@ -155,6 +155,12 @@ def stream(parts: Sequence[Part], max_bytes: int) -> Iterator[Named]:
             yield name, made.pop(0)
 
 
+def exhausted(whole: Iterator[Named]) -> Iterator[Named]:
+    """Yield nothing, after all that the iterator yields has been dropped."""
+    deque(whole, maxlen=0)
+    yield from ()
+
+
 def ranks_of(parts: Sequence[Part]) -> tuple[int, int, Callable[[Any], list[Any]]]:
     """This rank among the ranks that stream the parts, the number of these ranks, and their all-gather of objects."""
     if (bucket := _bucket_of(source for part in parts for _, source in part.sources)) is not None:

@@ -65,23 +65,22 @@ def measure_rank(place: torch.device, ranks: int, machines: int = 1) -> tuple[Re
     Returns:
         The same as ``measure``.
     """
-    a = torch.randn(1024, 1024, device=place)
-    large = torch.randn(2**24, device=place)
+    large = torch.randn(2**24 if place.type == "cpu" else 2**28, device=place)  # larger than the caches
     other, small = torch.empty_like(large), torch.zeros(8, device=place)
-    on_host = torch.randn(2**24, device="cpu")  # larger than the caches
+    on_host = torch.randn(2**24, device="cpu")
     averages = [torch.zeros_like(on_host) for _ in range(2)]
 
     def adam() -> None:
         averages[0].lerp_(on_host, 0.1)
         averages[1].mul_(0.9).addcmul_(on_host, on_host, value=0.1)
 
-    flops = 2 * 1024**3 / _seconds(lambda: a @ a)
     about: dict[str, Any] = {"device": str(place), "threads": torch.get_num_threads(), "ranks": ranks}
     link: dict[str, float] = {}
     if ranks > 1:
         link, about["transport"] = _link(ranks, place)
     resources = Resources(
-        flops=flops,
+        flops=_flops(place, torch.float32),
+        low_flops=None if place.type == "cpu" else _flops(place, torch.bfloat16),
         memory_bandwidth=2 * large.nbytes / _seconds(lambda: other.copy_(large)),
         operator_seconds=_seconds(lambda: small.add_(1), 200),
         host_bandwidth=8 * on_host.nbytes / _seconds(adam),
@@ -90,6 +89,13 @@ def measure_rank(place: torch.device, ranks: int, machines: int = 1) -> tuple[Re
         **link,
     )
     return resources, about
+
+
+def _flops(place: torch.device, dtype: torch.dtype) -> float:
+    """Operations per second of a matrix product that keeps the whole device busy."""
+    size = 1024 if place.type == "cpu" else 8192
+    a = torch.randn(size, size, device=place).to(dtype)
+    return 2 * size**3 / _seconds(lambda: a @ a)
 
 
 def _link(ranks: int, place: torch.device) -> tuple[dict[str, float], str]:

@@ -15,7 +15,8 @@ class Resources:
     """Speed and memory available to one rank on a machine; ``lightning-zero doctor`` measures them.
 
     Attributes:
-        flops: floating-point operations per second of matrix products, in the run's precision.
+        flops: floating-point operations per second of matrix products.
+        low_flops: the same of tensors in 16 bits; None if they are not faster.
         memory_bandwidth: bytes per second that operators read and write in total.
         operator_seconds: the minimum time of an operator.
         link_bandwidth: bytes per second that a rank sends in a collective, while it receives at the same rate.
@@ -38,6 +39,7 @@ class Resources:
     host_bandwidth: float = field(default=10e9, metadata={"least": 0})
     disk_bandwidth: float = field(default=2e9, metadata={"least": 0})
     overlaps: bool = True
+    low_flops: float | None = field(default=None, metadata={"least": 0})
     memory: float | None = field(default=None, metadata={"least": 0})
 
     def __post_init__(self) -> None:
@@ -65,6 +67,7 @@ class Event(NamedTuple):
         flops, nbytes: floating-point operations, and bytes read and written (in a collective, bytes sent by the rank).
         number: the collective's number, which links a ``"wait"`` to its ``"launch"``.
         leaving: bytes that all ranks of a machine together send to other machines in the collective.
+        is_low: whether the operator computes in 16 bits.
     """
 
     kind: str
@@ -72,6 +75,7 @@ class Event(NamedTuple):
     nbytes: float = 0.0
     number: int = 0
     leaving: float = 0.0
+    is_low: bool = False
 
 
 def replay(events: list[Event], resources: Resources) -> tuple[float, float]:
@@ -85,7 +89,8 @@ def replay(events: list[Event], resources: Resources) -> tuple[float, float]:
     ends: dict[int, float] = defaultdict(float)
     for event in events:
         if event.kind == "compute":
-            seconds = event.flops / resources.flops + event.nbytes / resources.memory_bandwidth
+            flops = resources.low_flops if event.is_low and resources.low_flops is not None else resources.flops
+            seconds = event.flops / flops + event.nbytes / resources.memory_bandwidth
             seconds = max(seconds, resources.operator_seconds)
             now, compute = now + seconds, compute + seconds
         elif event.kind == "host":

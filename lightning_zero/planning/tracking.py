@@ -130,7 +130,9 @@ class Observer(compat.TorchDispatchMode):
         tensors = [leaf for leaf in compat.tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
         if func.namespace not in _COLLECTIVES:
             flops, nbytes = _flops_of(func, args, kwargs, result), sum(map(compat.nbytes_of, tensors))
-            self.events.append(Event("host" if self.on_host else "compute", float(flops), float(nbytes)))
+            is_low = bool(flops) and tensors[0].dtype.itemsize <= 2
+            kind = "host" if self.on_host else "compute"
+            self.events.append(Event(kind, float(flops), float(nbytes), is_low=is_low))
         elif func.namespace == "c10d" and self.group not in process_group.groups_among(args):
             return  # the engine's own, which its simulation records
         elif not func.__name__.startswith("wait_tensor"):

@@ -11,6 +11,7 @@ import random
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields, is_dataclass
@@ -32,6 +33,7 @@ from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.plain import name_of, plain
 
 NAME = "manifest.json"
+_LOW_PRECISION = ("Float8Linear", "Linear4bit", "Linear8bitLt")
 
 
 class RunManifest(Callback):
@@ -75,6 +77,7 @@ class RunManifest(Callback):
             return
         self._path = Path(folder) / NAME
         config, strategy = self._config, trainer.strategy
+        kinds = [type(layer).__name__ for layer in pl_module.modules()]
         about_strategy: dict[str, Any] = {"class": name_of(type(strategy))}
         if config is None:
             parts = {"model": pl_module, "data": getattr(trainer, "datamodule", None)}
@@ -100,6 +103,7 @@ class RunManifest(Callback):
             "model": {
                 "class": name_of(type(pl_module)),
                 "parameters": sum(parameter.numel() for parameter in pl_module.parameters()),
+                "low_precision_layers": Counter(name for name in kinds if name in _LOW_PRECISION),
             },
             "data": self._fingerprint(trainer),
         }

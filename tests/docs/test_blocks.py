@@ -119,6 +119,10 @@ def run_plain_torch(folder: str) -> None:
 def run_checkpoints(folder: str) -> None:
     namespace = run_page("how-to/checkpoints.md", folder)
     assert namespace["strategy"].last_report.stage == 3
+
+
+def run_whole_weights(folder: str) -> None:
+    namespace = run_page("how-to/whole-weights.md", folder)
     assert namespace["average"].keys() == (Model().state_dict().keys() if rank() == 0 else set())
 
 
@@ -153,8 +157,13 @@ def run_fabric(folder: str) -> None:
     assert namespace["norm"] > 0
 
 
-def run_precision(folder: str) -> None:
-    namespace = run_page("reference/precision.md", folder)
+def run_lean_states(folder: str) -> None:
+    namespace = run_page("how-to/lean-states.md", folder)
+    assert namespace["strategy"].config.state_dtype is torch.bfloat16
+
+
+def run_float8(folder: str) -> None:
+    namespace = run_page("how-to/float8.md", folder)
     assert type(namespace["model"].blocks[0].up.weight).__name__ == "WeightWithDynamicFloat8CastTensor"
 
 
@@ -209,11 +218,13 @@ PAGES = [
     run_converted_project,
     run_plain_torch,
     run_checkpoints,
+    run_whole_weights,
+    run_lean_states,
     run_transformers,
     run_offload,
     run_two_dimensions,
     run_fabric,
-    run_precision,
+    run_float8,
     run_big_models,
     run_troubleshooting,
     move_a_folder_of_fsdp2,

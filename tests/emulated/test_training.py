@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 
 import lightning_zero
 from lightning_zero.engine import Engine, OffloadConfig
@@ -27,10 +26,6 @@ STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
 RANKS = pytest.mark.parametrize("ranks", [1, 2])
 
 
-def clip(parameters: Any) -> Any:
-    return clip_grad_norm_(parameters, 0.01)
-
-
 @in_order
 def is_ddps(recipe: Recipe, stage: int, bound: float = 0, **options: Any) -> None:
     found = train_zero(recipe, stage, **options)
@@ -41,11 +36,6 @@ def is_ddps(recipe: Recipe, stage: int, bound: float = 0, **options: Any) -> Non
 @in_order
 def is_as_without_offload(recipe: Recipe, stage: int, offload: str, **options: Any) -> None:
     is_as_without(recipe, stage, offload, **options)
-
-
-def sgd(module: nn.Module) -> torch.optim.Optimizer:
-    """SGD whose products are exact, so that the CPU's fused kernel rounds as the device's separate kernels do."""
-    return torch.optim.SGD(module.parameters(), lr=2.0**-4, momentum=0.5)
 
 
 @pytest.mark.exhaustive(but=1)
@@ -94,7 +84,7 @@ def test_overlap_and_prefetch_settings_change_nothing(run_on_device, stage, opti
 @STAGES
 @RANKS
 def test_runs_that_clip_and_accumulate_equal_ddps(run_on_device, ranks, stage):
-    recipe = Recipe(steps=4, micro_batches=3, clip=clip, device=NAME)
+    recipe = Recipe(steps=4, micro_batches=3, clip=models.clip, device=NAME)
     run_on_device(ranks, is_ddps, recipe=recipe, stage=stage, bound=CLOSE)
 
 
@@ -112,20 +102,20 @@ def test_runs_of_other_optimizers_equal_ddps(run_on_device, stage, optimizer):
 @STAGES
 @RANKS
 def test_offload_changes_nothing(run_on_device, ranks, stage, offload):
-    recipe = Recipe(optimizer=sgd, steps=4, device=NAME)
+    recipe = Recipe(optimizer=models.exact_sgd, steps=4, device=NAME)
     run_on_device(ranks, is_as_without_offload, recipe=recipe, stage=stage, offload=offload)
 
 
 @ON_BOTH
 @pytest.mark.parametrize("stage", [1, 3])
 def test_offload_changes_nothing_in_low_precision(run_on_device, stage, offload):
-    recipe = Recipe(Wide, sgd, steps=4, dtype=torch.bfloat16, device=NAME)
+    recipe = Recipe(Wide, models.exact_sgd, steps=4, dtype=torch.bfloat16, device=NAME)
     run_on_device(2, is_as_without_offload, recipe=recipe, stage=stage, offload=offload)
 
 
 @in_order
 def rounds_alike(stage: int, **options: Any) -> None:
-    recipe = Recipe(Wide, sgd, steps=4, micro_batches=3, dtype=torch.bfloat16, device=NAME)
+    recipe = Recipe(Wide, models.exact_sgd, steps=4, micro_batches=3, dtype=torch.bfloat16, device=NAME)
     options |= {"state_dtype": "bf16", "masters": False}
     same_runs(train_zero(recipe, stage, **options), train_zero(recipe, stage, overlap=False, **options))
 
@@ -138,7 +128,7 @@ def test_stochastic_rounding_is_the_same_without_overlap(run_on_device, stage, o
 
 @in_order
 def evaluate_before_each_step(**options: Any) -> None:
-    module, optimizer = prepare(Recipe(Wide, sgd, device=NAME))
+    module, optimizer = prepare(Recipe(Wide, models.exact_sgd, device=NAME))
     engine = Engine(module, [optimizer], units=[nn.Linear], **options)
     for step in range(3):
         module(*batch(step, device=NAME)).backward()
@@ -235,12 +225,13 @@ def test_disabling_a_kind_of_wait_is_detected(run_on_device, waits, stage, offlo
     "options", [{}, {"overlap": False}, {"offload": "cpu"}, {"prefetch": 2, "reduction_buffers": 3}], ids=str
 )
 def test_sharding_within_groups_equals_ddp_except_for_the_order_of_sums(run_on_device, options, micro_batches):
-    recipe = Recipe(Wide, sgd, steps=4, micro_batches=micro_batches, device=NAME)
+    recipe = Recipe(Wide, models.exact_sgd, steps=4, micro_batches=micro_batches, device=NAME)
     run_on_device(4, is_ddps, recipe=recipe, stage=3, bound=CLOSE, units=[nn.Linear], shard_within=2, **options)
 
 
 def test_low_precision_within_groups_equals_stage_3(run_on_device):
-    run_on_device(4, is_as_flat, recipe=Recipe(Wide, sgd, steps=4, dtype=torch.bfloat16, device=NAME))
+    recipe = Recipe(Wide, models.exact_sgd, steps=4, dtype=torch.bfloat16, device=NAME)
+    run_on_device(4, is_as_flat, recipe=recipe)
 
 
 @in_order
@@ -252,7 +243,7 @@ def is_as_flat(recipe: Recipe) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 @pytest.mark.exhaustive(but=1)
 def test_weights_gathered_in_float8_are_in_order(run_on_device, stage, options):
-    recipe = Recipe(partial(test_float8.converted, "gathered"), sgd, steps=4, device=NAME)
+    recipe = Recipe(partial(test_float8.converted, "gathered"), models.exact_sgd, steps=4, device=NAME)
     run_on_device(2, is_as_without_float8, recipe=recipe, stage=stage, units=test_float8.is_block, **options)
 
 

@@ -131,6 +131,25 @@ def ends_early(stage: int) -> None:
     same_tensors(weights, trained(stage, lambda engine, module: None, steps=2), bound=0)
 
 
+def one_rank_alone(stage: int) -> None:
+    def check(engine: Engine, module: nn.Module) -> None:
+        expected = engine.full_state_dict()
+        for chosen in range(world_size()):
+            found = dict(lightning_zero.iter_full_parameters(module, 1000, rank=chosen))
+            same_tensors(found, expected if rank() == chosen else {}, bound=0)
+        for wrong in (world_size(), -1):
+            with pytest.raises(ValueError, match=f"iter_full_parameters: rank={wrong} must be "):
+                lightning_zero.iter_full_parameters(module, rank=wrong)
+
+    trained(stage, check, steps=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("stage", [1, 3])
+def test_one_rank_alone_may_receive_the_tensors(run_on, stage, ranks):
+    run_on(ranks, one_rank_alone, stage=stage)
+
+
 def test_a_loop_may_end_early_on_all_ranks_and_on_one_rank_the_others_get_an_error(run_on):
     run_on(2, ends_early, stage=3)
 

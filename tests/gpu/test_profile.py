@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -54,6 +55,7 @@ def copies_under_compute(device: str, overlap: bool, width: int = 4096, batch: i
     return covered([(start, end) for start, end in spans[True] if end - start > longest / 10], spans[False])
 
 
+@pytest.mark.alone
 def test_copies_of_parameters_overlap_with_compute(run_on, device):
     (beside,) = run_on(1, copies_under_compute, timeout=170, device=device, overlap=True)
     (serial,) = run_on(1, copies_under_compute, timeout=170, device=device, overlap=False)

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.emulated.test_training import clip, sgd
 from tests.numbers.test_offload import OFFLOADS, Wide, train
 from tests.support import whole
+from tests.support.models import clip, exact_sgd
 from tests.support.training import CLOSE, Recipe, same_runs, same_values, train_ddp, train_zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -46,5 +46,5 @@ def is_as_without_offload(recipe: Recipe, stage: int, offload: str) -> None:
 @STAGES
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_offload_changes_nothing(run_on, device, stage, offload):
-    recipe = Recipe(Wide, sgd, steps=4, device=device)
+    recipe = Recipe(Wide, exact_sgd, steps=4, device=device)
     run_on(2, is_as_without_offload, timeout=170, recipe=recipe, stage=stage, offload=offload)

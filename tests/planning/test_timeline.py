@@ -82,6 +82,19 @@ class Attention(nn.Module):
         return self.out(nn.functional.scaled_dot_product_attention(x, keys, keys, enable_gqa=shares))
 
 
+def test_products_in_16_bits_take_the_time_of_their_own_speed():
+    event = Event("compute", flops=50.0, is_low=True)
+    assert replay([event], with_(SLOW, low_flops=25.0))[0] == 2.0
+    assert replay([event], SLOW)[0] == replay([Event("compute", flops=50.0)], with_(SLOW, low_flops=25.0))[0] == 5.0
+
+
+@pytest.mark.parametrize(("dtype", "is_low"), [(torch.float32, False), (torch.bfloat16, True), (torch.float16, True)])
+def test_products_in_16_bits_are_recorded_as_such(dtype: torch.dtype, is_low: bool) -> None:
+    with Observer() as observer:
+        nn.Linear(4, 4, dtype=dtype)(torch.ones(2, 4, dtype=dtype))
+    assert [event.is_low for event in observer.events if event.flops] == [is_low]
+
+
 @pytest.mark.parametrize("heads", [4, 2], ids=["a head of keys each", "query heads that share keys"])
 def test_counted_operations_equal_torchs_count_of_single_products(heads: int) -> None:
     x = torch.randn(2, 8, 32)

@@ -12,10 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from bitsandbytes.nn import Linear4bit
 from lightning.pytorch import Trainer, seed_everything
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor
 from torch.utils.data import DataLoader
+from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
 from lightning_zero.io.plain import plain
 from lightning_zero.reporting import RunManifest
@@ -23,10 +25,18 @@ from lightning_zero.reporting.manifest import commit_of
 from tests.reporting.projects import Noisy, Project, loader
 
 
-def fit(folder: Path, *, seed: int = 0, data: Any = None, manifest: RunManifest | None = None, **arguments: Any) -> Any:
+def fit(
+    folder: Path,
+    *,
+    seed: int = 0,
+    data: Any = None,
+    manifest: RunManifest | None = None,
+    kind: type[Project] = Project,
+    **arguments: Any,
+) -> Any:
     """Trains the project on one process, with a manifest."""
     seed_everything(seed, verbose=False)
-    module = Project(**arguments)
+    module = kind(**arguments)
     trainer = Trainer(
         strategy="zero2",
         accelerator="cpu",
@@ -61,6 +71,23 @@ def test_a_manifest_describes_the_run(tmp_path: Path) -> None:
     end = found["end"]
     assert (end["status"], end["steps"]) == ("completed", 8) and end["seconds"] > 0
     assert end["engine"]["numel"] == found["model"]["parameters"] and end["engine"]["steps"] == 8
+
+
+class Low(Project):
+    """Has a layer that computes in float8, and a frozen one with codes of 4 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = Float8LinearConfig(emulate=True)
+        self.low = convert_to_float8_training(torch.nn.Sequential(torch.nn.Linear(16, 16)), config=config)
+        self.codes = Linear4bit(64, 64).requires_grad_(False)
+
+
+def test_a_manifest_counts_layers_in_low_precision(tmp_path: Path) -> None:
+    fit(tmp_path, kind=Low)
+    assert manifest_in(tmp_path)["model"]["low_precision_layers"] == {"Float8Linear": 1, "Linear4bit": 1}
+    fit(tmp_path)
+    assert manifest_in(tmp_path)["model"]["low_precision_layers"] == {}
 
 
 def test_the_fingerprint_changes_with_the_data_and_not_with_the_seed(tmp_path: Path) -> None:

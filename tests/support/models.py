@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop
@@ -109,6 +111,15 @@ class Square(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return (x.mean(-1) - targets).square().mean()
+
+
+def clip(parameters: Iterable[nn.Parameter]) -> Tensor:
+    return nn.utils.clip_grad_norm_(parameters, 0.01)
+
+
+def exact_sgd(model: nn.Module) -> Optimizer:
+    """SGD whose products are exact, so that a CPU's fused kernel rounds as a device's separate kernels do."""
+    return SGD(model.parameters(), lr=2.0**-4, momentum=0.5)
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, object]]:

@@ -92,12 +92,12 @@ def trained_once(train: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @trained_once
-def train_ddp(recipe: Recipe) -> Run:
-    """The reference run: DistributedDataParallel, or the bare module on one rank."""
+def train_ddp(recipe: Recipe, dtype: torch.dtype | None = None) -> Run:
+    """The reference run: DistributedDataParallel, or the bare module on one rank; under autocast with ``dtype``."""
     module, optimizer = prepare(recipe)
     model = DistributedDataParallel(module) if world_size() > 1 else module
     no_sync = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
-    losses = _loop(model, module, optimizer, recipe, no_sync)
+    losses = _loop(model, module, optimizer, recipe, no_sync, dtype)
     return Run(losses, {name: value.clone() for name, value in module.state_dict().items()})
 
 
@@ -108,9 +108,7 @@ def train_zero(recipe: Recipe, stage: int, **options: Any) -> Run:
     module, optimizer = prepare(recipe)
     engine = Engine(module, getattr(optimizer, "optimizers", [optimizer]), stage=stage, **options)
     no_sync = engine.no_sync if stage == 1 or "shard_within" in options else contextlib.nullcontext
-    dtype = options.get("compute_dtype")
-    with torch.autocast("cpu", dtype, enabled=dtype is not None):
-        losses = _loop(module, module, optimizer, recipe, no_sync)
+    losses = _loop(module, module, optimizer, recipe, no_sync, options.get("compute_dtype"))
     run = Run(losses, engine.full_state_dict(), engine.report())
     engine.close()
     same_tensors(module.state_dict(), run.weights, bound=0)
@@ -123,6 +121,7 @@ def _loop(
     optimizer: Optimizer,
     recipe: Recipe,
     no_sync: Callable[[], contextlib.AbstractContextManager[Any]],
+    dtype: torch.dtype | None,
 ) -> list[Tensor]:
     losses = []
     # Created before the loop, which must not wait for a device.
@@ -130,7 +129,8 @@ def _loop(
     for index, inputs in enumerate(batches):
         last = (index + 1) % recipe.micro_batches == 0
         with contextlib.nullcontext() if last else no_sync():
-            loss = model(*inputs) / recipe.micro_batches
+            with torch.autocast(recipe.device, dtype) if dtype is not None else contextlib.nullcontext():
+                loss = model(*inputs) / recipe.micro_batches
             loss.backward()
         losses.append(loss.detach().clone())
         if last:

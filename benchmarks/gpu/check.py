@@ -1,0 +1,54 @@
+"""The first run on a GPU: what works there? Tests, the doctor, and all systems on a small GPT, in five minutes.
+
+    python benchmarks/gpu/check.py --output FOLDER
+    python benchmarks/gpu/check.py --output FOLDER --device cpu      # tries the script itself
+
+`FOLDER` then has a log for each part, and the tests' results as JUnit XML. The exit code is the number of parts that
+failed.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+from parts import BENCHMARKS, Part, run
+
+
+def parts_of(folder: Path, device: str, minutes: float) -> list[Part]:
+    def tests(name: str, share: float, *paths: str) -> Part:
+        xml = [f"--junitxml={folder / name}.xml", "-o", "junit_logging=all"]
+        command = ["-m", "pytest", *paths, "-n", "4", "--timeout", str(18 * minutes), "-q", *xml]
+        return Part(name, command, share)
+
+    on_gpu = device == "cuda"
+    peers = [
+        *(str(BENCHMARKS / "peers.py"), "--device", device, "--precision", "bf16", "--quick"),
+        *("--models", "124m" if on_gpu else "tiny", "--systems", "single,ddp,fsdp2,deepspeed3,zero1,zero2,zero3"),
+        *("--rounds", "1", "--steps", "5", "--batch", "8", "--output", str(folder)),
+        *(["--sequence", "1024"] if on_gpu else []),
+    ]
+    return [
+        tests("one_rank", 0.3, "tests/gpu/test_one_rank.py"),
+        tests("streams", 0.4, "tests/gpu", "--ignore=tests/gpu/test_one_rank.py"),
+        tests("private_names", 0.2, "tests/engine/test_compat.py"),
+        Part("doctor", ["-m", "lightning_zero", "doctor", "--device", device, "--ranks", "1", "--json"], 0.2),
+        Part("peers", peers, 0.5),
+        tests("backends", 0.2, "tests/engine/test_other_backends.py"),
+    ]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--output", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arguments = parser.parse_args()
+    if arguments.device == "cpu":
+        os.environ["GPU_TESTS_ON"] = "cpu"
+    folder = arguments.output.resolve()
+    return run(parts_of(folder, arguments.device, arguments.minutes), arguments.minutes, folder)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,140 @@
+"""One rank over NCCL, as in a user's first run on one GPU: plain torch's numbers, also from a Trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from tests.gpu.one_device import Layers
+from tests.numbers.test_offload import Wide
+from tests.support.models import Block, OddModel, Repeated, adam_fused
+from tests.support.training import CLOSE, Recipe, same_runs, same_tensors, train_ddp, train_zero
+
+STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
+LOW = 1e-2  # relative; where kernels add bf16 numbers in an order that differs from run to run
+
+
+def in_a_group(device: str, act: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function within a process group of this rank alone."""
+    where = torch.device(device, 0) if device == "cuda" else None
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=where)
+    try:
+        return act(*args, **kwargs)
+    finally:
+        dist.destroy_process_group()
+
+
+def is_plain_torchs(recipe: Recipe, stage: int, bound: float = CLOSE, **options: Any) -> None:
+    found = in_a_group(recipe.device, train_zero, recipe, stage, **options)
+    assert found.losses[0].device.type == recipe.device
+    same_runs(found, train_ddp(recipe, options.get("compute_dtype")), bound)
+
+
+@STAGES
+@pytest.mark.parametrize("model", [OddModel, Repeated, Wide])
+def test_a_run_equals_plain_torchs(run_on, device, stage, model):
+    run_on(1, is_plain_torchs, timeout=120, recipe=Recipe(model, steps=4, device=device), stage=stage)
+
+
+@STAGES
+def test_a_fused_optimizer_updates_as_in_plain_torch(run_on, device, stage):
+    recipe = Recipe(OddModel, adam_fused, steps=4, micro_batches=2, device=device)
+    run_on(1, is_plain_torchs, timeout=120, recipe=recipe, stage=stage)
+
+
+@STAGES
+def test_computation_in_bf16_equals_autocasts(run_on, device, stage):
+    recipe = Recipe(Wide, steps=4, device=device)
+    options = {"compute_dtype": torch.bfloat16, "bound": LOW}
+    run_on(1, is_plain_torchs, timeout=120, recipe=recipe, stage=stage, **options)
+
+
+@pytest.mark.parametrize("activations", ["none", "cpu"])
+def test_recomputed_blocks_give_the_same_numbers(run_on, device, activations):
+    options: dict[str, Any] = {"activation_checkpointing": [Block]}
+    if activations == "cpu":
+        options["offload"] = {"activations": "cpu"}
+    run_on(1, is_plain_torchs, timeout=120, recipe=Recipe(steps=4, device=device), stage=3, **options)
+
+
+def compiled(device: str, stage: int) -> None:
+    def train(shards: bool) -> dict[str, torch.Tensor]:
+        from lightning_zero.engine import Engine
+
+        torch.manual_seed(0)
+        module = Layers(32, 3).to(device)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        engine = Engine(module, [optimizer], stage=stage, device=device) if shards else None
+        step = torch.compile(module)
+        losses = []
+        for _ in range(3):
+            loss = step(torch.ones(4, 32, device=device))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+        if engine is not None:
+            engine.close()
+        return {"losses": torch.stack(losses), **module.state_dict()}
+
+    same_tensors(in_a_group(device, train, True), train(False), CLOSE)
+
+
+@STAGES
+def test_a_compiled_module_trains_as_without_the_engine(run_on, device, stage):
+    run_on(1, compiled, timeout=170, device=device, stage=stage)
+
+
+def fit(device: str, strategy: str, precision: str) -> dict[str, torch.Tensor]:
+    import lightning.pytorch as lightning
+
+    import lightning_zero  # noqa: F401  (registers the strategies)
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(*(Layers.Layer(32, True) for _ in range(3)))
+
+        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
+            return self.layers(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    lightning.seed_everything(0)
+    module = Module()
+    data = torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=4)
+    trainer = lightning.Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        strategy=strategy,
+        precision=precision,
+        max_epochs=2,
+        gradient_clip_val=0.5,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(module, data)
+    weights = {name: value.detach().cpu() for name, value in module.state_dict().items()}
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    return weights
+
+
+def fits_as_ddp(device: str, stage: int, precision: str) -> None:
+    bound = CLOSE if precision == "32-true" else LOW
+    same_tensors(fit(device, f"zero{stage}", precision), fit(device, "ddp", precision), bound)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@STAGES
+def test_a_trainer_fits_as_with_ddp(run_on, device, stage, precision):
+    run_on(1, fits_as_ddp, timeout=120, device=device, stage=stage, precision=precision)
