@@ -247,17 +247,13 @@ def broadcast_coalesced(group: ProcessGroup, tensors: Sequence[Tensor], message_
 
 
 def send(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Send a tensor to a rank of a group, however long that rank takes to receive it."""
-    work = dist.isend(tensor, group=group, group_dst=rank)
-    assert work is not None, "this rank is not in the group"
-    work.wait(FOREVER)
+    """Send a contiguous 1-D tensor to a rank of a group, however long that rank takes to receive it."""
+    (group or default_group()).send([tensor.view(torch.uint8)], rank, 0).wait(FOREVER)
 
 
 def receive(tensor: Tensor, group: ProcessGroup | None, rank: int) -> None:
-    """Receive a tensor from a rank of a group, however long that rank takes to send it."""
-    work = dist.irecv(tensor, group=group, group_src=rank)
-    assert work is not None, "this rank is not in the group"
-    work.wait(FOREVER)
+    """Receive a contiguous 1-D tensor from a rank of a group, however long that rank takes to send it."""
+    (group or default_group()).recv([tensor.view(torch.uint8)], rank, 0).wait(FOREVER)
 
 
 def groups_among(arguments: Sequence[Any]) -> list[ProcessGroup]:
