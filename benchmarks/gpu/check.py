@@ -10,15 +10,18 @@ failed.
 import argparse
 import os
 import sys
-from pathlib import Path
 
-from parts import BENCHMARKS, Part, run
+from parts import BENCHMARKS, Part, main
 
 
-def parts_of(folder: Path, device: str, minutes: float) -> list[Part]:
+def parts_of(arguments: argparse.Namespace) -> list[Part]:
+    folder, device = arguments.output, arguments.device
+    if device == "cpu":
+        os.environ["GPU_TESTS_ON"] = "cpu"
+
     def tests(name: str, share: float, *paths: str) -> Part:
         xml = [f"--junitxml={folder / name}.xml", "-o", "junit_logging=all"]
-        command = ["-m", "pytest", *paths, "-n", "4", "--timeout", str(18 * minutes), "-q", *xml]
+        command = ["-m", "pytest", *paths, "-n", "4", "--timeout", str(18 * arguments.minutes), "-q", *xml]
         return Part(name, command, share)
 
     on_gpu = device == "cuda"
@@ -38,17 +41,5 @@ def parts_of(folder: Path, device: str, minutes: float) -> list[Part]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for logs and results")
-    parser.add_argument("--minutes", type=float, default=5.0)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    arguments = parser.parse_args()
-    if arguments.device == "cpu":
-        os.environ["GPU_TESTS_ON"] = "cpu"
-    folder = arguments.output.resolve()
-    return run(parts_of(folder, arguments.device, arguments.minutes), arguments.minutes, folder)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__.partition("\n")[0], 5.0, parts_of))

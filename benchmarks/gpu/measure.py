@@ -13,10 +13,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from parts import BENCHMARKS, Part, run
+from parts import BENCHMARKS, Part, main
 
 
-def parts_of(folder: Path, device: str) -> list[Part]:
+def parts_of(arguments: argparse.Namespace) -> list[Part]:
+    folder, device = arguments.output, arguments.device
     on_gpu = device == "cuda"
     model, large = ("1.3b", "7b") if on_gpu else ("tiny", "tiny")
     batch, sequence = ("8", "2048") if on_gpu else ("2", "128")
@@ -48,15 +49,5 @@ def parts_of(folder: Path, device: str) -> list[Part]:
     ]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--output", type=Path, required=True, help="folder for logs and results")
-    parser.add_argument("--minutes", type=float, default=6.0)
-    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    arguments = parser.parse_args()
-    folder = arguments.output.resolve()
-    return run(parts_of(folder, arguments.device), arguments.minutes, folder)
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(__doc__.partition("\n")[0], 6.0, parts_of))

@@ -1,10 +1,12 @@
 """Parts of a run on a lent machine: each a command with its own time limit, the most important first."""
 
+import argparse
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,17 @@ class Part:
     name: str
     command: list[str]
     share: float
+
+
+def main(about: str, minutes: float, parts_of: Callable[[argparse.Namespace], list[Part]]) -> int:
+    """Run the parts for the command line's options; return how many failed."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--output", type=Path, required=True, help="folder for logs and results")
+    parser.add_argument("--minutes", type=float, default=minutes)
+    parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
+    arguments = parser.parse_args()
+    arguments.output = arguments.output.resolve()
+    return run(parts_of(arguments), arguments.minutes, arguments.output)
 
 
 def run(parts: list[Part], minutes: float, folder: Path) -> int:
