@@ -2,7 +2,7 @@
 
     python benchmarks/plans.py                                      # GPT of 25 M parameters, 16 configurations
     python benchmarks/plans.py --model tiny --rounds 1 --steps 3    # a quick check, in a minute
-    python benchmarks/plans.py --device cuda --model 1.3b --precision bf16-mixed --choices zero1,zero3
+    python benchmarks/plans.py --device cuda --model 1.3b --precision bf16-mixed --choices zero1 zero3
 
 Every configuration trains by the Trainer once per round, in fresh processes. Before each round the machine is measured
 as by `lightning-zero doctor`; plans use the median of these measurements. On GPUs there is one process, on a CPU two.
@@ -39,8 +39,8 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--model", default="25m", choices=list(GPTS))
     made.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     made.add_argument("--precision", default="32-true", help="the Trainer's")
-    names = ",".join(name_of(*choice) for choice in CHOICES)
-    made.add_argument("--choices", default=names, help=f"comma-separated, from: {names}")
+    names = [name_of(*choice) for choice in CHOICES]
+    made.add_argument("--choices", nargs="+", default=names, choices=names)
     made.add_argument("--batch", type=int, nargs="+", default=[1, 4], help="sequences per rank and step")
     made.add_argument("--sequence", type=int, default=128, help="tokens in a sequence")
     made.add_argument("--rounds", type=int, default=3, help="how often each configuration is run and timed")
@@ -164,7 +164,7 @@ def main(given: list[str]) -> int:
         work(arguments)
         return 0
     options = ["--model", arguments.model, "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
-    options += ["--batch", *map(str, arguments.batch), "--choices", arguments.choices]
+    options += ["--batch", *map(str, arguments.batch), "--choices", *arguments.choices]
     options += ["--device", arguments.device, "--precision", arguments.precision]
     ranks = ranks_of(arguments)
 
@@ -239,8 +239,8 @@ def main(given: list[str]) -> int:
 
 def configurations_of(arguments: argparse.Namespace) -> list[tuple[int, tuple[int, str, bool]]]:
     """Each batch size with each chosen configuration."""
-    wanted = arguments.choices.split(",")
-    return list(itertools.product(arguments.batch, [choice for choice in CHOICES if name_of(*choice) in wanted]))
+    chosen = [choice for choice in CHOICES if name_of(*choice) in arguments.choices]
+    return list(itertools.product(arguments.batch, chosen))
 
 
 def name_of(stage: int, offload: str, recompute: bool) -> str:

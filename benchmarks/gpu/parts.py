@@ -1,4 +1,4 @@
-"""Parts of a run on a lent machine: each a command with its own time limit, the most important first."""
+"""Parts of a run that must end in time: each a command with its own time limit, the most important first."""
 
 import argparse
 import os

@@ -4,16 +4,17 @@
 set -euo pipefail
 folder=${1:?"usage: bash benchmarks/gpu/wheels.sh FOLDER"}
 python=${PYTHON:-python3}
+constraints=$(dirname "$0")/../../constraints.txt
 mkdir -p "$folder"
 
 # these have no wheels, or only some for other systems
-"$python" -m pip wheel --no-deps -w "$folder" antlr4-python3-runtime==4.9.3 deepspeed==0.19.8
+"$python" -m pip wheel --no-deps -c "$constraints" -w "$folder" antlr4-python3-runtime deepspeed==0.19.8
 
 platforms=()
 for platform in manylinux_2_28 manylinux_2_27 manylinux_2_17 manylinux2014 manylinux1; do
   platforms+=(--platform "${platform}_x86_64")
 done
 "$python" -m pip download --no-deps --only-binary=:all: --python-version 3.12 --implementation cp "${platforms[@]}" \
-  -d "$folder" hydra-core==1.3.8 omegaconf==2.3.1 hjson==3.1.0 pydantic==2.14.3 pydantic-core==2.50.4 \
-  annotated-types==0.8.0 typing-inspection==0.4.5 httpx==0.28.1 httpcore==1.0.9
+  -c "$constraints" -d "$folder" hydra-core omegaconf pydantic pydantic-core annotated-types typing-inspection \
+  hjson==3.1.0 httpx==0.28.1 httpcore==1.0.9
 du -sh "$folder"

@@ -16,7 +16,7 @@ class Resources:
 
     Attributes:
         flops: floating-point operations per second of matrix products.
-        low_flops: the same of tensors in 16 bits; None if they are not faster.
+        low_flops: the same of tensors in at most 16 bits; None means as many as ``flops``.
         memory_bandwidth: bytes per second that operators read and write in total.
         operator_seconds: the minimum time of an operator.
         link_bandwidth: bytes per second that a rank sends in a collective, while it receives at the same rate.
@@ -67,7 +67,7 @@ class Event(NamedTuple):
         flops, nbytes: floating-point operations, and bytes read and written (in a collective, bytes sent by the rank).
         number: the collective's number, which links a ``"wait"`` to its ``"launch"``.
         leaving: bytes that all ranks of a machine together send to other machines in the collective.
-        is_low: whether the operator computes in 16 bits.
+        is_low: whether the operator computes in at most 16 bits.
     """
 
     kind: str

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from lightning.pytorch.strategies import DDPStrategy
 
 from tests.gpu.one_device import Layers
 from tests.numbers.test_offload import Wide
 from tests.support.models import Block, OddModel, Repeated, adam_fused
+from tests.support.trainer import TrainerRun, fit
 from tests.support.training import CLOSE, Recipe, same_runs, same_tensors, train_ddp, train_zero
 
 STAGES = pytest.mark.parametrize("stage", [1, 2, 3])
@@ -91,47 +92,18 @@ def test_a_compiled_module_trains_as_without_the_engine(run_on, device, stage):
     run_on(1, compiled, timeout=170, device=device, stage=stage)
 
 
-def fit(device: str, strategy: str, precision: str) -> dict[str, torch.Tensor]:
-    import lightning.pytorch as lightning
-
-    import lightning_zero  # noqa: F401  (registers the strategies)
-
-    class Module(lightning.LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.Sequential(*(Layers.Layer(32, True) for _ in range(3)))
-
-        def training_step(self, batch: torch.Tensor) -> torch.Tensor:
-            return self.layers(batch).square().mean()
-
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.AdamW(self.parameters(), lr=0.01)
-
-    lightning.seed_everything(0)
-    module = Module()
-    data = torch.utils.data.DataLoader(torch.randn(16, 32), batch_size=4)
-    trainer = lightning.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        strategy=strategy,
-        precision=precision,
-        max_epochs=2,
-        gradient_clip_val=0.5,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    trainer.fit(module, data)
-    weights = {name: value.detach().cpu() for name, value in module.state_dict().items()}
-    if dist.is_initialized():
-        dist.destroy_process_group()
-    return weights
+def fitted(strategy: Any, device: str, precision: str) -> TrainerRun:
+    accelerator = "gpu" if device == "cuda" else "cpu"
+    try:
+        return fit(strategy, accelerator=accelerator, precision=precision, gradient_clip_val=0.5)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def fits_as_ddp(device: str, stage: int, precision: str) -> None:
-    bound = CLOSE if precision == "32-true" else LOW
-    same_tensors(fit(device, f"zero{stage}", precision), fit(device, "ddp", precision), bound)
+    found, expected = fitted(f"zero{stage}", device, precision), fitted(DDPStrategy(), device, precision)
+    same_runs(found, expected, CLOSE if precision == "32-true" else LOW)
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])

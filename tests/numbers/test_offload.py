@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lightning_zero import full_parameters
@@ -146,14 +145,10 @@ def test_offload_changes_no_numbers_with_any_optimizer(run_on, optimizer, offloa
     run_on(2, is_as_without, recipe=Recipe(Wide, optimizer, steps=3), stage=3, offload=offload)
 
 
-def clip(parameters: Any) -> Any:
-    return clip_grad_norm_(parameters, 0.01)
-
-
 @ON_BOTH
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_offload_changes_no_numbers_with_clipping_and_micro_batches(run_on, ranks, offload):
-    recipe = Recipe(steps=4, micro_batches=3, clip=clip)
+    recipe = Recipe(steps=4, micro_batches=3, clip=models.clip)
     run_on(ranks, is_as_without, recipe=recipe, stage=3, offload=offload)
 
 
