@@ -163,6 +163,7 @@ def test_a_resumed_run_continues_where_the_first_run_stopped(
     assert [step for step, _ in results(tmp_path / "job")["loss_curve"]] == [7, 8, 9]
 
 
+@pytest.mark.exhaustive
 def test_the_results_of_a_diverged_run_are_printed_as_json_with_null_for_nan(tmp_path: Path) -> None:
     arguments = ["stage=ddp", "trainer.devices=1", "optimizer.lr=1e30", "trainer.log_every_n_steps=1"]
     printed = succeed("train", *TINY, *arguments, "--json", folder=tmp_path)

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 REPOSITORY = Path(__file__).parents[2]
 
 RUN = """
@@ -23,6 +25,7 @@ sys.exit(run(parts, minutes=0.5, folder=Path(sys.argv[1])))
 """
 
 
+@pytest.mark.exhaustive
 def test_parts_that_fail_or_hang_do_not_keep_others_from_running(tmp_path: Path) -> None:
     path = {"PYTHONPATH": str(REPOSITORY / "benchmarks" / "gpu")}
     done = subprocess.run(

@@ -204,6 +204,7 @@ def bytes_of_gathers(dtype):
     assert messages["gathered"] == messages["tensorwise"] + recipe.steps, "one all-reduce a step for all scales"
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_gather_in_float8_sends_one_byte_an_element_and_a_step_one_message_for_all_scales(run_on, dtype):
     run_on(2, bytes_of_gathers, dtype=dtype)

@@ -268,6 +268,7 @@ def accumulated(stage: int, unsynchronised: int, **options: Any) -> Any:
     return started.end()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("unsynchronised", [0, 1, 2, 3])
 def test_all_stages_and_numbers_of_ranks_give_the_same_bits_with_accumulation(run_on, unsynchronised):
     reference = run_on(1, accumulated, stage=3, unsynchronised=unsynchronised)[0]
@@ -291,6 +292,7 @@ def accumulate_and_resume() -> None:
     same_values(later.train(range(10, STEPS), micro_batches=3).end(), whole, "the resumed run")
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("size", [1, 2])
 def test_accumulated_gradients_have_the_same_bits_after_a_restart(run_on, size):
     run_on(size, accumulate_and_resume)
@@ -310,6 +312,7 @@ def half(stage: int, **options: Any) -> Any:
     return Started(stage=stage, **options).train(range(STEPS // 2)).end()
 
 
+@pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("options", ["states", "lean"])
 def test_a_run_resumed_on_other_stages_and_ranks_equals_an_uninterrupted_one(run_on, options):
     chosen = OPTIONS[options]

@@ -81,6 +81,7 @@ def test_the_engine_takes_as_many_bytes_as_the_table_says(parameters, ranks):
         assert bytes_on_fake_tensors(parameters, ranks, stage) == pytest.approx(expected, rel=0.001)
 
 
+@pytest.mark.exhaustive
 def test_bf16_states_without_masters_take_eight_bytes_instead_of_sixteen():
     """Bytes at the end of backward, with 2 bytes for each gradient and each of Adam's moments."""
     shard = 7.5e9 / 16

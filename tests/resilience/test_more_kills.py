@@ -74,15 +74,15 @@ def test_kills_between_and_in_micro_batches_in_bf16_leave_no_trace(stage, precis
 # -- what an epoch has set ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.exhaustive(but=1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "options",
     [
         pytest.param({"freezes": True, "validates": 3}, id="frozen layers and modes of modules"),
         pytest.param({"draws": True}, id="a sampler's own generator"),
-        pytest.param({"unfreezes": True}, id="a group that BaseFinetuning has added", marks=pytest.mark.exhaustive),
-        pytest.param({"averages": True}, id="StochasticWeightAveraging", marks=pytest.mark.exhaustive),
-        pytest.param({"schedule": {"0": 2, "1": 3}}, id="an accumulation schedule", marks=pytest.mark.exhaustive),
+        pytest.param({"unfreezes": True}, id="a group that BaseFinetuning has added"),
+        pytest.param({"averages": True}, id="StochasticWeightAveraging"),
+        pytest.param({"schedule": {"0": 2, "1": 3}}, id="an accumulation schedule"),
     ],
 )
 def test_what_an_epoch_has_set_survives_kills(options, uninterrupted, tmp_path):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
@@ -21,6 +24,8 @@ SHARES = {
     "Fabric on 2": 0.1,
 }
 """Shares of the programs, by runner and number of ranks; 4 ranks simulate two machines (``shard_within``)."""
+
+ROOT = Path(__file__).parents[2]
 
 RUNNERS = {"engine": execute, "Trainer": execute_in_trainer, "Fabric": execute_in_fabric}
 
@@ -50,3 +55,12 @@ def test_random_programs_give_averaged_gradients(run_on, where, request):
 def check(run_on: Callable[..., list[str | None]], run: Callable[[Program], str | None], program: Program) -> None:
     found = run_on(program.setup.ranks, run, program=program)
     assert found == [None] * program.setup.ranks, "\n".join(filter(None, found))
+
+
+@pytest.mark.exhaustive
+def test_make_search_runs_programs_of_every_runner_and_number_of_ranks():
+    # -o: as if everything were installed
+    make = ["make", "--silent", "-o", "nowhere/.installed", "VENV=nowhere", f"RUN={sys.executable}", "search"]
+    done = subprocess.run([*make, "ARGS=--collect-only -q"], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
+    assert all(f"[{where}]" in done.stdout for where in SHARES)

@@ -275,6 +275,7 @@ assert closes.wait(20), "the timer does not notice that the group was destroyed"
 """
 
 
+@pytest.mark.exhaustive
 def test_a_program_may_end_while_the_timer_still_closes_its_connections():
     """At the interpreter's end, a background thread that returns from C++ would abort the process."""
     done = subprocess.run([sys.executable, "-c", EXITS], capture_output=True, text=True, timeout=60)
