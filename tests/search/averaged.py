@@ -85,22 +85,33 @@ def dtype_of(setup: Setup) -> torch.dtype:
     return torch.bfloat16 if setup.is_low else torch.float64
 
 
+def of_unknown_needs(kind: Any) -> Any:
+    """A subclass of an optimizer class for which the engine's table does not say what it needs."""
+
+    class Own(kind):
+        def step(self, closure: Any = None) -> Any:
+            return super().step(closure) if self.param_groups else None
+
+    return Own
+
+
 def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimizer]:
     made: list[Optimizer] = []
+    of = of_unknown_needs if setup.whole else lambda kind: kind
     for number, kind in enumerate(setup.optimizers):
         own = [p for p, owner in zip(parameters, setup.owner_of) if owner == number]
         # An empty group is allowed, an empty list is not.
         groups: Any = [{"params": own}]
         match kind:
             case "adam":
-                made.append(torch.optim.Adam(groups, lr=0.05, eps=0.1))
+                made.append(of(torch.optim.Adam)(groups, lr=0.05, eps=0.1))
             case "adamw":
-                made.append(torch.optim.AdamW(groups, lr=0.05, eps=0.1, weight_decay=0.1, amsgrad=True))
+                made.append(of(torch.optim.AdamW)(groups, lr=0.05, eps=0.1, weight_decay=0.1, amsgrad=True))
             case "rmsprop":
                 # Centred, it divides by nearly ``eps`` in its first steps: a small one would amplify rounding in bf16.
-                made.append(torch.optim.RMSprop(groups, lr=0.05, eps=1.0, momentum=0.5, centered=True))
+                made.append(of(torch.optim.RMSprop)(groups, lr=0.05, eps=1.0, momentum=0.5, centered=True))
             case _:
-                made.append(torch.optim.SGD(groups, lr=0.125, momentum=0.5 if kind == "momentum" else 0.0))
+                made.append(of(torch.optim.SGD)(groups, lr=0.125, momentum=0.5 if kind == "momentum" else 0.0))
     return made
 
 

@@ -106,7 +106,7 @@ class Execution:
         # Blocks are checkpointed, which are roots of engines of their own otherwise.
         checkpoints = setup.checkpoints and not setup.several
         activations = setup.activations if checkpoints else None
-        offload: dict[str, Any] = {"optimizer": setup.offload, "activations": activations, "sub_group": 30}
+        offload: dict[str, Any] = {"optimizer": setup.offloads_to, "activations": activations, "sub_group": 30}
         if setup.offload == "all":
             offload |= {"optimizer": "cpu", "gradients": "cpu"}
             if setup.stage == 3 and setup.shard_within is None:
@@ -122,6 +122,8 @@ class Execution:
             "offload": OffloadConfig(**offload),
             "activation_checkpointing": [Block] if checkpoints else None,
             "whole_parameters": True if setup.whole else None,
+            "state_dtype": "bf16" if setup.is_lean else None,
+            "masters": not setup.is_lean,
             "shard_within": setup.shard_within,
             "prefetch": setup.prefetch,
             "reduction_buffers": setup.reduction_buffers,
@@ -596,6 +598,9 @@ class Execution:
                 group["lr"] *= op.factor
 
     def _addgroup(self, op: AddGroup, index: int) -> None:
+        if self.setup.whole:  # the parameter's bucket gets owners, which must not have gradients
+            self._zerograd(ZeroGrad(None), index)
+            self.kept.clear()
         number = op.parameter % len(self.parameters)
         for optimizers, parameters in (
             (self.optimizers, self.parameters),

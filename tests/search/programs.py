@@ -35,6 +35,7 @@ class Setup:
         activations: "cpu", where the engine keeps checkpointed inputs; None for the device.
         several: each block has its own engine, and the model's own parameters have one, too.
         is_low: the model is in bfloat16, with fp32 masters.
+        is_lean: the model has no such masters, and optimizer states are in bfloat16.
     """
 
     ranks: int
@@ -56,6 +57,12 @@ class Setup:
     activations: str | None = None
     several: bool = False
     is_low: bool = False
+    is_lean: bool = False
+
+    @property
+    def offloads_to(self) -> str | None:
+        """``offload``, without the disk where the engine refuses it."""
+        return "cpu" if self.offload == "nvme" and (self.whole or self.is_lean) else self.offload
 
     @property
     def has_unit_per_block(self) -> bool:
@@ -290,6 +297,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         owners = tuple(draw(owner) for _ in range(PARAMETERS))
     shard_within = 2 if ranks == 4 else None
     several = draw(st.sampled_from((False, False, True)))
+    is_low, whole = draw(st.sampled_from((False, False, True))), draw(st.sampled_from((False, False, True)))
     return Setup(
         ranks=ranks,
         stage=draw(st.sampled_from((1, 2, 3))) if shard_within is None else 3,
@@ -306,11 +314,12 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         reduction_buffers=PARAMETERS if several else draw(st.sampled_from((2, 2, 1))),
         has_number=draw(st.booleans()),
         is_tied=draw(st.sampled_from((False, False, True))) and not several,
-        whole=draw(st.sampled_from((False, False, True))) and shard_within is None,
+        whole=whole,
         checkpoints=draw(st.sampled_from((False, False, True))),
         activations=draw(st.sampled_from((None, "cpu"))),
         several=several,
-        is_low=draw(st.sampled_from((False, False, True))),
+        is_low=is_low,
+        is_lean=is_low and not whole and draw(st.booleans()),
     )
 
 
