@@ -1,6 +1,7 @@
 """The benchmarks run, the compared systems do the same work, and results record machine and versions."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_offload_compares_systems_that_compute_the_same_losses(tmp_path: Path) -
         < result["rounds"]["none"][0]["peak"]["optimizer"]
     )
     assert all(f"| {system} |" in (tmp_path / "offload.md").read_text() for system in systems)
+
+
+@pytest.mark.exhaustive
+def test_offload_keeps_what_it_has_measured_if_a_system_fails(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed.py").write_text("raise ImportError('not for this torch')")
+    options = ["--systems", "none,deepspeed_cpu,cpu", "--disk", str(tmp_path), "--output", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, "benchmarks/offload.py", *SHORT, *options],
+        cwd=REPOSITORY,
+        env=os.environ | {"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1 and "deepspeed_cpu FAILED, and is left out" in done.stdout, done.stderr
+    assert list(json.loads((tmp_path / "offload.json").read_text())["rounds"]) == ["none", "cpu"]
 
 
 @pytest.mark.timeout(300)  # a dozen processes
