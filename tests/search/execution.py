@@ -33,6 +33,8 @@ from tests.search.programs import (
     SaveAndLoad,
     Setup,
     Step,
+    Uneven,
+    Whole,
     Write,
     ZeroGrad,
 )
@@ -571,6 +573,61 @@ class Execution:
                 outputs.append(net(inputs(index, 0, 0, net), uses, True, False))
             net.train()
         self._same(*outputs, "the output in evaluation")
+
+    def _uneven(self, op: Uneven, index: int) -> None:
+        from lightning_zero import uneven_forwards
+
+        if self.setup.several:
+            return  # one engine's ranks join each other
+        uses, outputs = ("ab",) * self.setup.blocks, []
+        with uneven_forwards(self.net), torch.no_grad():
+            for number in range(op.counts[rank()]):
+                outputs.append(self.net(inputs(index, number, rank(), self.net), uses, True, False))
+        for number, output in enumerate(outputs):
+            with torch.no_grad():
+                expected = self.reference.net(inputs(index, number, rank(), self.reference.net), uses, True, False)
+            self._same(output, expected, f"output {number} of this rank")
+
+    def _whole(self, op: Whole, index: int) -> None:
+        from lightning_zero import full_grad, full_optimizer_state, full_parameters, iter_full_parameters
+
+        match op.how:
+            case "forward":
+                uses = (("ab",) * self.setup.blocks,) * self.setup.ranks
+                with full_parameters(self.net):
+                    self._backward(Backward((uses,), scaled=True, sync=op.sync), index)
+            case "write":
+                with full_parameters(self.net, writeback=True), torch.no_grad():
+                    for net in (self.net, self.reference.net):
+                        list(net.parameters())[op.parameter % len(self.parameters)].mul_(0.5)
+            case "stream":
+                found, wanted = dict(iter_full_parameters(self.net)), self.reference.net.state_dict()
+                check(list(found) == list(wanted), f"the stream has {list(found)}, not {list(wanted)}")
+                for name, value in found.items():
+                    self._same(value, wanted[name], f"{name} in the stream")
+            case "gradients":
+                for number, parameter in enumerate(self.parameters):
+                    gradients = self.reference.gradients[number]
+                    if gradients is not None and not self.reference.is_local[number]:
+                        found = full_grad(parameter)
+                        check(found is not None, f"parameter {number} has no gradient")
+                        self._same(found, gradients[0], f"the whole gradient of parameter {number}")
+            case "states":
+                self._whole_states(full_optimizer_state)
+
+    def _whole_states(self, state_of: Callable[[Tensor], dict[str, Any]]) -> None:
+        twins = {id(theirs): (number, ours) for number, (ours, theirs) in self._numbered_twins()}
+        for optimizer in self.reference.optimizers:
+            for theirs in (p for group in optimizer.param_groups for p in group["params"]):
+                number, ours = twins[id(theirs)]
+                found, wanted = state_of(ours), optimizer.state.get(theirs, {})
+                check(found.keys() == wanted.keys(), f"parameter {number} has states {list(found)}, not {list(wanted)}")
+                for name, value in wanted.items():
+                    if isinstance(value, Tensor):
+                        self._same(found[name], value, f"{name} of parameter {number}")
+
+    def _numbered_twins(self) -> Iterable[tuple[int, tuple[nn.Parameter, nn.Parameter]]]:
+        return enumerate(zip(self.parameters, self.reference.parameters))
 
     def _saveandload(self, op: SaveAndLoad, index: int) -> None:
         weights = self.full_weights() if op.whole else copy.deepcopy(self.net.state_dict())

@@ -199,6 +199,27 @@ class Evaluate(Op):
 
 
 @dataclass(frozen=True)
+class Uneven(Op):
+    """Different numbers of forward passes on the ranks, without gradients, within ``uneven_forwards``."""
+
+    counts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Whole(Op):
+    """Something done with whole tensors.
+
+    Attributes:
+        how: "forward" (and backward, within ``full_parameters``), "write" (to a parameter there), "stream"
+            (``iter_full_parameters``), "gradients" (``full_grad``), or "states" (``full_optimizer_state``).
+    """
+
+    how: str
+    parameter: int
+    sync: bool = True
+
+
+@dataclass(frozen=True)
 class SaveAndLoad(Op):
     """Save and compare weights and optimizer states; with ``load``, load the newest saved ones back."""
 
@@ -382,6 +403,10 @@ def _ops(setup: Setup) -> st.SearchStrategy[Op]:
         st.builds(Require, _parameter, st.booleans()),
         st.builds(Write, _parameter, st.sampled_from(("copy", "data", "scale", "element"))),
         st.builds(Evaluate, st.integers(0, BLOCKS - 1)),
+        st.builds(Uneven, st.tuples(*[st.integers(0, 2)] * setup.ranks)),
+        st.builds(
+            Whole, st.sampled_from(("forward", "write", "stream", "gradients", "states")), _parameter, st.booleans()
+        ),
         st.builds(SaveAndLoad, st.booleans(), st.booleans()),
         st.builds(LearningRate, optimizer, st.sampled_from((0.5, 2.0))),
         st.builds(AddGroup, optimizer, _parameter),
