@@ -29,7 +29,7 @@ from tests.support.training import (
     train_zero,
 )
 from tests.support.whole import Layered
-from tests.support.workers import world_size
+from tests.support.workers import rank, world_size
 
 OPTIMIZERS = [
     whole.muon_and_adamw,
@@ -310,6 +310,53 @@ def give_within_accumulation() -> None:
 
 def test_parameters_with_gradients_cannot_be_added_to_a_whole_parameter_optimizer(run_on):
     run_on(2, give_within_accumulation)
+
+
+def give_between_backward_and_step() -> None:
+    """A group is added to the optimizer while its parameters have gradients; the update is refused as a whole."""
+    from lightning_zero.engine import Engine
+
+    module = Layered()
+    optimizer = Adafactor(whole.matrices(module)[:2])
+    engine = Engine(module, [optimizer], stage=3)
+    before = engine.full_state_dict()
+    module(*batch(0)).backward()
+    optimizer.add_param_group({"params": whole.matrices(module)[2:]})
+    with pytest.raises(RuntimeError, match=r"'layers\.\d.*' has a gradient.*after optimizer.zero_grad\(\)"):
+        optimizer.step()
+    same_tensors(engine.full_state_dict(), before, bound=0)
+    module.zero_grad()
+    module(*batch(0)).backward()
+    optimizer.step()
+    engine.close()
+
+
+def test_an_update_of_added_parameters_that_have_gradients_is_refused(run_on):
+    run_on(2, give_between_backward_and_step)
+
+
+def give_before_an_evaluation(stage: int) -> None:
+    """A group is added, and only one rank has a batch to evaluate before training continues."""
+    from lightning_zero import uneven_forwards
+    from lightning_zero.engine import Engine
+
+    torch.manual_seed(0)
+    module = Layered()
+    optimizer = Adafactor(whole.matrices(module)[:2])
+    engine = Engine(module, [optimizer], stage=stage)
+    optimizer.add_param_group({"params": whole.matrices(module)[2:]})
+    with uneven_forwards(module), torch.no_grad():
+        for _ in range(1 - rank()):
+            module(*batch(0))
+    module(*batch(0)).backward()
+    optimizer.step()
+    assert all(len(optimizer.state[parameter]) for parameter in whole.matrices(module))
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_rank_may_have_nothing_to_evaluate_after_a_group_was_added(run_on, stage):
+    run_on(2, give_before_an_evaluation, stage=stage)
 
 
 def unfreeze(stage: int, offload: str | None) -> None:

@@ -56,12 +56,17 @@ class Net(Own):
             self.own = Own(setup.has_number)
         else:
             super().__init__(setup.has_number)
+        self.is_mixed = setup.precision == "mixed"
         self.blocks = nn.ModuleList(Block() for _ in range(setup.blocks))
         if setup.is_tied:
             for block in self.blocks:
                 block.b.weight = self.blocks[0].b.weight
 
     def forward(self, x: Tensor, uses: tuple[str, ...], scaled: bool, checkpointed: bool) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.is_mixed):
+            return self.total(x, uses, scaled, checkpointed)
+
+    def total(self, x: Tensor, uses: tuple[str, ...], scaled: bool, checkpointed: bool) -> Tensor:
         total = x.sum() * 0
         for block, parts in zip(self.blocks, uses):
             if parts:  # a block that is not used is not called
@@ -82,7 +87,7 @@ def make_net(setup: Setup) -> Net:
 
 
 def dtype_of(setup: Setup) -> torch.dtype:
-    return torch.bfloat16 if setup.is_low else torch.float64
+    return {"fp64": torch.float64, "mixed": torch.float32}.get(setup.precision, torch.bfloat16)
 
 
 def of_unknown_needs(kind: Any) -> Any:
@@ -131,7 +136,7 @@ class Averaged:
     """
 
     def __init__(self, setup: Setup) -> None:
-        self.setup, self.net = setup, make_net(setup).double()
+        self.setup, self.net = setup, make_net(setup).double()  # which autocast leaves as they are
         self.parameters = list(self.net.parameters())
         self.optimizers = make_optimizers(setup, self.parameters)
         self.gradients: list[list[Tensor] | None] = [None] * len(self.parameters)

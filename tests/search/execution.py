@@ -46,7 +46,7 @@ BOUND = 1e-9
 """Relative and absolute bound in fp64: rounding stays below it, so that only wrong numbers exceed it."""
 
 LOW_BOUND = 0.1
-"""The same in bfloat16, whose forward and backward passes the reference computes in fp64."""
+"""The same where forward and backward passes are in bfloat16; the reference computes them in fp64."""
 
 
 def execute(program: Program) -> str | None:
@@ -124,8 +124,8 @@ class Execution:
             "offload": OffloadConfig(**offload),
             "activation_checkpointing": [Block] if checkpoints else None,
             "whole_parameters": True if setup.whole else None,
-            "state_dtype": "bf16" if setup.is_lean else None,
-            "masters": not setup.is_lean,
+            "state_dtype": "bf16" if setup.precision == "lean" else None,
+            "masters": setup.precision != "lean",
             "shard_within": setup.shard_within,
             "prefetch": setup.prefetch,
             "reduction_buffers": setup.reduction_buffers,
@@ -148,7 +148,8 @@ class Execution:
             optimizers = [
                 each for each in self.optimizers if any(id(p) in held for g in each.param_groups for p in g["params"])
             ]
-            self.engines.append(Engine(module, optimizers, **self.engine_options))
+            compute_dtype = torch.bfloat16 if self.setup.precision == "mixed" else None  # strategies set it themselves
+            self.engines.append(Engine(module, optimizers, compute_dtype=compute_dtype, **self.engine_options))
 
     def close_engines(self) -> None:
         while self.engines:
@@ -232,7 +233,7 @@ class Execution:
     def _same(self, value: Tensor, expected: Tensor, what: str) -> None:
         value, expected = value.detach().double(), expected.detach().double()
         check(value.shape == expected.shape, f"{what} has shape {value.shape}, not {expected.shape}")
-        bound = LOW_BOUND if self.setup.is_low else BOUND
+        bound = BOUND if self.setup.precision == "fp64" else LOW_BOUND
         if not torch.allclose(value, expected, rtol=bound, atol=bound):
             raise Difference(f"{what} is {value.flatten().tolist()}, not {expected.flatten().tolist()}")
 
@@ -361,12 +362,12 @@ class Execution:
     def _is_possible(self, op: Backward, trained: Sequence[bool]) -> bool:
         """Whether each rank's backward passes reach some parameter and, at stage 3, the same units as other ranks'."""
         direct = op.direct is not None and trained[op.direct % len(trained)]
-        names = [name for name, _ in self.net.named_parameters()]
+        is_trained = {id(twin): is_wanted for twin, is_wanted in zip(self.reference.parameters, trained)}
 
         def reached(uses: tuple[str, ...]) -> list[bool]:
             return [
-                any(t for name, t in zip(names, trained) for p in parts if name.startswith(f"blocks.{block}.{p}."))
-                for block, parts in enumerate(uses)
+                any(is_trained[id(p)] for part in parts for p in getattr(block, part).parameters())
+                for block, parts in zip(self.reference.net.blocks, uses)
             ]
 
         scaled = op.scaled and trained[0]

@@ -13,7 +13,7 @@ from torch import Tensor
 from tests.fabric.training import make_fabric
 from tests.search.averaged import make_net
 from tests.search.execution import NORMS, Execution
-from tests.search.programs import Clip, Program, SaveAndLoad
+from tests.search.programs import LIGHTNING_PRECISIONS, Clip, Program, SaveAndLoad
 
 
 class FabricExecution(Execution):
@@ -27,7 +27,7 @@ class FabricExecution(Execution):
         setup = self.setup
         form = "sharded" if setup.has_number else "full"
         strategy = ZeroStrategy(**self.engine_options, checkpoint=form, async_save=setup.is_tied)
-        self.fabric = make_fabric(strategy, precision="bf16-true" if setup.is_low else "64-true")
+        self.fabric = make_fabric(strategy, precision=LIGHTNING_PRECISIONS[setup.precision])
         optimizers_first = setup.prefetch == 1
         if optimizers_first:
             self.wrapped_optimizers = [self.fabric.setup_optimizers(each) for each in self.optimizers]

@@ -34,8 +34,8 @@ class Setup:
         checkpoints: the engine checkpoints the activations of blocks.
         activations: "cpu", where the engine keeps checkpointed inputs; None for the device.
         several: each block has its own engine, and the model's own parameters have one, too.
-        is_low: the model is in bfloat16, with fp32 masters.
-        is_lean: the model has no such masters, and optimizer states are in bfloat16.
+        precision: "fp64"; "mixed" (fp32, under autocast to bfloat16, in which layers' parameters are gathered);
+            "bf16" (with fp32 masters); or "lean" (bfloat16 without masters, and with states in bfloat16).
     """
 
     ranks: int
@@ -56,13 +56,12 @@ class Setup:
     checkpoints: bool = False
     activations: str | None = None
     several: bool = False
-    is_low: bool = False
-    is_lean: bool = False
+    precision: str = "fp64"
 
     @property
     def offloads_to(self) -> str | None:
         """``offload``, without the disk where the engine refuses it."""
-        return "cpu" if self.offload == "nvme" and (self.whole or self.is_lean) else self.offload
+        return "cpu" if self.offload == "nvme" and (self.whole or self.precision == "lean") else self.offload
 
     @property
     def has_unit_per_block(self) -> bool:
@@ -299,6 +298,9 @@ GRADIENT_ACTIONS = (
     ("drop", "clone", "plain", "twice", "scale", "zero", "other", "keep", "put back", "read", "detached")
 )  # fmt: skip
 
+LIGHTNING_PRECISIONS = {"fp64": "64-true", "mixed": "bf16-mixed", "bf16": "bf16-true", "lean": "bf16-true"}
+"""A Trainer's ``precision``, by a setup's."""
+
 OPTIMIZERS = "sgd", "momentum", "adam", "adamw", "rmsprop"
 UNITS = "merged", "single", "resident"
 OFFLOADS = None, None, None, "cpu", "all", "nvme"
@@ -318,7 +320,8 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         owners = tuple(draw(owner) for _ in range(PARAMETERS))
     shard_within = 2 if ranks == 4 else None
     several = draw(st.sampled_from((False, False, True)))
-    is_low, whole = draw(st.sampled_from((False, False, True))), draw(st.sampled_from((False, False, True)))
+    whole = draw(st.sampled_from((False, False, True)))
+    precisions = "fp64", "fp64", "mixed", "bf16", "bf16" if whole else "lean"
     return Setup(
         ranks=ranks,
         stage=draw(st.sampled_from((1, 2, 3))) if shard_within is None else 3,
@@ -339,8 +342,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         checkpoints=draw(st.sampled_from((False, False, True))),
         activations=draw(st.sampled_from((None, "cpu"))),
         several=several,
-        is_low=is_low,
-        is_lean=is_low and not whole and draw(st.booleans()),
+        precision=draw(st.sampled_from(precisions)),
     )
 
 

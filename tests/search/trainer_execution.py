@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from tests.search.averaged import make_net
 from tests.search.execution import Execution
-from tests.search.programs import Program, Setup
+from tests.search.programs import LIGHTNING_PRECISIONS, Program, Setup
 from tests.support.trainer import make_trainer
 
 STEPS = 3
@@ -75,7 +75,6 @@ def execute_in_trainer(program: Program) -> str | None:
     module = ProgramModule(program)
     loader = DataLoader(torch.zeros(STEPS * program.setup.ranks, 1), batch_size=1)
     strategy = ZeroStrategy(**module.execution.engine_options)
-    make_trainer(strategy, max_epochs=1, precision="bf16-true" if program.setup.is_low else "64-true").fit(
-        module, loader
-    )
+    precision = LIGHTNING_PRECISIONS[program.setup.precision]
+    make_trainer(strategy, max_epochs=1, precision=precision).fit(module, loader)
     return module.difference or module.execution.compare_ordinary()

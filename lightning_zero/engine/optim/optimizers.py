@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -161,6 +162,10 @@ class Optimizers:
     def before_forward(self) -> None:
         """Before a step, recover from a failed update, and reshard for parameters that were added to an optimizer."""
         self.recover()
+        if torch.is_grad_enabled():  # not in evaluation, where some ranks may have no batch
+            self._give_owners_to_added()
+
+    def _give_owners_to_added(self) -> None:
         if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
             self._give_owners()
 
@@ -205,7 +210,12 @@ class Optimizers:
     # -- updates ----------------------------------------------------------------------------------------------------
 
     def begin_update(self) -> None:
-        """Mark the start of an update: until ``updated`` is called, only some master weights may have been updated."""
+        """Mark the start of an update: until ``updated`` is called, only some master weights may have been updated.
+
+        Raises:
+            RuntimeError: if parameters with gradients were added to an optimizer that needs them whole.
+        """
+        self._give_owners_to_added()
         self._is_updating = True
 
     def updated(self, buckets: list[Bucket]) -> None:
