@@ -551,6 +551,9 @@ class Execution:
             parameters[op.parameter % len(parameters)].requires_grad_(op.requires_grad)
 
     def _write(self, op: Write, index: int) -> None:
+        if op.how == "forward":
+            self._write_in_forward(op.parameter % len(self.parameters), index)
+            return
         for parameters in (self.parameters, self.reference.parameters):
             parameter = parameters[op.parameter % len(parameters)]
             value = torch.linspace(-0.5, 0.5, parameter.numel(), dtype=parameter.dtype).view(parameter.shape)
@@ -564,6 +567,24 @@ class Execution:
                         parameter.mul_(0.5)
                     case "element":
                         parameter[0 if parameter.dim() else ()] = 0.25
+
+    def _write_in_forward(self, number: int, index: int) -> None:
+        outputs = []
+        for net, parameters in ((self.net, self.parameters), (self.reference.net, self.reference.parameters)):
+            holder, name = next(
+                (m, n) for m in net.modules() for n, p in m._parameters.items() if p is parameters[number]
+            )
+
+            def write(module: nn.Module, _: Any, name: str = name) -> None:
+                with torch.no_grad():
+                    getattr(module, name).mul_(0.5)
+
+            handle = holder.register_forward_pre_hook(write)
+            with torch.no_grad():
+                uses = ("ab",) * self.setup.blocks
+                outputs.append(net(inputs(index, 0, 0, net), uses, True, False))
+            handle.remove()
+        self._same(*outputs, "the output of a forward pass that writes")
 
     def _evaluate(self, op: Evaluate, index: int) -> None:
         uses = tuple("ab" if block == op.block % self.setup.blocks else "" for block in range(self.setup.blocks))

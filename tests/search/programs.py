@@ -184,7 +184,7 @@ class Require(Op):
 
 @dataclass(frozen=True)
 class Write(Op):
-    """Write a weight: "copy", "data", "scale" or "element"."""
+    """Write a weight: "copy", "data", "scale", "element", or "forward" (in a forward pass of its module)."""
 
     parameter: int
     how: str
@@ -403,7 +403,7 @@ def _ops(setup: Setup) -> st.SearchStrategy[Op]:
     rare = st.one_of(
         st.builds(Clip, st.sampled_from(("norm", "inf", "value")), st.one_of(st.none(), optimizer)),
         st.builds(Require, _parameter, st.booleans()),
-        st.builds(Write, _parameter, st.sampled_from(("copy", "data", "scale", "element"))),
+        st.builds(Write, _parameter, st.sampled_from(("copy", "data", "scale", "element", "forward"))),
         st.builds(Evaluate, st.integers(0, BLOCKS - 1)),
         st.builds(Uneven, st.tuples(*[st.integers(0, 2)] * setup.ranks)),
         st.builds(
