@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.engine.test_several_machines import on_machines
 from tests.search.averaged import Averaged, Block, Net, inputs, make_net, make_optimizers
 from tests.search.programs import (
     AddGroup,
@@ -149,7 +150,8 @@ class Execution:
                 each for each in self.optimizers if any(id(p) in held for g in each.param_groups for p in g["params"])
             ]
             compute_dtype = torch.bfloat16 if self.setup.precision == "mixed" else None  # strategies set it themselves
-            self.engines.append(Engine(module, optimizers, compute_dtype=compute_dtype, **self.engine_options))
+            with on_machines(self.setup.machines) if self.setup.machines else contextlib.nullcontext():
+                self.engines.append(Engine(module, optimizers, compute_dtype=compute_dtype, **self.engine_options))
 
     def close_engines(self) -> None:
         while self.engines:

@@ -25,7 +25,8 @@ class Setup:
     Attributes:
         units: "merged" (the whole model is one unit), "single" (each block is one), or "resident" (each is one, and
             stays gathered for the step, as in a tiny model by default).
-        shard_within: the engine's option: the number of ranks of each simulated machine.
+        shard_within: the engine's option.
+        machines: a letter for each rank, the same for those on one simulated machine; None if all are on one.
         owner_of: by parameter, the optimizer that has it from the start; None for one that may be added later.
         offload: "cpu" (optimizer states), "all" (all that can be, to the CPU, in small groups), or "nvme" (states).
         has_number: the model also has a zero-dimensional parameter.
@@ -47,7 +48,8 @@ class Setup:
     bucket_numel: int
     optimizers: tuple[str, ...]
     owner_of: tuple[int | None, ...]
-    shard_within: int | None = None
+    shard_within: Any = None
+    machines: str | None = None
     prefetch: int = 1
     reduction_buffers: int = 2
     has_number: bool = False
@@ -318,7 +320,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         owners = tuple(by_block[index // 4] for index in range(PARAMETERS))
     else:
         owners = tuple(draw(owner) for _ in range(PARAMETERS))
-    shard_within = 2 if ranks == 4 else None
+    shard_within = draw(st.sampled_from((2, "node", None))) if ranks == 4 else None
     several = draw(st.sampled_from((False, False, True)))
     whole = draw(st.sampled_from((False, False, True)))
     precisions = "fp64", "fp64", "mixed", "bf16", "bf16" if whole else "lean"
@@ -334,6 +336,7 @@ def setups(draw: st.DrawFn, ranks: int) -> Setup:
         optimizers=optimizers,
         owner_of=owners,
         shard_within=shard_within,
+        machines=draw(st.sampled_from(("aabb", "abab"))) if ranks == 4 and shard_within != 2 else None,
         prefetch=draw(st.sampled_from((1, 1, 0, 2))),
         reduction_buffers=PARAMETERS if several else draw(st.sampled_from((2, 2, 1))),
         has_number=draw(st.booleans()),

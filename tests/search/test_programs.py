@@ -23,7 +23,7 @@ SHARES = {
     "Trainer on 2": 0.05,
     "Fabric on 2": 0.1,
 }
-"""Shares of the programs, by runner and number of ranks; 4 ranks simulate two machines (``shard_within``)."""
+"""Shares of the programs, by runner and number of ranks; 4 ranks form two groups or machines."""
 
 ROOT = Path(__file__).parents[2]
 
