@@ -122,7 +122,7 @@ class Optimizers:
         self.background, self.ledger = shared.updates, shared.ledger
         self._config, self._module = config, weakref.ref(module)
         self.masters: list[Masters] = []
-        self._group_sizes: list[int] = []
+        self._members: list[list[int]] = []  # ids of the parameters in each group
         self.steps = self._updates = 0
         self._is_updating = False
 
@@ -166,7 +166,7 @@ class Optimizers:
             self._give_owners_to_added()
 
     def _give_owners_to_added(self) -> None:
-        if self._sizes_of_groups() != self._group_sizes:  # changed by ``add_param_group``
+        if self._members_of_groups() != self._members:  # changed by ``add_param_group``, for example
             self._give_owners()
 
     def recover(self) -> None:
@@ -182,7 +182,7 @@ class Optimizers:
         """
         optimizers = self.alive
         self._check_not_divided(optimizers)
-        self._group_sizes = self._sizes_of_groups()
+        self._members = self._members_of_groups()
         is_kept_whole = kept_whole(optimizers, self._config, ranks=self.communicator.size)
         late = [
             bucket
@@ -204,8 +204,8 @@ class Optimizers:
         slots = [slot for bucket in self.buckets for slot in slots_of(bucket)]
         check_not_divided(optimizers, self._config, [(slot.name, slot.parameter, slot.share) for slot in slots])
 
-    def _sizes_of_groups(self) -> list[int]:
-        return [len(group["params"]) for optimizer in self.alive for group in optimizer.param_groups]
+    def _members_of_groups(self) -> list[list[int]]:
+        return [list(map(id, group["params"])) for optimizer in self.alive for group in optimizer.param_groups]
 
     # -- updates ----------------------------------------------------------------------------------------------------
 
