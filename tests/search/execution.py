@@ -640,7 +640,8 @@ class Execution:
                 self._whole_states(full_optimizer_state)
 
     def _whole_states(self, state_of: Callable[[Tensor], dict[str, Any]]) -> None:
-        twins = {id(theirs): (number, ours) for number, (ours, theirs) in self._numbered_twins()}
+        pairs = enumerate(zip(self.parameters, self.reference.parameters))
+        twins = {id(theirs): (number, ours) for number, (ours, theirs) in pairs}
         for optimizer in self.reference.optimizers:
             for theirs in (p for group in optimizer.param_groups for p in group["params"]):
                 number, ours = twins[id(theirs)]
@@ -649,9 +650,6 @@ class Execution:
                 for name, value in wanted.items():
                     if isinstance(value, Tensor):
                         self._same(found[name], value, f"{name} of parameter {number}")
-
-    def _numbered_twins(self) -> Iterable[tuple[int, tuple[nn.Parameter, nn.Parameter]]]:
-        return enumerate(zip(self.parameters, self.reference.parameters))
 
     def _saveandload(self, op: SaveAndLoad, index: int) -> None:
         weights = self.full_weights() if op.whole else copy.deepcopy(self.net.state_dict())
