@@ -320,21 +320,28 @@ def test_parameters_with_gradients_cannot_be_added_to_a_whole_parameter_optimize
 
 
 def give_between_backward_and_step() -> None:
-    """A group is added to the optimizer while its parameters have gradients; the update is refused as a whole."""
+    """A group is added while its parameters have gradients: updates are refused as a whole, until these are dropped."""
     from lightning_zero.engine import Engine
 
-    module = Layered()
-    optimizer = Adafactor(whole.matrices(module)[:2])
+    torch.manual_seed(0)
+    plain, module = Layered(), Layered()
+    module.load_state_dict(plain.state_dict())
+    model = DistributedDataParallel(plain, find_unused_parameters=True)
+    expected, optimizer = (Adafactor(whole.matrices(of)[:2]) for of in (plain, module))
     engine = Engine(module, [optimizer], stage=3)
-    before = engine.full_state_dict()
-    module(*batch(0)).backward()
-    optimizer.add_param_group({"params": whole.matrices(module)[2:]})
-    with pytest.raises(RuntimeError, match=r"'layers\.\d.*' has a gradient.*after optimizer.zero_grad\(\)"):
-        optimizer.step()
-    same_tensors(engine.full_state_dict(), before, bound=0)
-    module.zero_grad()
-    module(*batch(0)).backward()
-    optimizer.step()
+    for each in (model, module):
+        each(*batch(0)).backward()
+    for of, chosen in ((plain, expected), (module, optimizer)):
+        chosen.add_param_group({"params": whole.matrices(of)[2:]})
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"'layers\.\d.*' has a gradient.*after optimizer.zero_grad\(\)"):
+            optimizer.step()
+    same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
+    for each, chosen in ((model, expected), (module, optimizer)):
+        each.zero_grad()
+        each(*batch(1)).backward()
+        chosen.step()
+    same_tensors(engine.full_state_dict(), dict(plain.state_dict()), bound=0)
     engine.close()
 
 

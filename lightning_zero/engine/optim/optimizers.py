@@ -182,7 +182,6 @@ class Optimizers:
         """
         optimizers = self.alive
         self._check_not_divided(optimizers)
-        self._members = self._members_of_groups()
         is_kept_whole = kept_whole(optimizers, self._config, ranks=self.communicator.size)
         late = [
             bucket
@@ -199,6 +198,7 @@ class Optimizers:
         if late:
             synchronize(self.background)
             give_owners(late, self.buckets, self.masters)
+        self._members = self._members_of_groups()  # only now: what was refused is refused again
 
     def _check_not_divided(self, optimizers: Iterable[Optimizer]) -> None:
         slots = [slot for bucket in self.buckets for slot in slots_of(bucket)]
