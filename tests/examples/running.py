@@ -1,7 +1,8 @@
-"""Runs a script of this repository in a separate process, as a user does."""
+"""Runs a script of this repository, or a target of its Makefile, in a separate process, as a user does."""
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 from tests.support.warm import warm_python
@@ -45,3 +46,18 @@ def lines_with(output: str, *beginnings: str) -> list[str]:
     found = [line for line in output.splitlines() if line.startswith(beginnings)]
     assert len(found) == len(beginnings), output
     return found
+
+
+def make(target: str, arguments: str, timeout: float = 120) -> str:
+    """Runs `make target ARGS=arguments` with this interpreter, and returns standard output.
+
+    Raises:
+        AssertionError: it failed; the text contains its output.
+    """
+    # -o: as if everything were installed
+    command = ["make", "--silent", "-o", "nowhere/.installed", "VENV=nowhere", f"RUN={sys.executable}", target]
+    done = subprocess.run(
+        [*command, f"ARGS={arguments}"], cwd=REPOSITORY, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, f"make {target} ended with code {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return done.stdout

@@ -6,7 +6,6 @@ import csv
 import json
 import random
 import statistics
-import subprocess
 import sys
 from itertools import combinations
 from pathlib import Path
@@ -20,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lightning_zero.monitoring import ZeroMonitor
 from tests.app.commands import REPOSITORY
+from tests.examples.running import make
 from tests.planning.projects import Net
 
 STORED = REPOSITORY / "benchmarks" / "results"
@@ -220,9 +220,5 @@ def test_a_folder_without_metrics_is_reported_in_one_line(tmp_path: Path, capsys
 
 def test_make_bench_runs_the_script_that_is_named(tmp_path: Path) -> None:
     old, new = (written(tmp_path / f"the {name}.json", {"zero3": 1.0}) for name in ("old", "new"))
-    # -o: as if everything were installed
-    make = ["make", "--silent", "-o", "nowhere/.installed", "VENV=nowhere", f"RUN={sys.executable}", "bench"]
-    arguments = f"ARGS=compare '{old}' '{new}' --threshold 1.2"
-    done = subprocess.run([*make, arguments], cwd=REPOSITORY, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert "| zero3/live_bytes | 100 MB | 100 MB |" in done.stdout
+    printed = make("bench", f"compare '{old}' '{new}' --threshold 1.2", timeout=60)
+    assert "| zero3/live_bytes | 100 MB | 100 MB |" in printed

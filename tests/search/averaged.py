@@ -93,11 +93,11 @@ def dtype_of(setup: Setup) -> torch.dtype:
 def of_unknown_needs(kind: Any) -> Any:
     """A subclass of an optimizer class for which the engine's table does not say what it needs."""
 
-    class Own(kind):
+    class OfUnknownNeeds(kind):
         def step(self, closure: Any = None) -> Any:
             return super().step(closure) if self.param_groups else None
 
-    return Own
+    return OfUnknownNeeds
 
 
 def make_optimizers(setup: Setup, parameters: list[nn.Parameter]) -> list[Optimizer]:

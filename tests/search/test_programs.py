@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
+from tests.examples.running import make
 from tests.search.execution import execute
 from tests.search.fabric_execution import execute_in_fabric
 from tests.search.programs import Program, programs
@@ -24,8 +22,6 @@ SHARES = {
     "Fabric on 2": 0.1,
 }
 """Shares of the programs, by runner and number of ranks; 4 ranks form two groups or machines."""
-
-ROOT = Path(__file__).parents[2]
 
 RUNNERS = {"engine": execute, "Trainer": execute_in_trainer, "Fabric": execute_in_fabric}
 
@@ -59,8 +55,5 @@ def check(run_on: Callable[..., list[str | None]], run: Callable[[Program], str 
 
 @pytest.mark.exhaustive
 def test_make_search_runs_programs_of_every_runner_and_number_of_ranks():
-    # -o: as if everything were installed
-    make = ["make", "--silent", "-o", "nowhere/.installed", "VENV=nowhere", f"RUN={sys.executable}", "search"]
-    done = subprocess.run([*make, "ARGS=--collect-only -q"], cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stdout
-    assert all(f"[{where}]" in done.stdout for where in SHARES)
+    collected = make("search", "--collect-only -q")
+    assert all(f"[{where}]" in collected for where in SHARES)
