@@ -271,6 +271,18 @@ def test_ranks_that_use_different_layers_in_two_forwards_do_not_wait_for_each_ot
     assert run_on(2, execute, program=Program(setup, ops)) == [None, None]
 
 
+@pytest.mark.parametrize("second", ["ab,,b,a", "a,a,b,a"])
+@pytest.mark.parametrize("has_number", [True, False])
+def test_ranks_that_use_a_tied_weight_in_different_forwards_do_not_wait_for_each_other(run_on, has_number, second):
+    """Its gradient, in the root unit, is complete on one rank while the other one turns to a unit for a second time."""
+    owner_of = (1,) * 3 + (0,) * 15
+    setup = replace(
+        SETUP, stage=3, blocks=4, units="single", overlap=False, is_tied=True, has_number=has_number, owner_of=owner_of
+    )
+    uses = ((("b", "a", "a", "a"), ("a",) * 4), (tuple(second.split(",")),) * 2)
+    assert run_on(2, execute, program=Program(setup, (Backward(uses), Backward(uses), Check()))) == [None, None]
+
+
 @pytest.mark.exhaustive(but=1)
 @pytest.mark.parametrize("head", ["a", None])
 def test_a_backward_that_failed_can_be_repeated_over_the_same_graph(run_on, head):

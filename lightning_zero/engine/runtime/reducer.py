@@ -213,15 +213,15 @@ class GradientReducer:
         if not self._synchronises:
             return
         is_known = backward.expectation.observed  # in the first backward, the order is only a guess
+        is_due = True  # whether all reductions before this one may have started
         for number in backward.expectation.order[backward.position :]:
             following = self._units[number]
-            # Backward never leaves the root and units that stay gathered.
-            is_ahead = following.phase is Phase.AWAITED and not (following.is_root or following.stays)
-            if following is unit or is_ahead:
-                if is_known:
-                    break
-            elif backward.missing[number] > 0 and (is_known or following is left):
+            never_turns = following.is_root or following.stays  # backward neither begins nor leaves such a unit
+            if is_known and (following is unit or (following.phase is Phase.AWAITED and not never_turns)):
+                break
+            if backward.missing[number] > 0 and (is_known or following is left or (never_turns and is_due)):
                 backward.left.add(number)
+            is_due = is_due and (backward.missing[number] == 0 or number in backward.left)
         self._launch_in_order(backward)
 
     def _begin(self, leaf: Tensor | None = None) -> _Backward:
