@@ -335,11 +335,6 @@ def is_within_meta_device() -> bool:
     return bool(contexts) and contexts[-1].device.type == "meta"
 
 
-def is_in_functional_call() -> bool:
-    """Whether ``torch.func.functional_call``, which puts other tensors in place of parameters, is on the stack."""
-    return any(frame.f_code is torch.func.functional_call.__code__ for frame in _frames())
-
-
 def _frames() -> Iterator[FrameType]:
     """The frames of the stack, innermost first."""
     return (frame for frame, _ in traceback.walk_stack(sys._getframe().f_back))

@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -282,7 +281,13 @@ class Engine:
         seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
         if config.rounding_options is not None:
             (seed,) = self.communicator.everyone.numbers_of(0, [seed], "the seed of stochastic rounding")
-        self._optimizers = Optimizers(config, module, self.buckets, self._shared, seed)
+        schedule, scripted = self.schedule, self._scripted
+
+        def check() -> None:
+            schedule.check_not_replaced()
+            check_frozen(scripted)
+
+        self._optimizers = Optimizers(config, module, self.buckets, self._shared, seed, check)
         self.windows = Windows(
             module,
             self.schedule,
@@ -291,7 +296,6 @@ class Engine:
             activations=activations,
             checkpointed=regions,
             before=self._optimizers.before_forward,
-            check=partial(check_frozen, self._scripted),
         )
         self.windows.sync_buffers()
         self.set_optimizers(optimizers)

@@ -177,15 +177,6 @@ def test_hooks_of_a_tensor_can_be_read_set_and_removed():
     assert calls == ["gradient", "accumulated"]
 
 
-def test_a_functional_call_is_detected():
-    class Net(nn.Linear):
-        def forward(self, x):
-            return compat.is_in_functional_call()
-
-    net = Net(1, 1)
-    assert torch.func.functional_call(net, dict(net.named_parameters()), torch.ones(1)) and not net(torch.ones(1))
-
-
 def test_post_accumulate_grad_hooks_can_be_read():
     tensor, hook = torch.ones(1, requires_grad=True), lambda _: None
     assert not compat.accumulation_hooks(tensor)

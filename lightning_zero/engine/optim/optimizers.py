@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -109,6 +109,7 @@ class Optimizers:
     Args:
         module: the root module, which is not kept alive.
         seed: for stochastic rounding; the same on every rank.
+        check: raises an error if user code has changed parameters so that an update would not train them.
 
     Attributes:
         masters: those of each optimizer, in the order in which the optimizers were given.
@@ -116,11 +117,17 @@ class Optimizers:
     """
 
     def __init__(
-        self, config: EngineConfig, module: nn.Module, buckets: list[Bucket], shared: SharedByBuckets, seed: int
+        self,
+        config: EngineConfig,
+        module: nn.Module,
+        buckets: list[Bucket],
+        shared: SharedByBuckets,
+        seed: int,
+        check: Callable[[], None],
     ) -> None:
         self.buckets, self.communicator, self.seed = buckets, shared.communicator, seed
         self.background, self.ledger = shared.updates, shared.ledger
-        self._config, self._module = config, weakref.ref(module)
+        self._config, self._module, self._check = config, weakref.ref(module), check
         self.masters: list[Masters] = []
         self._members: list[list[int]] = []  # ids of the parameters in each group
         self.steps = self._updates = 0
@@ -213,8 +220,10 @@ class Optimizers:
         """Mark the start of an update: until ``updated`` is called, only some master weights may have been updated.
 
         Raises:
-            RuntimeError: if parameters with gradients were added to an optimizer that needs them whole.
+            RuntimeError: if parameters with gradients were added to an optimizer that needs them whole, or if the
+                module's parameters were replaced.
         """
+        self._check()
         self._give_owners_to_added()
         self._is_updating = True
 

@@ -14,13 +14,11 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.counters import label
 from lightning_zero.engine.compat import (
-    FakeTensor,
     OwnHook,
     accumulation_hooks,
     current_autograd_node,
     current_graph_task,
     is_compiled,
-    is_in_functional_call,
     is_profiling,
     queue_callback,
 )
@@ -253,25 +251,15 @@ class Schedule:
                 self._scopes.remove(scope)
                 region.entries += scope.entries
 
-    def check_not_replaced(self, *, in_forward: bool = False) -> None:
-        """Raise if the user has replaced parameters of the module: the engine would not train the new parameters.
-
-        Args:
-            in_forward: whether to allow parameters that stand in for others during a forward: frozen ones, and those of
-                ``full_parameters``, ``torch.func.functional_call`` and ``torch.export``.
-        """
+    def check_not_replaced(self) -> None:
+        """Raise if the user has replaced parameters of the module: the engine would not train the new parameters."""
         for scope in self._scopes:
             for holder, attribute, parameter, slot in scope.entries:
                 found = holder.get(attribute)
-                if found is parameter or not isinstance(found, nn.Parameter):
+                if found is parameter or not isinstance(found, nn.Parameter) or not found.requires_grad:
                     continue
-                if in_forward and (
-                    not found.requires_grad
-                    or slot.take_gradient in (accumulation_hooks(found) or {}).values()  # by ``full_parameters``
-                    or is_in_functional_call()
-                    or isinstance(found, FakeTensor)  # by ``torch.export``
-                ):
-                    continue
+                if slot.take_gradient in (accumulation_hooks(found) or {}).values():
+                    continue  # within ``full_parameters``
                 raise RuntimeError(
                     f"'{slot.name}' was replaced by another parameter while the module was sharded; the new parameter "
                     "would not be trained. Write new values into the original parameter (with torch.no_grad(): "

@@ -23,7 +23,6 @@ class Windows:
 
     Args:
         before: called before the outermost window is opened.
-        check: raises an error if user code has changed parameters so that they would not be trained.
 
     Attributes:
         buffers_follow: whether the next step's forward begins by copying rank 0's buffers to all ranks.
@@ -40,10 +39,9 @@ class Windows:
         activations: ActivationStore | None,
         checkpointed: Sequence[CheckpointedModule],
         before: Callable[[], None],
-        check: Callable[[], None],
     ) -> None:
         self._module, self._schedule, self._reducer = weakref.ref(module), schedule, reducer
-        self._shared, self._before, self._check = shared, before, check
+        self._shared, self._before = shared, before
         self.activations, self._checkpointed = activations, checkpointed
         self.buffers_follow = True
         self._is_forward_a_step = True  # whether a call of the module is a step; False once ``step`` is used
@@ -54,7 +52,6 @@ class Windows:
         """Context for a step that is not merely a call of the root module."""
         self._is_forward_a_step = False
         self._recover_if_interrupted(running=0)
-        self._check_parameters()
         windows = self._schedule.windows
         try:
             self._open(is_step=True)
@@ -71,8 +68,6 @@ class Windows:
         """Open a window for a call of the module."""
         self._recover_if_interrupted(running=1)
         if self._schedule.windows == 0:
-            if torch.is_grad_enabled() and not in_backward():
-                self._check_parameters(in_forward=True)
             self._is_forward = True
         self._open(is_step=self._is_forward_a_step)
 
@@ -111,11 +106,6 @@ class Windows:
             self._schedule.close_window()
         if not self._schedule.windows:
             self._is_forward = False
-
-    def _check_parameters(self, *, in_forward: bool = False) -> None:
-        """Raise if user code has replaced or unfrozen parameters that the engine would then not train."""
-        self._schedule.check_not_replaced(in_forward=in_forward)
-        self._check()
 
     def _recover_if_interrupted(self, running: int) -> None:
         """Recover if Ctrl-C or ``sys.exit`` has interrupted a forward outside of ``step``.
