@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lightning_zero.engine import streaming
-from lightning_zero.engine.engine import engines
 from lightning_zero.engine.optim.masters import masters_that_hold
-from lightning_zero.engine.state.slot import slot_of
+from lightning_zero.engine.runtime.join import each_forward
 from lightning_zero.engine.tensor.identity import project_class, with_attributes
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import whole
@@ -208,7 +207,5 @@ def uneven_forwards(module: nn.Module) -> Iterator[None]:
         ...     outputs = [model(batch) for batch in batches]
         >>> engine.close()
     """
-    communicators = {slot.bucket.communicator for slot in map(slot_of, module.parameters()) if slot is not None}
-    engine = next((engine for engine in engines() if engine.communicator in communicators), None)
-    with engine.join.each_forward(module) if engine is not None and engine.gathers else nullcontext():
+    with each_forward(module):
         yield

@@ -55,7 +55,7 @@ from lightning_zero.engine.runtime.activations import (
     activation_store,
     modules_to_checkpoint,
 )
-from lightning_zero.engine.runtime.join import Join, JoinedMethod
+from lightning_zero.engine.runtime.join import Join, join_generate
 from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule, Unit
 from lightning_zero.engine.runtime.windows import Windows
@@ -267,6 +267,8 @@ class Engine:
         autograd_patches.install(self.schedule)
         regions = [CheckpointedModule(inner, activations) for inner in checkpointed]
         self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
+        if self.gathers:
+            join_generate(self.join, module)
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -302,13 +304,11 @@ class Engine:
         # The hooks on the module and the optimizers keep the engine alive, but the engine keeps neither of them alive.
         before = OwnHook(self._before_forward)
         after = OwnHook(self._after_forward)
-        may_join = module.modules() if self.gathers else ()
         self._installed: list[Any] = [
             module.register_forward_pre_hook(before, prepend=True),
             module.register_forward_hook(after, always_call=True),
             *regions,
             QuantisedLayers(module, self.communicator, self.ledger),
-            *(JoinedMethod(self.join, inner) for inner in may_join if JoinedMethod.is_method_of(inner)),
             self.schedule,
             self.reducer,
         ]

@@ -8,11 +8,10 @@ position run their forward. The other ranks take part in the gathers that the fi
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import update_wrapper
-from inspect import signature
-from types import MethodType
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import wraps
+from inspect import isfunction
 from typing import Any
 
 from torch import nn
@@ -21,6 +20,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import failure
 from lightning_zero.engine.comm.rendezvous import Absence, Rendezvous
+from lightning_zero.engine.compat import Patch
 from lightning_zero.engine.runtime.schedule import Schedule
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -43,7 +43,7 @@ class Join:
         self, communicator: Communicator, rendezvous: Rendezvous, schedule: Schedule, buckets: list[Bucket]
     ) -> None:
         self._control = communicator.gathering
-        self._rendezvous, self._schedule, self._buckets = rendezvous, schedule, buckets
+        self._rendezvous, self._schedule, self.buckets = rendezvous, schedule, buckets
         self._leader = 0  # the first rank that runs in this turn
         self._position = 0  # index of the dataloader that this rank's current batch is from
         self._is_each_forward = False  # whether ``each_forward`` is running
@@ -56,8 +56,7 @@ class Join:
     @contextmanager
     def each_forward(self, module: nn.Module) -> Iterator[None]:
         """Context in which ranks may run different numbers of forwards of a module or its submodules. Collective."""
-        is_sharded = any(isinstance(parameter, ShardedTensor) for parameter in module.parameters())
-        if self._is_each_forward or not is_sharded:  # not sharded: for example, within ``full_parameters``
+        if self._is_each_forward:
             yield
             return
         members = set(module.modules())
@@ -123,7 +122,7 @@ class Join:
 
     def _serve(self) -> None:
         while (number := self._announce(_OVER)) != _OVER:
-            bucket = self._buckets[number]
+            bucket = self.buckets[number]
             stays = bucket.is_ready
             with self._rendezvous.have_met():  # the leader's announcement says what all ranks gather
                 bucket.gather(refresh=True)
@@ -132,47 +131,37 @@ class Join:
                 bucket.release()
 
 
-class JoinedMethod:
-    """Replaces a module's ``generate``, so that transformers and PEFT call a method that joins the ranks' forwards.
+# -- ``generate`` ------------------------------------------------------------------------------------------------------
 
-    Copies and pickles of the module have the original method.
+
+def each_forward(module: nn.Module) -> AbstractContextManager[None]:
+    """``Join.each_forward``; without effect if no forward of the module gathers, as within ``full_parameters``."""
+    sharded = [p for p in module.parameters() if isinstance(p, ShardedTensor) and p.is_parameter]
+    buckets: set[Any] = {parameter.slot.bucket for parameter in sharded}
+    join = next((join for join in _joins if not buckets.isdisjoint(join.buckets)), None)
+    return join.each_forward(module) if join is not None else nullcontext()
+
+
+def join_generate(join: Join, root: nn.Module) -> None:
+    """Let ``generate`` of the module and its submodules, as in transformers and PEFT, join the ranks' forwards.
+
+    As long as the join exists, the method is patched in the classes that define it, so that modules, their copies and
+    pickles stay as they are.
     """
+    _joins.add(join)
+    for base in {base for inner in root.modules() for base in type(inner).__mro__}:
+        if isfunction(vars(base).get("generate")):
+            _patches.setdefault(base, Patch(base, "generate", _joined)).hold(join)
 
-    def __init__(self, join: Join, module: nn.Module) -> None:
-        self._join = join
-        self._module = weakref.ref(module)  # weak, since the module holds this object
-        self._function = type(module).generate  # type: ignore[attr-defined]
-        update_wrapper(self, self._function)
-        self.__signature__ = signature(module.generate)  # type: ignore[arg-type]  # read by transformers
-        module.generate = self  # type: ignore[assignment]
-        module.__reduce_ex__ = self._reduced  # type: ignore[method-assign]
 
-    @staticmethod
-    def is_method_of(module: nn.Module) -> bool:
-        """Whether the module has a ``generate`` method from its class, which the user has not replaced."""
-        method = getattr(module, "generate", None)
-        return isinstance(method, MethodType) and method.__func__ is getattr(type(module), "generate", None)
+def _joined(generate: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(generate)
+    def joined(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        with each_forward(module):
+            return generate(module, *args, **kwargs)
 
-    def remove(self) -> None:
-        module = self._module()
-        if module is not None and vars(module).get("generate") is self:
-            del module.generate, module.__reduce_ex__
+    return joined
 
-    def _reduced(self, protocol: Any) -> Any:
-        """The module's ``__reduce_ex__``, which ``copy.deepcopy`` and ``pickle`` look up before the class's."""
-        module = self._module()
-        assert module is not None, "the module was deleted"
-        reduced: Any = type(module).__reduce_ex__(module, protocol)
-        create, arguments, *more = reduced
-        if more and isinstance(more[0], dict):
-            more[0] = {key: value for key, value in more[0].items() if key not in ("generate", "__reduce_ex__")}
-        return create, arguments, *more
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        module = self._module()
-        assert module is not None, "the module was deleted"
-        with self._join.each_forward(module):
-            return self._function(module, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return getattr, (self._module(), "generate")
+_joins: weakref.WeakSet[Join] = weakref.WeakSet()
+_patches: weakref.WeakValueDictionary[type, Patch] = weakref.WeakValueDictionary()
