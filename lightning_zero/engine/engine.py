@@ -627,10 +627,14 @@ class Engine:
         finally:
             self.rendezvous.close()
             self.communicator.close()
+            is_sharded = any(bucket.parameters for bucket in self.buckets)
             self.units = []
             self._optimizers.buckets = []
             self.background.close()
-            self._clear_disk()
+            if is_sharded and self._swap is not None:  # the next run reads the parameters
+                self._swap.leave_files()
+            else:
+                self._clear_disk()
         if error is not None:
             raise error
 

@@ -70,6 +70,10 @@ class Swap:
         for file in list(self._files):
             file.close()
 
+    def leave_files(self) -> None:
+        """Free the buffers; the files can be read until the tensors in them are deleted."""
+        self._ring = self._ring_of(0)
+
     def ring(self, nbytes: int) -> Ring:
         """The ring of buffers, enlarged if needed to hold extents of ``nbytes`` bytes."""
         if nbytes > self._ring.nbytes:

@@ -15,8 +15,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import explained
 from lightning_zero.engine.comm.process_group import all_gather_objects, world_size
 from lightning_zero.engine.comm.rendezvous import Rendezvous
-from lightning_zero.engine.init.host_room import available_memory
-from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.state.bucket import Bucket, BucketState
 from lightning_zero.engine.state.slot import BucketSlot, make_ordinary, slot_of, slots_of
 from lightning_zero.engine.tensor.identity import like, set_contents
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -43,12 +42,12 @@ def restore_parameters(
             if not bucket.parameters:
                 continue  # restored by an earlier call that failed later
             if alone and not bucket.is_whole_here:
-                bucket.update, memory = None, available_memory()  # the update has ended; ``close`` raises its error
-                shard = bucket.residency.plan.shard_numel * bucket.master_dtype.itemsize
-                bucket.leave_disk(may_read=memory is None or memory > 2 * shard)
+                bucket.update = None  # it has ended; ``close`` raises its error
                 if communicator.everyone.size > 1:
                     bucket.abandon()
                     continue
+                if bucket.state is BucketState.STALE:  # the values from before the update
+                    bucket.state = BucketState.GATHERED
             make_ordinary(bucket, device)
         for slot, tensors in derived.items():
             if isinstance(parameters[slot], ShardedTensor):

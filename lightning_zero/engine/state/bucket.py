@@ -465,9 +465,3 @@ class Bucket:
         self.communicator, self.rendezvous = communicator, rendezvous
         # If true, gathers broadcast each shard: with ``shard_within``, no collective gathers over all ranks.
         self._is_left = self.layout.order is not None or communicator.shards_within
-
-    def leave_disk(self, may_read: bool) -> None:
-        """Move master weights from a disk to memory, before their file is removed."""
-        if self.states is not None:
-            gathered = self.full[self._shard].clone() if self.is_ready and not self.extensions else None
-            self.residency.leave_disk(gathered, may_read)

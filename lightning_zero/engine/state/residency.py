@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
 
@@ -298,22 +297,6 @@ class Residency:
         masters, copy = (Medium.DEVICE if m is Medium.PART else m for m in (self.plan.masters, self.plan.copy))
         assert masters is not None
         self.plan = replace(self.plan, layout=layout, masters=masters, copy=copy)
-
-    def leave_disk(self, gathered: Tensor | None, may_read: bool) -> None:
-        """Move the master weights to memory, before their file is removed.
-
-        If the file cannot be read, or ``may_read`` is False because host memory is short, the master weights are
-        replaced by the copy or by this rank's gathered values; if there is neither, by NaN.
-        """
-        assert self.states is not None
-        dtype, at_hand, values = self.plan.master_dtype, gathered if self.copy is None else self.copy, None
-        if may_read and (at_hand is None or at_hand.dtype != dtype):
-            with suppress(OSError):
-                values = self.part(slice(0, self.states.numel))
-        if values is None:
-            nan = torch.full((self.states.numel,), float("nan"), device="cpu")
-            values = (nan if at_hand is None else at_hand).to(dtype)
-        self.plan, self.states, self._values = replace(self.plan, masters=Medium.HOST), None, values
 
 
 # -- parts of the parameters (``shard_within``) ------------------------------------------------------------------------
