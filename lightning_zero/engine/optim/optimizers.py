@@ -236,14 +236,11 @@ class Optimizers:
 
     def show(self, buckets: list[Bucket]) -> None:
         """After the masters of these buckets have changed, gather again those of them that are currently gathered."""
-        changed, kept = set(buckets), []
+        changed = set(buckets)
         for bucket in (bucket for bucket in self.buckets if bucket in changed):
-            if bucket.refresh():
-                kept.append(bucket)
+            bucket.refresh()
             if not self._config.overlap:
                 bucket.wait()
-        for bucket in kept:
-            bucket.wait()
 
     @property
     def updates(self) -> int | None:

@@ -195,6 +195,11 @@ class Bucket:
         """The view of ``full`` with a parameter's values, in the parameter's shape."""
         return self._buffer.segments[index]
 
+    @property
+    def _is_kept(self) -> bool:
+        """Whether user code has a tensor over ``full``."""
+        return self._buffer.is_kept(len(self.views) + self.is_in_buffer)
+
     def has_master(self, master: Any) -> None:
         """Register a master weight tensor, by weak reference, if it is a view of ``full``."""
         if self.is_in_buffer:
@@ -209,7 +214,6 @@ class Bucket:
             self.wait()
             self.residency.promote()
             self._buffer.masters.clear()
-            self._buffer.forget_holders()
 
     # -- gather and release -----------------------------------------------------------------------------------------
 
@@ -300,7 +304,6 @@ class Bucket:
         if self.state is BucketState.STALE:
             self.gather()
         self._finish_gather()
-        self._buffer.count_holders(len(self.views) + self.is_in_buffer)
 
     def _finish_gather(self) -> None:
         if self._pending:
@@ -382,7 +385,7 @@ class Bucket:
         None if gathers start from the master weights.
         """
         writes_to_buffer = self.residency.plan.updates_write_to_buffer
-        was_kept = writes_to_buffer and self._buffer.is_kept  # before the update's thread has tensors over ``full``
+        was_kept = writes_to_buffer and self._is_kept  # before the update's thread has tensors over ``full``
         # through ``data``, which has its own version: the update must not look like a write by a module
         shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
         self.update = BackgroundUpdate(begin(shown), writes_to_buffer, was_kept)
@@ -392,25 +395,24 @@ class Bucket:
         if self.update is not None and self.update.writes_to_buffer:
             self.full.data[self._shard][part].copy_(values)
 
-    def refresh(self) -> bool:
+    def refresh(self) -> None:
         """After a change of the master weights, gather ``full`` again if it is filled.
 
-        With one rank, a background update may still be running, so the next ``wait`` gathers instead.
-
-        Returns True if the caller has to wait for the gather, because user code holds a tensor over ``full`` (for
-        example, a module has stored a row of its weight) and may read this tensor at any time.
+        With one rank, a background update may still be running, so the next ``wait`` gathers instead. If user code
+        holds a tensor over ``full`` (for example, a module has stored a row of its weight), wait for the gather.
         """
         if self.part is not None:
             self._refresh_part(self.part)
         if not self.is_ready:
-            return False
+            return
         update = self.update
-        is_kept = update.was_kept if update is not None and update.writes_to_buffer else self._buffer.is_kept
+        is_kept = update.was_kept if update is not None and update.writes_to_buffer else self._is_kept
         if self.layout.world_size == 1 and update is not None and not is_kept:
             self.state = BucketState.STALE
-            return False
+            return
         self.gather(refresh=True)
-        return is_kept
+        if is_kept:
+            self.wait()
 
     def _refresh_part(self, part: NodePart) -> None:
         """Start to fetch the values that other machines have updated."""
@@ -443,7 +445,6 @@ class Bucket:
             own = in_part if self.residency.plan.masters is Medium.PART else own
         self.residency = self.residency.repartition(self.layout, own, in_part)
         self._buffer.masters.clear()
-        self._buffer.forget_holders()
 
     # -- the end ----------------------------------------------------------------------------------------------------
 

@@ -35,7 +35,6 @@ class GatheredBuffer:
         self._nbytes = tensor.numel() * tensor.element_size()
         self.segments: list[Tensor] = []  # created at the first allocation, since views of an empty storage fail
         self.masters: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._own_holders: int | None = None  # number of the engine's tensors, except masters; None until counted
         self._allocated_on: torch.Stream | None = None  # None on the CPU
         self._arrived: torch.Event | None = None  # recorded after the first stream's wait for the gather
         self._used_on: list[torch.Stream] = []
@@ -62,7 +61,6 @@ class GatheredBuffer:
         ranges = self.tensor.split_with_sizes(self._layout.sizes())[::2]
         # detached, since a fake tensor that is a view of a view keeps the intermediate view alive
         self.segments = [part.view(segment.shape).detach() for part, segment in zip(ranges, self._layout.segments)]
-        self.forget_holders()
 
     # -- streams ----------------------------------------------------------------------------------------------------
 
@@ -79,30 +77,14 @@ class GatheredBuffer:
                 stream.wait_event(self._arrived)
                 self._used_on.append(stream)
 
-    # -- tensors over the buffer ------------------------------------------------------------------------------------
-
-    def count_holders(self, others: int) -> None:
-        """Count the engine's own tensors over the buffer, unless already counted. Call before user code has any.
+    def is_kept(self, others: int) -> bool:
+        """Whether user code has a tensor over the buffer.
 
         Args:
-            others: how many tensors over the buffer the engine has besides ``tensor`` and ``segments``. The count is
-                capped at their total: a Gloo thread may still hold a broadcast's tensor after the wait has ended.
+            others: how many tensors over the buffer the engine has besides ``tensor``, ``segments`` and ``masters``.
         """
-        if self._own_holders is None:
-            of_this_call = 1
-            self._own_holders = min(self._holders_but_masters(), 1 + len(self.segments) + others + of_this_call)
-
-    def forget_holders(self) -> None:
-        """Make ``count_holders`` count again, since the engine has created or deleted tensors over the buffer."""
-        self._own_holders = None
-
-    @property
-    def is_kept(self) -> bool:
-        """Whether user code has a tensor over the buffer."""
-        return self._own_holders is not None and self._holders_but_masters() != self._own_holders
-
-    def _holders_but_masters(self) -> int:
-        return storage_use_count(self.tensor) - len(self.masters)
+        of_this_call = 1
+        return storage_use_count(self.tensor) > 1 + len(self.segments) + len(self.masters) + others + of_this_call
 
 
 def let_freed_memory_stay() -> None:
