@@ -28,7 +28,7 @@ from lightning_zero.engine.plan.units import Owner, UnitPlan
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import without_memory
 from lightning_zero.engine.state.extensions import Extension
-from lightning_zero.engine.state.residency import Medium, NodePart, Residency, ResidencyPlan
+from lightning_zero.engine.state.residency import Medium, ResidencyPlan, shard
 from lightning_zero.engine.state.slot import make_sharded
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -100,7 +100,6 @@ class UnshardedBucket:
         Values of new parameters (``Source.is_new``) must have been written to ``room`` before.
         """
         flat, communicator, plan, ledger = self._opened(), self.shared.communicator, self.plan, self.shared.ledger
-        low, high = self.layout.own_range
         first, last = (0, len(flat)) if plan.is_replicated else self.layout.own_part
         for everywhere, group in groupby(zip(self.layout.segments, sources), lambda member: member[1].everywhere):
             run = list(group)
@@ -117,14 +116,7 @@ class UnshardedBucket:
                 communicator.control.broadcast(flat[run[0][0].start : run[-1][0].stop])
                 for segment in (segment for segment, _ in run if not segment.share.is_divided):
                     communicator.tensor.control.broadcast(flat[segment.start : segment.stop])
-        part, own = None, flat[low:high]
-        if self.layout.nodes > 1:
-            in_part = flat[slice(*self.layout.own_part)].to(plan.compute_dtype, copy=True)
-            part = NodePart(
-                in_part, self.layout, communicator, self.number, f"unit {self.unit_name or 'root'!r}", ledger
-            )
-            own = part.own if plan.masters is Medium.PART else own
-        residency = Residency(plan, own, self._states, ledger, part.own if part is not None else None)
+        residency, part = shard(flat, plan, self._states, communicator, f"unit {self.unit_name or 'root'!r}", ledger)
         full = self._full
         if plan.masters is Medium.BUFFER:
             full = flat

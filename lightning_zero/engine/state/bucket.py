@@ -45,7 +45,7 @@ from lightning_zero.engine.offload import DiskStates, Updates
 from lightning_zero.engine.plan.mesh import ALL, LOCAL
 from lightning_zero.engine.state.buffer import GatheredBuffer
 from lightning_zero.engine.state.extensions import Extension, Scales, encode
-from lightning_zero.engine.state.residency import Medium, NodePart, Residency
+from lightning_zero.engine.state.residency import Medium, NodePart, Residency, shard
 from lightning_zero.engine.tensor.identity import joined, project_class
 from lightning_zero.engine.tensor.sharded_tensor import View, show
 
@@ -438,12 +438,11 @@ class Bucket:
             flat = torch.zeros(self.layout.padded_numel, dtype=self.master_dtype, device=self.residency.device)
             for segment, value in zip(self.layout.segments, values):
                 flat[segment.start : segment.stop].copy_(value.reshape(-1))
-        own, in_part = flat[self._shard], None
-        if self.part is not None:
-            self.part = self.part.repartition(flat, self.layout)
-            in_part = self.part.own
-            own = in_part if self.residency.plan.masters is Medium.PART else own
-        self.residency = self.residency.repartition(self.layout, own, in_part)
+        for former in (self.residency, self.part):
+            if former is not None:
+                former.count_out()
+        plan, what = replace(self.residency.plan, layout=self.layout), f"unit {self.unit_name or 'root'!r}"
+        self.residency, self.part = shard(flat, plan, None, self.communicator, what, self.ledger)
         self._buffer.masters.clear()
 
     # -- the end ----------------------------------------------------------------------------------------------------

@@ -285,12 +285,11 @@ class Residency:
         self._values = former.float()
         self._count(self._values, self._values.nbytes - (0 if is_shown else former.nbytes))
 
-    def repartition(self, layout: BucketLayout, own: Tensor, in_part: Tensor | None) -> Residency:
-        """Return the residency that replaces this one when the bucket is resharded. Arguments: see ``Residency``."""
+    def count_out(self) -> None:
+        """Count the memory of these values as freed, before other values replace them."""
         for kept, medium in ((self._values, self.plan.masters), (self.copy, self.plan.copy)):
             if kept is not None and medium not in SHOWN:
                 self._count(kept, -kept.nbytes)
-        return Residency(replace(self.plan, layout=layout), own, None, self._ledger, in_part)
 
     def leave_part(self, layout: BucketLayout) -> None:
         """Replace the layout by one without parts. This rank's own values stay in the same memory."""
@@ -310,17 +309,15 @@ class NodePart:
 
     Args:
         values: the part's values, a 1-D tensor in the dtype of the gathered buffer.
-        number: the bucket's number among all buckets, the same on every rank.
 
     Attributes:
         own: this rank's shard, a view of ``values``.
     """
 
     def __init__(
-        self, values: Tensor, layout: BucketLayout, communicator: Communicator, number: int, what: str, ledger: Ledger
+        self, values: Tensor, layout: BucketLayout, communicator: Communicator, what: str, ledger: Ledger
     ) -> None:
-        self._values, self._number, self._what, self._ledger = values, number, what, ledger
-        self._communicator = communicator
+        self._values, self._what, self._ledger = values, what, ledger
         self._ranges, self._collectives = layout.ranges_in_part, communicator.along((NODE,))
         self._begin, _ = layout.own_part
         low, high = layout.own_range
@@ -370,26 +367,29 @@ class NodePart:
         start, stop = (min(max(each - self._begin, 0), len(self._values)) for each in (segment.start, segment.stop))
         return start, stop
 
-    def repartition(self, flat: Tensor, layout: BucketLayout) -> NodePart:
-        """Return a part with a new layout, to use instead of this part.
-
-        Args:
-            flat: the values of all parameters in the new layout, 1-D.
-        """
-        self._count_out()
-        return NodePart(
-            flat[slice(*layout.own_part)].to(self._values.device, self._values.dtype, copy=True),
-            layout,
-            self._communicator,
-            self._number,
-            self._what,
-            self._ledger,
-        )
-
     def abandon(self) -> None:
         """Drop this part after a failure. A running exchange is not awaited: other ranks may never join it."""
         self._pending.clear()
-        self._count_out()
+        self.count_out()
 
-    def _count_out(self) -> None:
+    def count_out(self) -> None:
+        """Count the part's memory as freed."""
         self._ledger.add("parameters", -self._values.nbytes)
+
+
+def shard(
+    flat: Tensor, plan: ResidencyPlan, states: DiskStates | None, communicator: Communicator, what: str, ledger: Ledger
+) -> tuple[Residency, NodePart | None]:
+    """Make this rank's values of a bucket, and its part of the parameters if each machine has all of them.
+
+    Args:
+        flat: the values of all parameters, 1-D; the gathered buffer itself if the plan keeps the master weights there.
+        states: the file of master weights and optimizer states; None if the master weights are in memory.
+        what: the bucket's name in error messages.
+    """
+    part, own = None, flat[slice(*plan.layout.own_range)]
+    if plan.layout.nodes > 1:
+        in_part = flat[slice(*plan.layout.own_part)].to(plan.device, plan.compute_dtype, copy=True)
+        part = NodePart(in_part, plan.layout, communicator, what, ledger)
+        own = part.own if plan.masters is Medium.PART else own
+    return Residency(plan, own, states, ledger, part.own if part is not None else None), part
