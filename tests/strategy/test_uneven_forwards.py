@@ -48,6 +48,10 @@ class Writer(nn.Module):
         return prompt
 
 
+GENERATE = Writer.generate
+"""The project's own function, even while an engine exists."""
+
+
 class Author(LightningModule):
     """Writes texts whose lengths are in the batches, wherever a project may do so."""
 
@@ -66,7 +70,7 @@ class Author(LightningModule):
     def write_all(self, prompt, length):
         if self.by_hand:
             with lightning_zero.uneven_forwards(self.writer):
-                return type(self.writer).generate(self.writer, prompt, length)
+                return GENERATE(self.writer, prompt, length)
         return self.writer.generate(prompt, length=length)
 
     def training_step(self, batch, batch_idx):
