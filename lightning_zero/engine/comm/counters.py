@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from torch.profiler import record_function
 
 from lightning_zero.engine.comm.asynchronous import current_stream
@@ -139,6 +141,12 @@ class Ledger:
         self.now[category] += nbytes
         if nbytes > 0 and self.now.total() > sum(self.peak.values()):
             self.peak = dict(self.now)
+
+    def hold(self, tensor: Tensor, category: str) -> Tensor:
+        """Count a tensor's memory until the tensor is deleted; return the tensor."""
+        self.add(category, tensor.nbytes)
+        weakref.finalize(tensor, self.add, category, -tensor.nbytes).atexit = False
+        return tensor
 
     def reset_peak(self) -> None:
         self.peak = dict(self.now)

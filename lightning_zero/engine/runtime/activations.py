@@ -195,9 +195,7 @@ class Kept:
         place = torch.device("cpu") if store.to_host else store.device
         is_pinned = store.to_host and store.device.type != "cpu"  # required for copies that run on their own
         self._room = torch.empty(self._form.numel, dtype=tensor.dtype, device=place, pin_memory=is_pinned)
-        category, nbytes = "host" if store.to_host else "activations", self._room.nbytes
-        store.ledger.add(category, nbytes)
-        weakref.finalize(self, store.ledger.add, category, -nbytes).atexit = False
+        store.ledger.hold(self._room, "host" if store.to_host else "activations")
         with at(store.copies):
             kept = self._form.kept_of(self._original.tensor)
             self._room[: len(kept)].copy_(kept, non_blocking=True)

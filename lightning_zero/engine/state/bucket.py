@@ -438,9 +438,6 @@ class Bucket:
             flat = torch.zeros(self.layout.padded_numel, dtype=self.master_dtype, device=self.residency.device)
             for segment, value in zip(self.layout.segments, values):
                 flat[segment.start : segment.stop].copy_(value.reshape(-1))
-        for former in (self.residency, self.part):
-            if former is not None:
-                former.count_out()
         plan, what = replace(self.residency.plan, layout=self.layout), f"unit {self.unit_name or 'root'!r}"
         self.residency, self.part = shard(flat, plan, None, self.communicator, what, self.ledger)
         self._buffer.masters.clear()

@@ -193,11 +193,11 @@ class Residency:
             kept = own.to(dtype, copy=True)
         else:
             kept = torch.empty(own.shape, dtype=dtype, pin_memory=True, device="cpu").copy_(own)
-        self._count(kept, kept.nbytes)
-        return kept
+        return self._held(kept)
 
-    def _count(self, kept: Tensor, nbytes: int) -> None:
-        self._ledger.add("parameters" if kept.device.type == self.plan.device.type else "host", nbytes)
+    def _held(self, kept: Tensor) -> Tensor:
+        """Count the memory of values until they are deleted."""
+        return self._ledger.hold(kept, "parameters" if kept.device.type == self.plan.device.type else "host")
 
     @property
     def device(self) -> torch.device:
@@ -273,23 +273,15 @@ class Residency:
 
     def promote(self) -> None:
         """Convert the master weights to fp32."""
-        plan, former = replace(self.plan, master_dtype=torch.float32), self._values
+        plan = replace(self.plan, master_dtype=torch.float32)
         if self.states is not None:
             on_disk, self.plan = self.states, replace(plan, copy=plan.copy or Medium.DISK)
             self.states = self.plan.reserve(on_disk.swap, on_disk.name, {})
             self._write(0, on_disk.read(MASTERS, 0, on_disk.numel).float())
             on_disk.close()
             return
-        is_shown = plan.masters in SHOWN
-        self.plan = replace(plan, masters=Medium.DEVICE) if is_shown else plan
-        self._values = former.float()
-        self._count(self._values, self._values.nbytes - (0 if is_shown else former.nbytes))
-
-    def count_out(self) -> None:
-        """Count the memory of these values as freed, before other values replace them."""
-        for kept, medium in ((self._values, self.plan.masters), (self.copy, self.plan.copy)):
-            if kept is not None and medium not in SHOWN:
-                self._count(kept, -kept.nbytes)
+        self.plan = replace(plan, masters=Medium.DEVICE) if plan.masters in SHOWN else plan
+        self._values = self._held(self._values.float())
 
     def leave_part(self, layout: BucketLayout) -> None:
         """Replace the layout by one without parts. This rank's own values stay in the same memory."""
@@ -317,7 +309,7 @@ class NodePart:
     def __init__(
         self, values: Tensor, layout: BucketLayout, communicator: Communicator, what: str, ledger: Ledger
     ) -> None:
-        self._values, self._what, self._ledger = values, what, ledger
+        self._values, self._what = ledger.hold(values, "parameters"), what
         self._ranges, self._collectives = layout.ranges_in_part, communicator.along((NODE,))
         self._begin, _ = layout.own_part
         low, high = layout.own_range
@@ -325,7 +317,6 @@ class NodePart:
         self._pending: list[Pending] = []
         end_with(self, self._pending)
         self._arrived: torch.Event | None = None  # recorded on the stream that waited for the last exchange
-        ledger.add("parameters", values.nbytes)
 
     def refresh(self, new: Tensor | None) -> None:
         """Start to fetch the other shards of this part, after every rank has updated its own shard. Collective.
@@ -370,11 +361,6 @@ class NodePart:
     def abandon(self) -> None:
         """Drop this part after a failure. A running exchange is not awaited: other ranks may never join it."""
         self._pending.clear()
-        self.count_out()
-
-    def count_out(self) -> None:
-        """Count the part's memory as freed."""
-        self._ledger.add("parameters", -self._values.nbytes)
 
 
 def shard(
