@@ -599,6 +599,29 @@ def test_deleting_a_model_with_a_root_unit_frees_everything_without_the_garbage_
     run_on(size, delete_an_odd_model, stage=stage)
 
 
+def drop_one_gradient(stage: int) -> None:
+    from lightning_zero.engine import Engine
+    from lightning_zero.engine.state.gradient_shard import GradientShard
+
+    def shard() -> GradientShard:
+        gradient: Any = module[0].weight.grad
+        return gradient.keep.shard
+
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    engine = Engine(module, [adam(module)], stage=stage)
+    module(torch.ones(4, 64)).sum().backward()
+    before = weakref.ref(shard().flat)
+    module[0].bias.grad = None
+    module(torch.ones(4, 64)).sum().backward()
+    assert before() is None and shard().flat.numel()
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_memory_of_gradients_is_freed_when_their_values_move_to_a_new_shard(run_on, stage):
+    run_on(2, drop_one_gradient, stage=stage)
+
+
 def freeze_half(stage: int) -> None:
     """Freeze every other layer; the optimizer and the engine receive all layers."""
     from lightning_zero.engine import Engine

@@ -199,6 +199,7 @@ class GradientShard:
 
     def show(self, slot: BucketSlot, part: Tensor, dtype: torch.dtype) -> None:
         """Make ``p.grad`` refer to a range of this shard; keep the tensor object if derived from the parameter."""
+        part = part.detach()  # a view would keep this shard's memory even after its ``data`` was replaced
         shown = ShownGradient(slot, part, self)
         self._shown.add(shown)
         gradient = slot.parameter.grad
