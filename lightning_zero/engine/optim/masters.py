@@ -50,13 +50,10 @@ class Masters:
         self.states = MasterStates(optimizer, engine)
         self.is_closed = False
         self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
-        self._replaced: list[list[Any]] | None = None  # during a step: the module's parameters, by group
+        self._replaced: list[list[Any]] | None = None  # in a step, or after one that raised: the module's parameters
         self._active: list[Master] = []
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
-        self._arranged_in: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
-        self._begun: set[Bucket] = set()  # buckets whose update for this step has begun outside of ``optimizer.step``
-        self._is_in_step = False  # from when masters are swapped in until the step ends; stays True if it raises
         self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
@@ -97,9 +94,9 @@ class Masters:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.states.put_back()
-        if self._is_in_step and running_steps(optimizer) == 1:
-            self.recover()  # an earlier step has raised
-        self._put_back()  # in a nested call: a subclass's ``step`` has called its base class's ``step``
+        if self._replaced is not None and running_steps(optimizer) > 1:
+            return None  # a subclass's ``step`` has called its base class's ``step``
+        self.recover()  # an earlier step may have raised
         closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         has_none = closure is None and "closure" not in inspect.signature(optimizer.step).parameters
         kind: Any = type(optimizer)
@@ -110,7 +107,7 @@ class Masters:
         # Swap masters in from a closure, even if none was passed, so user step pre-hooks see the module's parameters.
         def closure_then_swap() -> Any:
             if self._replaced is not None:  # LBFGS calls the closure again, after writing values
-                self._put_back()
+                self.recover()
                 for engine in self.states.engines:
                     engine.show(self._buckets)
             result = closure() if closure is not None else None
@@ -126,34 +123,37 @@ class Masters:
             return  # in a nested call, to which a subclass's ``step`` has passed its closure
         if not isinstance(self.states.by_master, StateMapping):  # user code has replaced ``optimizer.state``
             self._adopt_by_parameter()
-        self._begin_update()
+        for engine in self.states.engines:
+            engine.begin_update()
+        self.states.synchronize()
+        self._own_entries = of_no_parameter(self.states.by_master)
         for engine in self.states.engines:
             for bucket in engine.buckets:
-                if bucket not in self._begun:
-                    bucket.before_update()
+                bucket.before_update()
         groups = self.states.optimizer.param_groups
         self._arrange(groups)
-        self._replaced, self._is_in_step = [list(group["params"]) for group in groups], True
-        gradients = {master: self._gradient(master) for master in self._active if master.bucket not in self._begun}
+        self._replaced = [list(group["params"]) for group in groups]
+        gradients = {master: self._gradient(master) for master in self._active}
         for master in gradients:
             master.bucket.note_update(slot.index for slot in master.slots)
         if any(master.rounds for master in gradients):
             count_update(groups, self.states.engines[0].seed)
-        buckets = list(dict.fromkeys(master.bucket for master in gradients if master.bucket.updates is not None))
-        masters_in = {bucket: self._arranged_in[bucket] for bucket in buckets}
-        update_offloaded(self.states.optimizer, masters_in, gradients, self._own_entries)
-        self._begun.update(buckets)  # a nested call must not update these buckets again
-        if not all(bucket.background.overlap for bucket in buckets):
+        offloaded: dict[Bucket, list[tuple[int, Master]]] = {}  # (group number, master), by bucket
+        for number, arranged in enumerate(self._arranged):
+            for each in arranged:
+                if isinstance(each, Master) and each.bucket.updates is not None:
+                    offloaded.setdefault(each.bucket, []).append((number, each))
+        update_offloaded(self.states.optimizer, offloaded, gradients, self._own_entries)
+        if not all(bucket.background.overlap for bucket in offloaded):
             self.states.synchronize()
         for group, arranged in zip(groups, self._arranged):
             left: list[Tensor] = []
             for each in arranged:
                 if not isinstance(each, Master):
                     left.append(each)
-                elif each.bucket.updates is None and each.is_here and each in gradients:
+                elif each.bucket.updates is None and each.is_here:
                     left += self._updated_by_optimizer(each, gradients[each], group)
             group["params"][:] = left  # in place, since an optimizer may keep the list (LBFGS)
-        self._begun.update(master.bucket for master in gradients if master.rounds)
 
     def _updated_by_optimizer(self, master: Master, gradient: Tensor | None, group: dict[str, Any]) -> list[Tensor]:
         """Update a master in chunks if that is needed or faster; otherwise return it for ``step``, with a gradient."""
@@ -165,14 +165,6 @@ class Masters:
             return []
         tensor.grad = gradient.to(tensor.dtype) if gradient is not None else None
         return [tensor]
-
-    def _begin_update(self) -> None:
-        """Before the first update of a step, notify the engines, and wait for background work on the masters."""
-        if not self._begun:
-            for engine in self.states.engines:
-                engine.begin_update()
-            self.states.synchronize()
-            self._own_entries = of_no_parameter(self.states.by_master)
 
     def _after_step(self) -> None:
         if self._replaced is not None:
@@ -203,18 +195,6 @@ class Masters:
 
     def recover(self) -> None:
         """Put the module's parameters back into the groups; also called after a step that raised."""
-        self._put_back()
-        self._begun, self._is_in_step = set(), False
-
-    def begin_anew(self) -> None:
-        """Recover from a step that raised. Clear gradients if ``zero_grad`` has cleared those of the masters."""
-        if self._replaced is not None and (optimizer := self.optimizer) is not None and not running_steps(optimizer):
-            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
-                for parameter in (p for group in self._replaced for p in group):
-                    parameter.grad = None
-        self.recover()
-
-    def _put_back(self) -> None:
         if self._replaced is None:
             return
         if self.optimizer is not None:
@@ -225,13 +205,21 @@ class Masters:
             if master.bucket.updates is None:
                 master.tensor.grad = None
 
+    def begin_anew(self) -> None:
+        """Recover from a step that raised. Clear gradients if ``zero_grad`` has cleared those of the masters."""
+        if self._replaced is not None and (optimizer := self.optimizer) is not None and not running_steps(optimizer):
+            if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+                for parameter in (p for group in self._replaced for p in group):
+                    parameter.grad = None
+        self.recover()
+
     def _arrange(self, groups: list[dict[str, Any]]) -> None:
         """Choose each group's masters, which cover its parameters with gradients; reuse the last choice if possible."""
         signature = self._state_of_groups(), [[p.grad is None for p in group["params"]] for group in groups]
         if signature == self._signature:
             return
-        self._signature, self._active, self._arranged, self._arranged_in = None, [], [], {}
-        for number, group in enumerate(groups):
+        self._signature, self._active, self._arranged = None, [], []
+        for group in groups:
             slots = {p: slot for p in group["params"] if (slot := slot_of(p)) is not None}
             # On a single rank without offload, parameters without a gradient also stay in the group, in order.
             kept = [p for p in group["params"] if p.grad is not None or p not in slots or is_alone(slots[p].bucket)]
@@ -241,8 +229,6 @@ class Masters:
             of_slot = {slot: master for master in masters for slot in master.slots}
             order = (of_slot.get(slots[p], p) if p in slots else p for p in kept)
             self._arranged.append(list(dict.fromkeys(order)))
-            for master in masters:
-                self._arranged_in.setdefault(master.bucket, []).append((number, master))
         make_room(self.states.optimizer)
         self._warn_of_unsharded(groups)
         self._signature = self._state_of_groups(), signature[1]  # the version may have changed
