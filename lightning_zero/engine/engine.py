@@ -289,7 +289,7 @@ class Engine:
             schedule.check_not_replaced()
             check_frozen(scripted)
 
-        self._optimizers = Optimizers(config, module, self.buckets, self._shared, seed, check)
+        self._optimizers = Optimizers(config, self.buckets, self._shared, seed, check)
         self.windows = Windows(
             module,
             self.schedule,
@@ -321,7 +321,9 @@ class Engine:
 
     @property
     def module(self) -> nn.Module:
-        return self._optimizers.module
+        module = self._module()
+        assert module is not None, "the module was deleted"
+        return module
 
     @property
     def buckets(self) -> list[Bucket]:

@@ -1,4 +1,4 @@
-"""Warnings name hyperparameters that differ between ranks, and parameters that stay unsynchronised, as under DDP."""
+"""A warning names hyperparameters that differ between ranks; parameters may stay unsynchronised, as under DDP."""
 
 from __future__ import annotations
 
@@ -22,9 +22,7 @@ def texts_of(function):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()
-    return [
-        str(each.message) for each in caught if "Parameter group" in str(each.message) or " has " in str(each.message)
-    ]
+    return [str(each.message) for each in caught if "Parameter group" in str(each.message)]
 
 
 # ----------------------------------------------------------------------------------------------------- hyperparameters
@@ -140,19 +138,12 @@ class Growing(Net):
 def grow(strategy):
     module = Growing()
     trainer = make_trainer(strategy, max_epochs=3)
-    found = texts_of(lambda: trainer.fit(module, data()))
-    if strategy != "ddp" and rank() == 0:
-        assert len(found) == 2
-        before = "Adam has parameters that were not in the module when it was sharded: "
-        assert f"{before}one of shape (6,) that is not the module's. As under DDP" in found[0]
-        assert f"{before}'added.weight', 'added.bias'. As under DDP" in found[1]
-    else:
-        assert found == []
+    trainer.fit(module, data())
     return weights(module), module.outside
 
 
 @pytest.mark.behaviour(
     "The Trainer", "Parameters outside of the module, and layers added in mid-run, train unsynchronised"
 )
-def test_parameters_that_are_not_synchronised_train_as_under_ddp_and_are_named(run_on):
+def test_parameters_that_are_not_synchronised_train_as_under_ddp(run_on):
     run_on(2, same_as_under_ddp, case=grow)

@@ -7,11 +7,11 @@ import inspect
 import re
 import textwrap
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from enum import Enum
 from typing import Any, NamedTuple, TypeGuard
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.compat import without_hooks
@@ -238,18 +238,6 @@ def check_not_divided(
                 f"{share.count} ranks only a part. Give such parameters to an elementwise optimizer "
                 f"({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave them out of the tensor-parallel plan."
             )
-
-
-def warn_of_unsharded(name: str, parameters: Sequence[Tensor], modules: Iterable[nn.Module]) -> None:
-    """Warn that an optimizer updates parameters that belong to no sharded module, or were added to one in mid-run."""
-    names = {id(p): f"'{name}'" for module in modules for name, p in module.named_parameters()}
-    found = ", ".join(names.get(id(p), f"one of shape {tuple(p.shape)} that is not the module's") for p in parameters)
-    warnings.warn(
-        f"{name} has parameters that were not in the module when it was sharded: {found}. As under DDP, each rank "
-        "trains them with its own gradients, so their values differ between ranks: assign them to the module, or "
-        "create their layers, before training, and pass parameters to add_param_group when they are needed.",
-        stacklevel=2,
-    )
 
 
 def is_torchs_elementwise(cls: type) -> bool:

@@ -24,7 +24,6 @@ from torch.utils.hooks import RemovableHandle
 from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.compat import call_first, running_steps
 from lightning_zero.engine.offload import DiskStates, Update, fields_by_parameter, of_no_parameter
-from lightning_zero.engine.optim.compatibility import warn_of_unsharded
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
 from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
@@ -54,7 +53,6 @@ class Masters:
         self._active: list[Master] = []
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
-        self._unsharded: set[int] = set()  # ids of the parameters that a warning has named
         self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         self._sparse_rows = {
@@ -230,17 +228,7 @@ class Masters:
             order = (of_slot.get(slots[p], p) if p in slots else p for p in kept)
             self._arranged.append(list(dict.fromkeys(order)))
         make_room(self.states.optimizer)
-        self._warn_of_unsharded(groups)
         self._signature = self._state_of_groups(), signature[1]  # the version may have changed
-
-    def _warn_of_unsharded(self, groups: list[dict[str, Any]]) -> None:
-        unsharded = [p for group in groups for p in group["params"] if p.requires_grad and slot_of(p) is None]
-        new = [p for p in unsharded if id(p) not in self._unsharded]
-        self._unsharded.update(map(id, new))
-        ranks = {engine.communicator.everyone.rank for engine in self.states.engines if engine.communicator.size > 1}
-        if new and ranks == {0}:
-            modules = [engine.module for engine in self.states.engines]
-            warn_of_unsharded(type(self.states.optimizer).__name__, new, modules)
 
     def _state_of_groups(self) -> Any:
         """A value that changes if parameters move between groups, are added or removed, or options come into effect.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.asynchronous import synchronize
@@ -107,7 +107,6 @@ class Optimizers:
     """The optimizers that update the parameters of one engine, which their masters see as an ``OptimizedEngine``.
 
     Args:
-        module: the root module, which is not kept alive.
         seed: for stochastic rounding; the same on every rank.
         check: raises an error if user code has changed parameters so that an update would not train them.
 
@@ -119,7 +118,6 @@ class Optimizers:
     def __init__(
         self,
         config: EngineConfig,
-        module: nn.Module,
         buckets: list[Bucket],
         shared: SharedByBuckets,
         seed: int,
@@ -127,17 +125,11 @@ class Optimizers:
     ) -> None:
         self.buckets, self.communicator, self.seed = buckets, shared.communicator, seed
         self.background, self.ledger = shared.updates, shared.ledger
-        self._config, self._module, self._check = config, weakref.ref(module), check
+        self._config, self._check = config, check
         self.masters: list[Masters] = []
         self._members: list[list[int]] = []  # ids of the parameters in each group
         self.steps = self._updates = 0
         self._is_updating = False
-
-    @property
-    def module(self) -> nn.Module:
-        module = self._module()
-        assert module is not None, "the module was deleted"
-        return module
 
     @property
     def alive(self) -> list[Optimizer]:
