@@ -168,7 +168,7 @@ class Masters:
         if self._replaced is not None:
             self.recover()
             self._call_hooks()
-            self.states.updated(self._active)
+            self.states.measure()
             for engine in self.states.engines:
                 engine.updated(self._buckets)
 

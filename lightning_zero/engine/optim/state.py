@@ -60,7 +60,6 @@ class MasterStates:
         self.version = 0
         self._own: Any = None  # the optimizer's own mapping, while ``state_dict()`` uses another
         self._leaf: Leaf = whole  # converts each tensor in ``state_dict()``
-        self._cleared: set[BucketSlot] = set()  # parameters without an update since their state was cleared
         self._measured = 0
         self._bytes: Counter[str] = Counter()
 
@@ -144,15 +143,10 @@ class MasterStates:
         """Remove the bytes of optimizer state from the ledger."""
         self._enter(Counter())
 
-    def cleared(self) -> None:
-        """Note that the state of all parameters has been cleared."""
-        self._cleared = {slot for slot in self._master_of if not is_alone(slot.bucket)}
-
-    def updated(self, masters: Sequence[Master]) -> None:
-        """Note that these masters have been updated and may have state again."""
-        if self._cleared:
-            self._cleared.difference_update(slot for master in masters for slot in master.slots)
-        self.measure()
+    def forget_masters(self) -> None:
+        """Forget all masters, because the state of all parameters has been cleared; the next update makes new ones."""
+        self.version += 1
+        self._master_of.clear()
 
     def _enter(self, held: Counter[str]) -> None:
         for category in held.keys() | self._bytes.keys():
@@ -164,7 +158,7 @@ class MasterStates:
     def has_state(self, slot: BucketSlot) -> bool:
         """Whether a parameter has state: it has been updated, or its state has been loaded."""
         master = self._master_of.get(slot)
-        if master is None or slot in self._cleared:
+        if master is None:
             return False
         return not is_alone(slot.bucket) or dict.__contains__(self.by_master, master.tensor)
 
@@ -350,9 +344,7 @@ class MasterStates:
         self.synchronize()
         states = walk(states, in_full, is_dtensor)  # DTensor states from before the module was sharded
         optimizer = self.optimizer
-        self.version += 1
-        self._master_of.clear()
-        self._cleared.clear()
+        self.forget_masters()
         self._measured = -1
         optimizer.state, self._own = StateMapping(self), None
         by_slot: dict[BucketSlot, dict[str, Any]] = {}
@@ -488,8 +480,8 @@ class StateMapping(defaultdict[Any, dict[str, Any]]):
 
     def clear(self) -> None:
         self._states.synchronize()  # an update that is still running would bring its state back
-        self._states.cleared()
         super().clear()
+        self._states.forget_masters()
 
     def __setitem__(self, key: Any, value: Any) -> None:
         super().__setitem__(self._own_key(key), value)
