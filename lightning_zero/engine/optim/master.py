@@ -6,8 +6,6 @@ parameter has its own master of the same shape, so that any optimizer works.
 
 from __future__ import annotations
 
-import weakref
-
 import torch
 from torch import Tensor, nn
 
@@ -125,38 +123,3 @@ def restore_digits(slot: BucketSlot, saved: Tensor) -> None:
         shard.copy_(torch.where(is_unchanged if is_low else is_unchanged & (rounded == shard), digits, shard))
     if not is_low or bucket.states is not None:
         slot.written_locally(shard)
-
-
-class SparseRows:
-    """The rows of one parameter that have received sparse gradients since ``p.grad`` was reset. For one rank only.
-
-    The engine keeps gradients dense, but an optimizer for sparse gradients must know which rows were used: in a dense
-    gradient, a used row of zeros and an unused row look the same.
-    """
-
-    def __init__(self, slot: BucketSlot) -> None:
-        self._slot = weakref.ref(slot)
-        self._rows: Tensor | None = None
-        self.remove = slot.view.register_hook(self._note).remove
-
-    def _note(self, gradient: Tensor) -> Tensor | None:
-        slot = self._slot()
-        if slot is None or gradient.layout is not torch.sparse_coo or gradient.sparse_dim() != 1:
-            self._rows = None
-            return None
-        if self._rows is None and slot.parameter.grad is not None:
-            return None  # a dense gradient plus a sparse one is dense, as in plain torch
-        gradient = gradient.coalesce()  # sums duplicate rows in the same order as the optimizer would
-        (rows,) = gradient.detach().indices()
-        if self._rows is not None and slot.parameter.grad is not None:
-            rows = torch.cat([self._rows, rows]).unique()
-        self._rows = rows
-        return gradient
-
-    def to_sparse(self, gradient: Tensor) -> Tensor:
-        """Return a gradient as a sparse tensor of these rows, or unchanged if any part of it was not sparse in rows."""
-        if self._rows is None:
-            return gradient
-        return torch.sparse_coo_tensor(
-            self._rows[None], gradient[self._rows], gradient.shape, is_coalesced=True, check_invariants=False
-        )

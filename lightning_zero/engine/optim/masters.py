@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer, SparseAdam
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.compat import call_first, running_steps
 from lightning_zero.engine.offload import DiskStates, Update, fields_by_parameter, of_no_parameter
 from lightning_zero.engine.optim.kinds import is_by_element
-from lightning_zero.engine.optim.master import Master, SparseRows, is_alone
+from lightning_zero.engine.optim.master import Master, is_alone
 from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
 from lightning_zero.engine.optim.updating import count_update, gains_by_chunks, update_offloaded, updated
 from lightning_zero.engine.plan.layout import balanced_owners
@@ -54,12 +54,6 @@ class Masters:
         self._signature: Any = None
         self._arranged: list[list[Master | Tensor]] = []  # by group: masters, and parameters without a master
         self._own_entries: dict[Any, Any] = {}  # before a step, what ``optimizer.state`` has under other keys
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self._sparse_rows = {
-            slot: SparseRows(slot)
-            for p in (parameters if isinstance(optimizer, SparseAdam) else ())
-            if (slot := slot_of(p)) is not None and is_alone(slot.bucket) and p.requires_grad
-        }
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(lambda *_: self._after_step()),
@@ -253,8 +247,7 @@ class Masters:
             values = torch.zeros(master.tensor.numel(), dtype=master.tensor.dtype, device=master.device)
             for slot, gradient in zip(master.slots, gradients):
                 values[master.part_of(slot)] = local_range_of(gradient, slot)
-        values = values.view(master.tensor.shape)
-        return self._sparse_rows[master.slots[0]].to_sparse(values) if master.slots[0] in self._sparse_rows else values
+        return values.view(master.tensor.shape)
 
     # -- the end ----------------------------------------------------------------------------------------------------
 
@@ -266,8 +259,6 @@ class Masters:
         """
         self.states.release()
         self.recover()
-        for rows in self._sparse_rows.values():
-            rows.remove()
         for handle in self._handles:
             handle.remove()
         if (optimizer := self.optimizer) is not None:
