@@ -6,7 +6,6 @@ from typing import Any
 from unittest import mock
 
 import pytest
-import torch
 from lightning.pytorch.strategies import Strategy
 from torch.optim import SGD, Adam, Optimizer
 
@@ -62,51 +61,6 @@ def patch_the_class(strategy: str) -> Any:
         return by_function, trained(strategy, Descends()), mocked.call_count
 
 
-class Counting(SGD):
-    """Counts its steps."""
-
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.steps = 0
-
-    def step(self, closure: Any = None) -> Any:
-        self.steps += 1
-        return super().step(closure)
-
-
-class CountingBefore(Counting):
-    """Calls the closure itself."""
-
-    def step(self, closure: Any = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        super().step()
-        return loss
-
-
-class AnyArguments(Counting):
-    def step(self, *args: Any, **kwargs: Any) -> Any:
-        return super(AnyArguments, self).step(*args, **kwargs)  # noqa: UP008 (the older form)
-
-
-def wrap_in_a_subclass(strategy: str) -> Any:
-    """Subclasses of a known optimizer whose `step` calls `super().step()`"""
-
-    def train(kind: type[Optimizer]) -> Any:
-        class Descends(Net):
-            def configure_optimizers(self) -> Any:
-                return kind(self.parameters(), lr=0.1, momentum=0.9)
-
-            def on_train_end(self) -> None:
-                self.seen.append(self.trainer.optimizers[0].steps)
-
-        return trained(strategy, Descends())
-
-    return [train(kind) for kind in (Counting, CountingBefore, AnyArguments)]
-
-
 class ByHand(Net):
     def __init__(self) -> None:
         super().__init__()
@@ -139,7 +93,7 @@ def count_backwards(strategy: str) -> Any:
 
 
 @pytest.mark.exhaustive(but=2)
-@behaviours("The Trainer", wrap_by_a_mock, patch_the_class, wrap_in_a_subclass, count_backwards)
+@behaviours("The Trainer", wrap_by_a_mock, patch_the_class, count_backwards)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_patched_steps_and_strategy_methods_are_called_as_under_ddp(run_on, case, ranks):
     run_on(ranks, same_as_under_ddp, case=case)

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
-import textwrap
 import warnings
 from collections.abc import Callable, Iterable
 from enum import Enum
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -196,9 +193,9 @@ def _has_overrides(optimizer: Optimizer) -> bool:
 
 
 def _known(optimizer: Optimizer) -> Known | None:
-    """The table's entry for an optimizer; None if its ``step`` may do more than the listed class's ``step``."""
+    """The table's entry for an optimizer; None if it has a ``step`` of its own."""
     known = known_class(optimizer)
-    return known if known is not None and steps_as(optimizer, known.cls) else None
+    return known if known is not None and _inherits_step(optimizer, known.cls) else None
 
 
 def _rule(known: Known | None, declared: Any) -> Any:
@@ -245,47 +242,9 @@ def is_torchs_elementwise(cls: type) -> bool:
     return cls.__name__ in TORCHS_ELEMENTWISE and cls.__module__.partition(".")[0] == "torch"
 
 
-def steps_as(optimizer: Optimizer, known: type) -> bool:
-    """Whether an optimizer's ``step`` does no more with parameters than the ``step`` of a known base class.
-
-    The base class's own ``step`` may have been wrapped, by a profiler or a mock, for example.
-    """
+def _inherits_step(optimizer: Optimizer, known: type) -> bool:
+    """Whether an optimizer's ``step`` is that of a listed base class, which may have been wrapped, by a mock, say."""
     classes = type(optimizer).__mro__
     # ``without_hooks``, since torch wraps ``step`` in the classes that are instantiated, even if it is inherited
-    steps = [without_hooks(vars(cls)["step"]) for cls in classes if "step" in vars(cls)]
-    count = sum("step" in vars(cls) for cls in classes[: classes.index(known)])
-    own = [step for step, inherited in zip(steps[:count], steps[1:]) if step is not inherited]
-    return all(_only_wraps(inspect.unwrap(step), vars(optimizer)) for step in own)
-
-
-def _only_wraps(step: Any, attributes: dict[str, Any]) -> bool:
-    """Whether a ``step`` accesses parameters only by calling ``super().step()``, as far as its source shows.
-
-    The ``step`` may use the optimizer's attributes that are numbers, strings, booleans or None. It must not use the
-    optimizer in any other way (pass it to a function, call other methods, read ``param_groups``): during an update,
-    ``param_groups`` hold parts of parameters.
-    """
-    try:
-        (function,) = ast.parse(textwrap.dedent(inspect.getsource(step))).body
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return False
-    if not isinstance(function, ast.FunctionDef) or not function.args.args:
-        return False
-    if any(ast.unparse(decorator) not in _HARMLESS_DECORATORS for decorator in function.decorator_list):
-        return False
-    own, plain = function.args.args[0].arg, (bool, int, float, str, type(None))
-    allowed: set[int] = set()  # ids of nodes: allowed uses of the optimizer and of ``super()``
-    for node in (node for node in ast.walk(function) if isinstance(node, ast.Attribute)):
-        if node.attr == "step" and _is_super(node.value):
-            allowed |= {id(node.value), *(id(argument) for argument in node.value.args)}
-        elif isinstance(node.ctx, ast.Store) or (node.attr in attributes and isinstance(attributes[node.attr], plain)):
-            allowed.add(id(node.value))
-    uses = (node for node in ast.walk(function) if _is_super(node) or (isinstance(node, ast.Name) and node.id == own))
-    return all(id(node) in allowed for node in uses)
-
-
-def _is_super(node: ast.AST) -> TypeGuard[ast.Call]:
-    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "super"
-
-
-_HARMLESS_DECORATORS = {"torch.no_grad()", "torch.no_grad", "override", "typing.override"}
+    steps = [without_hooks(vars(cls)["step"]) for cls in classes[: classes.index(known) + 1] if "step" in vars(cls)]
+    return all(step is steps[0] for step in steps)
