@@ -228,12 +228,13 @@ class Updates:
             with suppress(Exception), work:  # ``work.wait()`` raises the error
                 act()
 
-        self._begin(work, run, work.end)
+        self._begin([work], run, work.end)
         return work
 
-    def _begin(self, work: BackgroundWork, run: Callable[[], None], end: Callable[[], None]) -> None:
+    def _begin(self, works: Iterable[BackgroundWork], run: Callable[[], None], end: Callable[[], None]) -> None:
         try:
-            work.await_always()
+            for work in works:
+                work.await_always()
             self._put(run)
         except BaseException:  # Ctrl-C: nothing must wait for a function that may not be in the queue
             self._put(end)
@@ -253,7 +254,7 @@ class Updates:
 
     def start(self, update: DiskUpdate) -> None:
         """Run an update of states on a disk in the thread, after all functions submitted earlier."""
-        self._begin(update.all, update.run, update.end)
+        self._begin(update.works.values(), update.run, update.end)
 
     def _put(self, run: Callable[[], None]) -> None:
         if self._simulation is not None:
@@ -284,24 +285,19 @@ class DiskUpdate:
 
     Attributes:
         acts: by the states of a bucket, the function that changes each of their sub-groups.
+        works: by the states of a bucket, the work on them, which ends when the result is on the disk.
     """
 
     def __init__(self, owner: Updates) -> None:
         self._owner = owner
-        self.all = BackgroundWork(owner, is_awaited=False)
         self.acts: dict[DiskStates, OnSubGroup] = {}
-        self._shown: dict[DiskStates, BackgroundWork] = {}
-        self._written: dict[DiskStates, BackgroundWork] = {}
+        self.works: dict[DiskStates, BackgroundWork] = {}
 
-    def add(self, states: DiskStates, act: OnSubGroup, *, until_written: bool) -> BackgroundWork:
-        """Add the states of a bucket, before the update is started; return the work on them.
-
-        Args:
-            until_written: whether the work ends only when the result is on the disk.
-        """
-        self._shown[states], self._written[states] = (BackgroundWork(self._owner, is_awaited=False) for _ in range(2))
+    def add(self, states: DiskStates, act: OnSubGroup) -> BackgroundWork:
+        """Add the states of a bucket, before the update is started; return the work on them."""
+        self.works[states] = BackgroundWork(self._owner, is_awaited=False)
         self.acts[states] = act  # at last, since Ctrl-C may come at any time
-        return (self._written if until_written else self._shown)[states]
+        return self.works[states]
 
     def run(self) -> None:
         """Run the update; called in the thread of ``Updates``."""
@@ -314,16 +310,12 @@ class DiskUpdate:
                 states, index = places[number]
                 acts[states](*states.range_of(index), states.views(index, memory))
                 if index + 1 == states.count:
-                    self._shown[states].end()
                     del acts[states]  # free the function, which holds gradients
 
-            left = {states: states.count for states in acts}
-
             def on_written(number: int) -> None:
-                states, _ = places[number]
-                left[states] -= 1
-                if not left[states]:
-                    self._written[states].end()
+                states, index = places[number]
+                if index + 1 == states.count:
+                    self.works[states].end()
 
             if extents:
                 ring = places[0][0].swap.ring(max(extent.nbytes for extent in extents))
@@ -335,7 +327,7 @@ class DiskUpdate:
 
     def end(self, error: BaseException | None = None) -> None:
         """Mark the work that has not ended as done, or as failed."""
-        for work in (*self._shown.values(), *self._written.values(), self.all):
+        for work in self.works.values():
             work.end(error)
 
 

@@ -214,9 +214,7 @@ def _begin(
     update.in_memory(only_empty=True)  # empty masters are in no sub-group
     if background not in on_disk:
         on_disk[background] = DiskUpdate(background)
-    # without ``shown``, the next gather reads the new values from the disk
-    act = on_own_stream(device, update.on_disk)
-    return on_disk[background].add(bucket.states, act, until_written=shown is None)
+    return on_disk[background].add(bucket.states, on_own_stream(device, update.on_disk))
 
 
 class _BucketUpdate(NamedTuple):
