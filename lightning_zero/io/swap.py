@@ -74,17 +74,16 @@ class SwapFile:
     def reserve(self, nbytes: int) -> None:
         """Set the size of a new file and allocate its blocks, so that no later write fails on a full disk.
 
-        A file system that cannot allocate blocks in advance must at least have the space now.
+        A system that cannot allocate blocks in advance must at least have the space now.
         """
         free = free_bytes(self._file)
         try:
             if nbytes > free:  # an attempt would briefly fill the disk for all users
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            _allocate(self._file, nbytes)
+            os.ftruncate(self._file, nbytes)
+            if nbytes and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, 0, nbytes)
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                error.filename = self.path  # errors from calls on open files have no path
-                raise
             os.ftruncate(self._file, 0)
             raise OSError(
                 error.errno,
@@ -127,16 +126,6 @@ class SwapFile:
             self.reserve(0)
         self._closed()
         self._file = -1  # the system may reuse the closed descriptor
-
-
-def _allocate(descriptor: int, nbytes: int) -> None:
-    if nbytes and hasattr(os, "posix_fallocate"):
-        try:
-            return os.posix_fallocate(descriptor, 0, nbytes)
-        except OSError as error:
-            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS):
-                raise
-    os.ftruncate(descriptor, nbytes)
 
 
 class FileRange(NamedTuple):
@@ -250,13 +239,9 @@ def stream(
         for future in chain.from_iterable(reads):
             future.cancel()
         wait([*chain.from_iterable(reads), *chain.from_iterable(writes)])
-        reads.clear()  # break the reference cycle of a raised exception, this frame and the futures
-        writes.clear()
 
 
 def _wait(futures: Iterable[Future[None]]) -> None:
     """Wait for the futures in order; raise the error of the first failed future."""
-    waiting = deque(futures)
-    del futures  # otherwise this frame would refer to futures whose exceptions refer to this frame
-    while waiting:
-        waiting.popleft().result()
+    for future in futures:
+        future.result()

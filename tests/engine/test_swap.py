@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import errno
-import gc
 import os
 import random
 import subprocess
 import textwrap
 import threading
 import time
-import weakref
 from mmap import PAGESIZE
 from pathlib import Path
 
@@ -307,26 +305,6 @@ def test_an_extent_whose_change_failed_stays_unchanged_and_earlier_ones_are_writ
     assert contents(file) == b"\1" * 8 * ALIGNMENT + bytes(12 * ALIGNMENT)
     stream(extents_of(file, 2 * ALIGNMENT), plus_one, ring)
     assert contents(file) == b"\2" * 8 * ALIGNMENT + b"\1" * 12 * ALIGNMENT
-
-
-@pytest.mark.parametrize("method", ["read", "write"])
-def test_after_an_error_nothing_is_left_to_the_garbage_collector(tmp_path, monkeypatch, method):
-    file = SwapFile(str(tmp_path), 8 * ALIGNMENT)
-    is_closed = weakref.ref(file)
-    Failing(monkeypatch, method, 2 * ALIGNMENT, 3 * ALIGNMENT)
-    gc.disable()
-    try:
-        try:
-            stream(extents_of(file, ALIGNMENT), plus_one, Ring(ALIGNMENT))
-        except OSError:
-            pass
-        del file
-        deadline = time.monotonic() + SECONDS  # the ring's threads may hold the file until they end
-        while is_closed() is not None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert is_closed() is None
-    finally:
-        gc.enable()
 
 
 def reserved_before(folder):
