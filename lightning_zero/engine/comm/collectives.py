@@ -271,7 +271,7 @@ class Communicator:
                 (number,) = self.everyone.numbers_of(0, [next(_communicators)], "the name of the engine")
             self.counters.clear()  # the communicator has only just been made: this exchange does not count
             self.name = f"{all_ranks[0]}/{number}"
-            self.everyone.watch = watch = Watch(everywhere, self.name)
+            self.everyone.watch = watch = Watch(self.name, all_ranks)
         if self.tensor.size > 1:
             tensor = self.tensor
             tensor.control = control(process_group.ranks_of(tensor.group), tensor.rank, tensor.group, tensor.groups)

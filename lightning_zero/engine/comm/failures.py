@@ -1,8 +1,8 @@
 """What ranks tell each other in the process group's store, and errors that say why a wait for other ranks ended.
 
 - A rank that fails writes its reason, and closes its connections, which ends the waits of others.
-- A rank that is killed cannot write. But the system closes its connections, also those to its neighbours in a ring in
-  which the ranks' timers exchange messages. A suspended process keeps its connections.
+- A rank that is killed cannot write. But the system closes its connections, also that to the rank before it, in which
+  a thread waits for a message that is never sent. A suspended process keeps its connections.
 - A rank that has waited for a few seconds writes a note: what it waits for, and which collectives it has begun. Once
   every rank has a note, each rank in a deadlock waits for a collective that another such rank has not begun, and cannot
   begin before its own wait ends. A rank that is only slow has no note, so no deadlock is found.
@@ -10,14 +10,14 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import timedelta
 from multiprocessing import util
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import torch
 
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.cross_memory.exchange import sever_all
-from lightning_zero.engine.comm.process_group import DistError, ProcessGroup, uses_agent_store
+from lightning_zero.engine.comm.process_group import DistError, uses_agent_store
 
 PATIENCE = 3.0
 """Seconds that a rank waits before it writes a note. Timers read the store several times in this period."""
@@ -37,9 +37,17 @@ SAME_UNITS = (
     "'with lightning_zero.uneven_forwards(module):', which every rank must enter."
 )
 
+_BLAME = (
+    "another rank ended, or did not take part in time, or is at another line. Every rank must run the same units in "
+    "the same order, and the same number of training batches. NCCL's Flight Recorder dumps the last collectives of "
+    "each rank to the files that TORCH_FR_DUMP_TEMP_FILE names; compare them with torchfrtrace."
+)
+
 _MOMENT = 0.5  # seconds within which a rank's last words arrive after its connections have closed
 _LAST_WORDS = 2.0  # seconds in which the others can read the store at the end of the process that has it
+_AT_ONCE = 0.5  # seconds within which failures count as simultaneous
 _WAS_KILLED = "was killed, or its process has crashed. Its output may say why; the system's log shows if memory ran out"
+_SIGNS_OF_GLOO = "gloo/", "pair closure"  # texts that identify Gloo's errors, which have no class of their own
 
 
 class Wait(NamedTuple):
@@ -64,7 +72,7 @@ class Notices:
     Attributes:
         gone: ranks whose processes have ended.
         begun: counts the collectives that this rank has begun, by engine and name.
-        connection: a connection to the group's store, for threads that do not wait in the store.
+        wait: what this rank waits for now, or None.
     """
 
     def __init__(self) -> None:
@@ -73,54 +81,71 @@ class Notices:
         self.failure: str | None = None
         self.begun: dict[str, Counter[str]] = {}
         self.wait: Wait | None = None
+        self.is_closed = False
         self._noted: Wait | None = None
         self._rank, self._size = process_group.rank(), process_group.world_size()
+        self._failed_together = 0  # how often all ranks have failed at the same time
         store: Any = process_group.default_store()
         # another connection, since a wait of the main thread in the store would block the timer
-        self.connection: process_group.Store = store.clone() if hasattr(store, "clone") else store
-        self._store = process_group.named_store("lightning_zero/notices", self.connection)
-        self._lock = threading.RLock()  # guards ``_noted``
+        own: process_group.Store = store.clone() if hasattr(store, "clone") else store
+        self._store = process_group.named_store("lightning_zero/notices", own)
         self._ring: Any = None
-        self._wakes, self._is_closed = threading.Event(), False
-        # Not an executor's thread: the timer lives as long as the group, and must not delay the interpreter's exit.
-        self._timer = threading.Thread(target=self._run, name="lightning_zero-notices", daemon=True)
-        self._timer.start()
+        self._wakes = threading.Event()
+        self._threads = [self._start(self._run)]
         # processes of ``multiprocessing`` do not run ``atexit`` handlers
         self._at_exit = util.Finalize(None, self._end, exitpriority=100)
 
+    def _start(self, act: Callable[[], None]) -> threading.Thread:
+        # Not an executor's thread: the thread lives as long as the group, and must not delay the interpreter's exit.
+        thread = threading.Thread(target=act, name="lightning_zero-notices", daemon=True)
+        thread.start()
+        return thread
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has failed, or this rank has left it."""
+        return self.is_closed or self.failure is not None
+
     def make_ring(self) -> None:
-        """Connect the timers, so that they notice when a process ends. Collective over the default group, once."""
+        """Connect the ranks, so that each notices when the next one's process ends. Collective, once."""
         if self._ring is None:
             self._ring = process_group.gloo_backend("lightning_zero/ring", self.group)
+            self._threads.append(self._start(self._watch_next))
 
     def _end(self) -> None:
         """At the program's end: tell the other ranks, and give them time to read that."""
-        has_left = self._is_closed
+        has_left = self.is_closed
         self.close()
         if self._rank == 0 and not has_left and not uses_agent_store():  # this process has the store
-            self._read_until(lambda: len(self.gone) == self._size, _LAST_WORDS)
+            self.read_until(lambda: len(self.gone) == self._size, _LAST_WORDS)
 
     def close(self, *, leaves: bool = True) -> None:
-        """End the timer. If this rank leaves the run, the other ranks learn that it was not killed."""
-        if not self._is_closed:
+        """End the threads. If this rank leaves the run, the other ranks learn that it was not killed."""
+        if not self.is_closed:
             if leaves:
                 self._leave(self._rank)
-            self._is_closed = True
+            self.is_closed = True
             self._wakes.set()
             if self._ring is not None:
                 process_group.close_connections(self._ring)
-        if threading.current_thread() is not self._timer:
-            self._timer.join(timeout=2)
+        if threading.current_thread() not in self._threads:
+            self._join(self._threads)
+
+    def _join(self, threads: Iterable[threading.Thread]) -> None:
+        """Wait for threads before the interpreter exits: an exit during their calls of C++ would be an abort."""
+        for thread in threads:
+            thread.join(timeout=2)
 
     # -- the store --------------------------------------------------------------------------------------------------
 
     def _leave(self, rank: int) -> None:
         """Tell that a rank's process has ended."""
+        self.gone.add(rank)
         with suppress(RuntimeError):  # the process with the store may have ended
             self._store.append("gone", f"{rank} ")  # type: ignore[attr-defined]  # torch's stubs lack it
 
-    def _read(self, *, needs_store: bool = False) -> None:
-        """Take in what ranks have told. If ``needs_store``, the run fails if the process with the store has ended."""
+    def _read(self) -> None:
+        """Take in what ranks have told. The run fails if the process with the store ends without leaving the run."""
         reason = None
         try:
             if self._store.check(["failure"]):
@@ -128,19 +153,21 @@ class Notices:
             if self._store.check(["gone"]):  # after the reason, before which its writer names the rank that was killed
                 self.gone.update(map(int, self._store.get("gone").split()))
         except RuntimeError:
-            if needs_store and 0 not in self.gone:
+            if 0 in self.gone:
+                self.close(leaves=False)
+            elif not self.is_closed:
                 reason = f"{'the launcher' if uses_agent_store() else 'rank 0'} {_WAS_KILLED}"
         if reason is not None and self.failure is None:
             self.failure = reason
             _end_waits(reason)
 
-    def _read_until(self, is_known: Callable[[], bool], seconds: float, *, needs_store: bool = False) -> bool:
+    def read_until(self, is_known: Callable[[], bool], seconds: float) -> bool:
         """Read the store until something is known, and return True; False if it is not known after some seconds."""
         deadline = time.monotonic() + seconds
         while not is_known():
             if time.monotonic() > deadline:
                 return False
-            self._read(needs_store=needs_store)
+            self._read()
             time.sleep(0.01)
         return True
 
@@ -151,67 +178,56 @@ class Notices:
         self.failure = self.failure or reason
         _end_waits(self.failure)
 
-    def reason_soon(self) -> str | None:
-        """Wait for the reason why this rank's communication has failed; None if it is not known soon."""
-        self._wakes.set()
-        self._read_until(lambda: self._is_closed or self.failure is not None, PATIENCE, needs_store=True)
-        return self.failure
+    def states_if_all_fail(self, state: str) -> list[bytes]:
+        """The states of all ranks, if all fail at the same time; otherwise an empty list."""
+        store = process_group.named_store("lightning_zero/failures")
+        keys = [f"{self._failed_together}/{rank}" for rank in range(self._size)]
+        with suppress(RuntimeError):  # not all fail in time, or the process with the store has ended
+            store.set(keys[self._rank], state)
+            store.wait(keys, timedelta(seconds=_AT_ONCE))
+            self._failed_together += 1
+            return store.multi_get(keys)
+        return []
 
-    # -- the timer --------------------------------------------------------------------------------------------------
+    # -- the threads ------------------------------------------------------------------------------------------------
+
+    def _watch_next(self) -> None:
+        """Watch the next rank; when it has left the run, the one after it, and so on."""
+        for step in range(1, self._size):
+            if not self.is_over:
+                self._watch((self._rank + step) % self._size)
+
+    def _watch(self, rank: int) -> None:
+        """Wait until the process of a rank ends. If that rank has not left the run, it was killed."""
+        never = torch.empty(1, dtype=torch.uint8, device="cpu")
+        with suppress(RuntimeError):  # the connection was closed
+            self._ring.recv([never], rank, 0).wait(process_group.FOREVER)
+        if not self.read_until(lambda: self.is_over or rank in self.gone, _MOMENT):
+            self._leave(rank)
+            self.fail(f"rank {rank} {_WAS_KILLED}")
 
     def _run(self) -> None:
-        while not self._is_closed:
+        while not self.is_closed:
             self._wakes.wait(PATIENCE / 3)
             self._wakes.clear()
-            self._read(needs_store=self.wait is not None)
+            self._read()
             with suppress(RuntimeError):
                 self._note()
-            if self._ring is not None and self.failure is None:
-                self._meet_neighbours()
             if self.group not in process_group.all_groups():
                 self.close()
-        # Only now: at exit, the main thread must join this thread, since an exit during its calls of C++ is an abort.
+        self._join(self._threads[1:])  # not this thread itself
         self._at_exit.cancel()
-
-    def _meet_neighbours(self) -> None:
-        """Exchange messages with the neighbours in the ring, which fails if a neighbour's process has ended."""
-        message, works = torch.zeros(1, dtype=torch.uint8, device="cpu"), []
-        for step, begin in ((1, self._ring.send), (-1, self._ring.recv)):
-            neighbour = (self._rank + step) % self._size
-            if neighbour not in self.gone:
-                with self._reporting_end_of(neighbour):
-                    works.append((neighbour, begin([message], neighbour, 0)))
-        for neighbour, work in works:
-            with self._reporting_end_of(neighbour):
-                work.wait(process_group.FOREVER)
-
-    @contextmanager
-    def _reporting_end_of(self, rank: int) -> Iterator[None]:
-        """Context for communication with a rank. If it fails, and the rank does not say why, the rank was killed."""
-        try:
-            yield
-        except RuntimeError:
-
-            def is_known() -> bool:
-                return self._is_closed or self.failure is not None or rank in self.gone
-
-            if not self._read_until(is_known, _MOMENT, needs_store=self.wait is not None):
-                self._leave(rank)
-                self.fail(f"rank {rank} {_WAS_KILLED}")
-                self._read()
 
     def _note(self) -> None:
         """Write a note if this rank has waited for long; if every rank has a note, look for a deadlock."""
         wait = self.wait
         if wait is None or wait is self._noted or time.monotonic() - wait.since < PATIENCE:
             return
-        note = json.dumps([wait, self.begun])
-        with self._lock:
-            self._noted = wait
-            if self.wait is not wait:  # it has ended, perhaps before ``_noted`` was set
-                self._noted = None
-                return
-            self._store.set(f"note/{self._rank}", note)
+        self._noted = wait
+        self._store.set(f"note/{self._rank}", json.dumps([wait, self.begun]))
+        if self.wait is not wait:  # it has ended, perhaps before the note was written
+            self._store.set(f"note/{self._rank}", "")
+            return
         keys = [f"note/{rank}" for rank in range(self._size)]
         if self._store.check(keys):
             notes = self._store.multi_get(keys)
@@ -222,8 +238,8 @@ class Notices:
         """End this rank's wait, and continue with the outer one."""
         self.wait = outer
         if self._noted is not None:
-            with self._lock, suppress(RuntimeError):
-                self._noted = None
+            self._noted = None
+            with suppress(RuntimeError):  # the process with the store may have ended
                 self._store.set(f"note/{self._rank}", "")
 
     def _look_for_deadlock(self, notes: list[tuple[Any, dict[str, dict[str, int]]]]) -> None:
@@ -247,9 +263,6 @@ def _end_waits(reason: str) -> None:
     for group in process_group.all_groups():
         process_group.end_waits(group)
 
-
-_AT_ONCE = 0.5  # seconds within which failures count as simultaneous
-_SIGNS_OF_GLOO = "gloo/", "pair closure"  # texts that identify Gloo's errors, which have no class of their own
 
 _notices: list[Notices] = []  # at most one: that of the default process group
 
@@ -275,20 +288,18 @@ class Watch:
 
     Args:
         name: the engine's name, the same on every rank and new for each engine.
+        members: the ranks that take part in the waits, as numbered in the default group.
     """
 
-    def __init__(self, group: ProcessGroup, name: str) -> None:
-        self._group, self._name, self._ranks = group, name, process_group.ranks_of(group)
-        self._members: Sequence[int] = self._ranks
-        self._notices = notices(collective=len(self._ranks) == process_group.world_size())
+    def __init__(self, name: str, members: Sequence[int]) -> None:
+        self._name, self._members = name, members
+        self._notices = notices(collective=len(members) == process_group.world_size())
         self._begun = self._notices.begun.setdefault(name, Counter())
         self._process = os.getpid()
 
     def among(self, members: Sequence[int]) -> Watch:
-        """Make a watch for waits in which only these ranks take part, as numbered in the default group."""
-        watch = copy.copy(self)
-        watch._members = members
-        return watch
+        """Make a watch for waits in which other ranks take part."""
+        return Watch(self._name, members)
 
     def check_process(self, what: str) -> None:
         """Raise a RuntimeError in a forked process, whose connections to the other ranks belong to its parent."""
@@ -322,38 +333,15 @@ class Watch:
         outer = self._notices.wait
         self._notices.wait = Wait(self._name, what, ordinal, self._members, time.monotonic())
         try:
-            yield
-        except RuntimeError as error:
-            if is_of_memory(error):  # memory for the result was lacking, for which other ranks are not to blame
-                raise
-            if (reason := self._notices.reason_soon()) is None:
-                raise RuntimeError(f"{what} did not complete: {self._blame()} ({error})") from error
-            raise RuntimeError(f"{what} did not complete: {reason}") from None
+            with explained(what, _BLAME):
+                yield
         finally:
             self._notices.end_wait(outer)
 
-    def _blame(self) -> str:
-        """Explain why a wait failed, if no rank has reported a failure."""
-        if gone := self.gone:
-            return (
-                f"the program has ended on rank(s) {gone}. Every rank must run the whole program, with the same number "
-                "of training batches."
-            )
-        said = (
-            "another rank ended, or did not take part in time, or is at another line. Every rank must run the same "
-            "units in the same order, and the same number of training batches."
-        )
-        if any(backend.name().lower() == "nccl" for backend in process_group.backends_of(self._group)):
-            said += (
-                " NCCL's Flight Recorder dumps the last collectives of each rank to the files that "
-                "TORCH_FR_DUMP_TEMP_FILE names; compare them with torchfrtrace."
-            )
-        return said
-
     @property
     def gone(self) -> list[int]:
-        """The ranks of the group whose processes have ended."""
-        return [number for number, rank in enumerate(self._ranks) if rank in self._notices.gone]
+        """The positions among the members of those whose processes have ended."""
+        return [position for position, rank in enumerate(self._members) if rank in self._notices.gone]
 
     def close(self) -> None:
         """Forget the engine's collectives, for which no other rank waits any more."""
@@ -367,7 +355,11 @@ def failure() -> str | None:
 
 def reason_soon() -> str | None:
     """Like ``failure``, but wait for a moment if necessary: connections may close before the reason has arrived."""
-    return _notices[0].reason_soon() if _notices else None
+    if not _notices:
+        return None
+    (own,) = _notices
+    own.read_until(lambda: own.is_over, PATIENCE)
+    return own.failure
 
 
 def fail(reason: str, state: object = None) -> bool:
@@ -382,23 +374,11 @@ def fail(reason: str, state: object = None) -> bool:
     Returns:
         Whether all ranks have failed at the same time, and in equal states.
     """
-    with suppress(RuntimeError):  # the process with the store may have ended
-        if failure() is None and (states := _states_if_all_fail(repr(state))):
-            return len(set(states)) == 1
-    notices(collective=False).fail(reason)
+    own = notices(collective=False)
+    if own.failure is None and (states := own.states_if_all_fail(repr(state))):
+        return len(set(states)) == 1
+    own.fail(reason)
     return False
-
-
-def _states_if_all_fail(state: str) -> list[bytes]:
-    """The states of all ranks, if all fail at the same time; otherwise an empty list."""
-    store, size = process_group.named_store("lightning_zero/failures"), process_group.world_size()
-    store.set(f"state/{process_group.rank()}", state)
-    number, deadline = store.add("number", 1), time.monotonic() + _AT_ONCE
-    while store.add("number", 0) < number + -number % size:  # the next multiple of size: earlier failures also count
-        if time.monotonic() > deadline:
-            return []
-        time.sleep(0.01)
-    return store.multi_get([f"state/{rank}" for rank in range(size)])
 
 
 def renew(**options: Any) -> None:
@@ -418,19 +398,23 @@ def renew(**options: Any) -> None:
 
 
 @contextmanager
-def explained(what: str) -> Iterator[None]:
-    """Context for communication outside of ``Watch.waiting``: if a rank has failed, errors inside give the reason.
+def explained(what: str, blame: str | None = None) -> Iterator[None]:
+    """Context for communication: errors inside, unless they say that memory ran out, give the reason of a failure.
 
     Args:
         what: a name for the communication, with which the error message begins.
+        blame: what the message says if no rank has reported a failure; None leaves such errors as they are.
     """
     try:
         yield
-    except RuntimeError:
-        reason = reason_soon()
-        if reason is None:
+    except RuntimeError as error:
+        if is_of_memory(error):  # memory for the result was lacking, for which other ranks are not to blame
             raise
-        raise RuntimeError(f"{what} did not complete: {reason}") from None
+        if (reason := reason_soon()) is not None:
+            raise RuntimeError(f"{what} did not complete: {reason}") from None
+        if blame is None:
+            raise
+        raise RuntimeError(f"{what} did not complete: {blame} ({error})") from error
 
 
 def explain(error: BaseException) -> None:

@@ -122,7 +122,7 @@ class Rendezvous:
         while not self._store.check(keys):  # one request for all keys
             gone = watch.gone  # read before the store, since a rank may arrive and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in gone):
-                raise RuntimeError("cancelled")
+                raise RuntimeError(f"the program has ended on rank(s) {gone}")
             if time.monotonic() > deadline:
                 raise RuntimeError(f"not finished after {timeout:.0f} s")
             time.sleep(pause)
