@@ -80,7 +80,6 @@ class EngineConfig:
             ``None`` accepts only known classes.
         compute_dtype: dtype in which the fp32 parameters of linear, convolution and attention layers are gathered;
             autocast would cast them anyway. ``None`` gathers them in their own dtype, like all other parameters.
-        handshake_timeout: seconds to wait for the other ranks when user code reads a sharded tensor.
 
     Raises:
         TypeError, ValueError: if a value is not allowed.
@@ -103,7 +102,6 @@ class EngineConfig:
     masters: bool = True
     whole_parameters: bool | Callable[[str, torch.Tensor], bool] | None = None
     compute_dtype: torch.dtype | None = None
-    handshake_timeout: float = field(default=600.0, metadata={"least": 0})
 
     def __post_init__(self) -> None:
         compression = config_of("compression", self.compression, CompressionConfig, _COMPRESSIONS)

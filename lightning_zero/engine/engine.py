@@ -197,7 +197,7 @@ class Engine:
     def _connect(self, group: ProcessGroup | None, device: torch.device, simulation: Simulation | None = None) -> None:
         """Make the communicator and the rendezvous, which are closed when the engine is closed or deleted."""
         self.communicator = Communicator(group, device, self.config.shard_within, self._mesh, simulation)
-        self.rendezvous = Rendezvous(self.communicator, self.config.handshake_timeout)
+        self.rendezvous = Rendezvous(self.communicator)
         for part in (self.rendezvous, self.communicator):
             weakref.finalize(self, part.close)
 

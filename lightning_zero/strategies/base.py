@@ -61,7 +61,6 @@ class StrategyOptions(EngineConfig):
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "timeout", _timedelta_of(self.timeout))
-        object.__setattr__(self, "handshake_timeout", (self.timeout or default_pg_timeout).total_seconds())
         super().__post_init__()
         self.check_mesh(self.tensor_parallel_size)
         if self.tensor_parallel_size is None and self.data_parallel_size != "auto":
@@ -98,8 +97,8 @@ class TrainerOptions(StrategyOptions):
         super().__post_init__()
 
 
-SET_BY_STRATEGIES = ("compute_dtype", "handshake_timeout")
-"""The engine's options that users cannot set, since strategies derive them from the precision and the timeout."""
+SET_BY_STRATEGIES = ("compute_dtype",)
+"""The engine's options that users cannot set, since strategies derive them from the precision."""
 
 
 def options_of(kind: type[_Options], given: Mapping[str, Any], what: str) -> _Options:

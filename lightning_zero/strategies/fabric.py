@@ -89,7 +89,7 @@ class FabricStrategy(BaseStrategy):
 
     def setup_module(self, module: nn.Module) -> nn.Module:
         """Shard, in place, a module and the states of optimizers already set up for its parameters. Collective."""
-        consolidate(module, self.options.handshake_timeout)
+        consolidate(module)
         # Hooks of the module keep the engine.
         Engine(
             module,

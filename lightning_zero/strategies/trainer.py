@@ -105,7 +105,7 @@ class TrainerStrategy(BaseStrategy):
         if self.lightning_module is not None and self.ranks.mesh is not None:
             internals.set_device_mesh(self.lightning_module, self.ranks.mesh)
         if self.lightning_module is not None:
-            consolidate(self.lightning_module, self.options.handshake_timeout)
+            consolidate(self.lightning_module)
             self._restarts = self._new_restarts()
             connector = internals.checkpoint_connector(self.lightning_module.trainer)
             self._wrappers.put(connector, "resume_start", partial(self.checkpoints.resume, self._restarts))

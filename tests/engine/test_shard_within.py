@@ -353,7 +353,7 @@ def refuse_a_read() -> None:
     """Ranks that read different things are refused, and the accumulated gradients stay."""
     results = []
     for reads in (False, True):
-        with sharded(handshake_timeout=60.0) as (module, optimizer, engine):
+        with sharded() as (module, optimizer, engine):
             with engine.no_sync():
                 module(*batch(0)).backward()
             if reads:

@@ -372,7 +372,7 @@ def keep_on_one_rank() -> None:
     """A copy that only one tensor-parallel rank keeps is not gathered at the end: that would hang."""
     mesh = mesh_of(2)
     model = parallelised(Net(), mesh)
-    engine = Engine(model, [], mesh=mesh, stage=3, handshake_timeout=20)
+    engine = Engine(model, [], mesh=mesh, stage=3)
     kept = [parameter.detach().clone() for parameter in model.parameters()] if rank() == 0 else []
     engine.close()
     assert all(hasattr(p, "full_tensor") or p.dim() == 1 for p in model.blocks[0].parameters())
@@ -384,7 +384,7 @@ def end_after_a_failure() -> None:
     mesh = mesh_of(2)
     model = parallelised(Net(), mesh)
     optimizer = torch.optim.AdamW(model.parameters())
-    engine = Engine(model, [optimizer], mesh=mesh, stage=3, handshake_timeout=20)
+    engine = Engine(model, [optimizer], mesh=mesh, stage=3)
     if rank() == 0:  # the other rank does not take part
         engine.close(communicate=False)
 

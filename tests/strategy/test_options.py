@@ -25,7 +25,7 @@ from lightning_zero.engine import Engine, EngineConfig
 STRATEGIES = pytest.mark.parametrize(
     "strategy, base", [(ZeroStrategy, ParallelStrategy), (lightning_zero.fabric.ZeroStrategy, FabricParallelStrategy)]
 )
-FOLLOW_FROM_OTHERS = {"compute_dtype", "handshake_timeout"}  # from the precision, and from the timeout
+FOLLOW_FROM_OTHERS = {"compute_dtype"}  # from the precision
 ENGINE_OPTIONS = {
     each.name: each.default for each in dataclasses.fields(EngineConfig) if each.name not in FOLLOW_FROM_OTHERS
 }

@@ -213,7 +213,7 @@ class Communicator:
         timeout: the process group's timeout; exists only if the group has another process.
     """
 
-    timeout: timedelta | None
+    timeout: timedelta
 
     def __init__(
         self,

@@ -162,21 +162,16 @@ def is_fake(group: ProcessGroup) -> bool:
     return "fake" in dist.get_backend_config(group)
 
 
-def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout of a group's collectives on a device; None if the backend has no timeout."""
-    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", None)
+def timeout_of(group: ProcessGroup, device: torch.device) -> timedelta:
+    """The timeout of a group's collectives on a device; torch's default if the backend has none."""
+    return getattr(getattr(group._get_backend(device), "options", None), "_timeout", default_pg_timeout)
 
 
 def gloo_backend(name: str, group: ProcessGroup) -> Any:
-    """Make a Gloo backend with connections of its own between the ranks of a group. Collective over this group.
-
-    Returns None for a group with torch's backend ``fake``, which has no other ranks.
-    """
-    if is_fake(group):
-        return None
+    """Make a Gloo backend with connections of its own between the ranks of a group. Collective over this group."""
     store = dist.PrefixStore(name, dist.distributed_c10d._world.pg_map[group][1])
-    timeout = timeout_of(group, torch.device("cpu")) if serves_cpu(group) else None
-    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout or default_pg_timeout)
+    timeout = timeout_of(group, torch.device("cpu")) if serves_cpu(group) else default_pg_timeout
+    return dist.ProcessGroupGloo(store, group.rank(), group.size(), timeout)
 
 
 def close_connections(backend: Any) -> None:

@@ -50,8 +50,8 @@ class Rendezvous:
         absence: the ranks that are absent now, if any.
     """
 
-    def __init__(self, communicator: Communicator, timeout: float) -> None:
-        everyone, self._timeout = communicator.everyone, timeout
+    def __init__(self, communicator: Communicator) -> None:
+        everyone = communicator.everyone
         self._rank, self._size, self._watch = everyone.rank, everyone.size, everyone.watch
         self.is_closed, self.absence = False, Absence()
         self.meetings = 0
@@ -59,16 +59,15 @@ class Rendezvous:
         self._last: tuple[int, ...] = ()  # the buckets gathered last
         self._next: dict[tuple[int, ...], int] = {}  # by the buckets gathered last: the next one on every rank
         if self._watch is not None:
-            self._timeout_of_gathers = communicator.timeout.total_seconds() if communicator.timeout else timeout
+            self._timeout = communicator.timeout.total_seconds()
             self._store = named_store(f"lightning_zero/rendezvous/{communicator.name}")
 
-    def meet(self, what: str, advice: str = _SAME_LINES, timeout: float | None = None) -> None:
+    def meet(self, what: str, advice: str = _SAME_LINES) -> None:
         """Wait until every rank has called this method with the same argument.
 
         Args:
             what: this rank's operation, including the parameter's name.
             advice: the end of the error message if another rank passes a different operation.
-            timeout: seconds to wait; by default, those of the constructor.
 
         Raises:
             RuntimeError: if another rank passes a different operation, has ended, does not call this method in time,
@@ -87,7 +86,7 @@ class Rendezvous:
             )
         watch.check_process(what)
         with watch.waiting(f"the rendezvous for {what}"):
-            asked = self._exchange(what, watch, self._timeout if timeout is None else timeout)
+            asked = self._exchange(what, watch)
         if different := [rank for rank, other in enumerate(asked) if other != what]:
             raise RuntimeError(
                 f"Rank {self._rank} needs every rank for {what}, since each rank holds only a shard, but rank(s) "
@@ -106,11 +105,11 @@ class Rendezvous:
         if self._watch is None or self._is_met or self.absence.is_turn:  # in a turn, one rank announces the gathers
             return
         if self._next.get(self._last) != bucket:
-            self.meet(what, SAME_UNITS, self._timeout_of_gathers)
+            self.meet(what, SAME_UNITS)
             self._next[self._last] = bucket
         self._last = (*self._last[1 - _REMEMBERED :], bucket)
 
-    def _exchange(self, what: str, watch: Watch, timeout: float) -> list[str]:
+    def _exchange(self, what: str, watch: Watch) -> list[str]:
         """Wait for the other ranks, and return what each has passed.
 
         The store is polled, since a wait in the store would not end when a rank ends.
@@ -118,13 +117,13 @@ class Rendezvous:
         number, self.meetings = self.meetings, self.meetings + 1
         keys = [f"meeting/{number}/{rank}" for rank in range(self._size)]
         self._store.set(keys[self._rank], what)
-        deadline, pause = time.monotonic() + timeout, 1e-4
+        deadline, pause = time.monotonic() + self._timeout, 1e-4
         while not self._store.check(keys):  # one request for all keys
             gone = watch.gone  # read before the store, since a rank may arrive and then end
             if failure() is not None or any(not self._store.check([keys[rank]]) for rank in gone):
                 raise RuntimeError(f"the program has ended on rank(s) {gone}")
             if time.monotonic() > deadline:
-                raise RuntimeError(f"not finished after {timeout:.0f} s")
+                raise RuntimeError(f"not finished after {self._timeout:.0f} s")
             time.sleep(pause)
             pause = min(2 * pause, 0.05)
         asked = [each.decode() for each in self._store.multi_get(keys)]

@@ -83,15 +83,12 @@ def _derived(
     }
 
 
-def consolidate(module: nn.Module, timeout: float) -> None:
+def consolidate(module: nn.Module) -> None:
     """Turn parameters that a closed engine left sharded back into ordinary full tensors. Collective.
 
     Sharded copies of parameters (from ``copy.deepcopy`` in a hook) become ordinary as well, even if their engine is
     still open. A parameter that is sharded on some ranks and full on others takes the value of the first rank that
     holds the full parameter.
-
-    Args:
-        timeout: seconds to wait for the other ranks, usually the engine's ``handshake_timeout``.
 
     Raises:
         ValueError: if the failed run used tensor parallelism, another number of ranks, or another order of ranks.
@@ -124,7 +121,7 @@ def consolidate(module: nn.Module, timeout: float) -> None:
         return
     device = next(module.parameters()).device
     communicator = Communicator(None, device)
-    rendezvous = Rendezvous(communicator, timeout)
+    rendezvous = Rendezvous(communicator)
     try:
         for name, parameter in module.named_parameters():
             whole = [rank for rank, (names, _) in enumerate(held) if name not in names]
