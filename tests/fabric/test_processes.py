@@ -176,7 +176,7 @@ def deleted() -> None:
         model, optimizer = set_up(fabric)
     train(fabric, model, optimizer, steps=1)
     (engine,) = fabric.strategy.engines
-    thread = engine.communicator.along(ALL)._transport._exchanges._gathers._thread
+    thread = engine.communicator.along(ALL)._transport._gathers._thread
     assert thread.is_alive()
     del engine, model, optimizer
     assert fabric.strategy.engines == [] and not thread.is_alive()

@@ -366,9 +366,9 @@ def end_engines():
     for closed in (True, False):
         with cross_memory():
             engine = Engine(nn.Linear(2, 2), stage=3)
-        exchanges = engine.communicator.along(ALL)._transport._exchanges
-        threads = exchanges._gathers._thread, exchanges._reductions._thread
-        del exchanges
+        transport = engine.communicator.along(ALL)._transport
+        threads = transport._gathers._thread, transport._reductions._thread
+        del transport
         assert all(thread.is_alive() for thread in threads)
         if closed:
             engine.close()

@@ -19,10 +19,10 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import BackendTransport, Levels
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters, Link
-from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryTransport, connect
+from lightning_zero.engine.comm.cross_memory.exchange import connect
 from lightning_zero.engine.comm.failures import Watch, explained
 from lightning_zero.engine.comm.process_group import ProcessGroup
-from lightning_zero.engine.comm.simulation import SimulatedExchanges, Simulation
+from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Codec, Ranges, Started, Transport
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
@@ -176,6 +176,9 @@ def memory_domain() -> str:
 
 
 def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
+    CPU ranks of one machine may read each other's memory, instead of using the collectives of ``torch.distributed``,
+    unless the environment variable ``LIGHTNING_ZERO_CROSS_MEMORY`` is 0.
+
     """Find which ranks share a machine; a rank that cannot report its machine counts as alone on a machine."""
     said = None
     with suppress(OSError):
@@ -196,8 +199,6 @@ class Communicator:
         group: the process group; None means the default group. Ignored if no process group is initialised.
         mesh: a device mesh with a data-parallel and a tensor-parallel dimension, in place of ``group``.
         simulation: describes the ranks of a fake process group; None for real ranks.
-        cross_memory: whether CPU ranks of one machine may read each other's memory, instead of using the collectives of
-            ``torch.distributed``; by default, unless the environment variable ``LIGHTNING_ZERO_CROSS_MEMORY`` is 0.
 
     Attributes:
         rank, size: this rank's number in the group, and the group's size.
@@ -222,10 +223,7 @@ class Communicator:
         shard_within: Literal["node"] | int | None = None,
         mesh: DeviceMesh | None = None,
         simulation: Simulation | None = None,
-        cross_memory: bool | None = None,
     ) -> None:
-        if cross_memory is None:
-            cross_memory = os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY", "1") != "0"
         self.device, self.counters = device, Counters()
         group = mesh[DATA].get_group() if mesh is not None else group
         self.size, self.rank = process_group.world_size(group), process_group.rank(group)
@@ -247,7 +245,7 @@ class Communicator:
             if simulation is not None:
                 self._simulate(simulation, topology, groups)
             else:
-                self._choose_transports(topology, groups, is_gloo_on_cpu, cross_memory)
+                self._choose_transports(topology, groups, is_gloo_on_cpu)
 
     def _meet(self, everywhere: ProcessGroup, simulation: Simulation | None) -> None:
         """Make the control planes, and agree with real ranks on the engine's name. Collective."""
@@ -305,57 +303,48 @@ class Communicator:
             self.counters.link = "within"
         return topology, groups if self.shards_within else topology, is_gloo_on_cpu
 
-    def _choose_transports(
-        self, topology: Topology, groups: Topology, is_gloo_on_cpu: bool, cross_memory: bool
-    ) -> None:
+    def _choose_transports(self, topology: Topology, groups: Topology, is_gloo_on_cpu: bool) -> None:
         """Choose the transports between the ranks. Collective."""
         backend = process_group.backend_name(self.group, self.device)
         machine, here = topology.within(self.rank), groups.within(self.rank)
-        exchanges = None
-        may_connect = len(groups.nodes) == 1 or groups.has_two_levels
-        if cross_memory and is_gloo_on_cpu and may_connect and self.timeout is not None:
-            exchanges = connect(here, self.rank, self.timeout, self.control.gather_objects)
+        # with tensor parallelism, each data-parallel group would choose for itself, but all create groups together
+        has_levels = is_gloo_on_cpu and groups.has_two_levels and self.tensor.size == 1
+        direct = None  # the transport that reads the memory of the machine's other ranks
+        may_read = is_gloo_on_cpu and os.environ.get("LIGHTNING_ZERO_CROSS_MEMORY") != "0"
+        if may_read and (len(groups.nodes) == 1 or has_levels):
+            direct = connect(here, self.rank, self.timeout, self.control.gather_objects)
         place = here.index(self.rank)
 
         def between(groups: Sequence[Sequence[int]]) -> Transport:
             # New groups: in the existing one, other collectives (such as Lightning's own) would wait for gathers.
-            groups = self._of_everyone(groups)
             return BackendTransport(self._new_group(backend, groups), self._new_group(backend, groups))
 
-        def within() -> Transport:
-            if exchanges is not None:
-                return CrossMemoryTransport(exchanges, exchanges.small, place)
-            return between(groups.nodes)
-
-        if exchanges is not None and len(here) == self.size:
-            self.control.small = exchanges.small
-            self._along[ALL] = BucketCollectives(within(), self.counters, watch=self.control.watch)
+        if direct is not None and len(here) == self.size:
+            self.control.small = direct.small
+            self._along[ALL] = BucketCollectives(direct, self.counters, watch=self.control.watch)
             return
-        has_levels = self.shards_within or (is_gloo_on_cpu and groups.has_two_levels)
-        if self.tensor.size > 1:  # new groups are collective over all ranks, which have chosen separately
-            has_levels = all(self.everyone.gather_objects(has_levels))
-        if not has_levels:
+        if not has_levels and not self.shards_within:
             elsewhere = [rank for rank in range(self.size) if rank not in machine]
-            transport = between([range(self.size)])
+            transport = between(self._alike)
             self._along[ALL] = BucketCollectives(transport, self.counters, elsewhere, self.control.watch)
             return
 
         self.mesh, column = Mesh.of(groups, self.rank), groups.across(self.rank)
         columns = [[ranks[place] for ranks in groups.nodes] for place in range(len(here))]
-        across = between(columns)
+        across, within = between(self._renumbered(columns)), direct or between(self._renumbered(groups.nodes))
         elsewhere = [place for place, rank in enumerate(column) if rank not in machine]
         if not self.shards_within:
-            levels = Levels(within(), across, topology, self.rank)
+            levels = Levels(within, across, topology, self.rank)
             crossing = [column[place] for place in elsewhere]
             self._along[ALL] = BucketCollectives(levels, self.counters, crossing, self.control.watch)
             return
         over = [place for place, rank in enumerate(here) if rank not in machine]
         watch = self._among(here)
-        self._along[LOCAL,] = BucketCollectives(within(), self.counters, over, watch, "within")
+        self._along[LOCAL,] = BucketCollectives(within, self.counters, over, watch, "within")
         self._along[NODE,] = BucketCollectives(across, self.counters, elsewhere, self._among(column), "within")
         group, ranks = self._new_group("gloo", self._renumbered(groups.nodes)), self._renumbered([here])[0]
         self.gathering = ControlPlane(self.counters, ranks, place, group, None, watch)
-        self.gathering.small = exchanges.small if exchanges is not None else None
+        self.gathering.small = direct.small if direct is not None else None
 
     def _simulate(self, simulation: Simulation, topology: Topology, groups: Topology) -> None:
         """Make the transports between simulated ranks; ``groups``: those within which parameters are sharded."""
@@ -365,12 +354,9 @@ class Communicator:
             """The collectives between ranks; ``leaving``: bytes that leave the machine per byte of a buffer."""
             if len(members) == 1:
                 return BucketCollectives(None, self.counters)
-            transport: Transport
-            if simulation.transport == "shared memory":
-                transport = CrossMemoryTransport(SimulatedExchanges(), None, members.index(self.rank))
-            else:
-                gathers, reductions = (self._new_group("fake", self._renumbered([members])) for _ in range(2))
-                transport = BackendTransport(gathers, reductions, is_gloo=not is_nccl)
+            gathers, reductions = (self._new_group("fake", self._renumbered([members])) for _ in range(2))
+            # ranks that read each other's memory need as little of it for a reduction as NCCL does
+            transport = BackendTransport(gathers, reductions, is_gloo=simulation.transport == "gloo")
 
             def note(nbytes: int) -> Callable[[], None]:
                 return simulation.sends(nbytes * (len(members) - 1) / len(members), nbytes * leaving)
@@ -395,14 +381,6 @@ class Communicator:
     def _alike(self) -> Sequence[Sequence[int]]:
         """The data-parallel groups of all tensor-parallel ranks."""
         return list(zip(*self.tensor.groups)) if self.tensor.size > 1 else [self._ranks]
-
-    def _of_everyone(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The groups, with ranks as numbered in the default group, and those of the other data-parallel groups."""
-        renumbered = self._renumbered(groups)
-        if self.tensor.size == 1:
-            return renumbered
-        every = self.everyone.gather_objects(renumbered)
-        return sorted({tuple(ranks): ranks for groups in every for ranks in groups}.values())
 
     def _renumbered(self, groups: Sequence[Sequence[int]]) -> list[list[int]]:
         """Convert ranks' numbers in this group to their numbers in the default group."""

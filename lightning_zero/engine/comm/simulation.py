@@ -6,16 +6,11 @@ are correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from lightning_zero.engine.comm.cross_memory.exchange import CrossMemoryExchanges
-from lightning_zero.engine.comm.transport import Started
 from lightning_zero.engine.plan.mesh import Topology
 
 
@@ -62,17 +57,3 @@ class SimulatedFile:
 
     def close(self) -> None:
         pass
-
-
-class SimulatedExchanges(CrossMemoryExchanges):
-    """Exchanges without peers. Sent values stay in memory until the exchange is awaited."""
-
-    def __init__(self) -> None:
-        pass
-
-    def gather(self, slices: Sequence[Tensor]) -> Started:
-        return Started([], list(slices))
-
-    def reduce(self, own: Tensor, sent: Sequence[Tensor]) -> Started:
-        total = torch.empty_like(own)
-        return Started([], [own, *sent], lambda: total)

@@ -44,13 +44,13 @@ _ADDRESS = struct.Struct("<q")
 _PATIENCE = 30.0  # timeout for connecting, in seconds
 _CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torch adds them on one core
 
-_exchanges_of_process: weakref.WeakSet[CrossMemoryExchanges] = weakref.WeakSet()
+_transports_of_process: weakref.WeakSet[CrossMemoryTransport] = weakref.WeakSet()
 
 
-class CrossMemoryExchanges:
-    """Exchanges with the other ranks of a group, all of which are on this machine.
+class CrossMemoryTransport(Transport):
+    """Copies each large slice only once. Gives the same sums as ``BackendTransport``.
 
-    All ranks begin gathers in the same order, and reductions in the same order.
+    Codecs must be casts, since large slices are added up in parts.
 
     Args:
         peers: rank, process ID and two sockets for each other rank, in ascending order of ranks. The
@@ -71,10 +71,42 @@ class CrossMemoryExchanges:
         self.small = SmallMessages([(other, line) for other, _, _, line in peers], timeout)
         # Gathers may not wait for reductions, since ranks may begin the two in different orders.
         self._gathers, self._reductions = Chain("gathers"), Chain("reductions")
-        _exchanges_of_process.add(self)
+        _transports_of_process.add(self)
+
+    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
+        slices = slices_of(full, ranges)
+        if max(map(len, slices)) * full.itemsize > SMALL:
+            return self.gather(slices)
+        key = self.small.send(GATHER_TAG, [bytes_of(slices[self._rank])] * len(self._ranks))
+
+        def receive() -> None:
+            for rank, message in zip(self._ranks, self.small.receive(key)):
+                fill(slices[rank], message)
+
+        return Started([receive], [full])
+
+    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
+        sent = slices_of(codec.encode(flat), ranges)
+        own = slices_of(flat, ranges[self._rank : self._rank + 1])[0]
+        if max(map(len, sent)) * codec.dtype.itemsize > SMALL:
+            return self.reduce(own, sent)
+        total = torch.empty_like(own)
+        key = self.small.send(REDUCE_TAG, [bytes_of(sent[rank]) for rank in self._ranks])
+
+        def receive() -> None:
+            messages = (tensor_of(message, (len(own),), codec.dtype) for message in self.small.receive(key))
+            others = (codec.decode(message, len(own), own.dtype) for message in messages)
+            add_up(in_order_of_ranks(own, self._rank, others), total)
+
+        return Started([receive], [], lambda: total)
+
+    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
+        start, stop = ranges[self._rank]
+        encoded = flat.numel() * codec.dtype.itemsize if codec.dtype != flat.dtype else 0
+        return flat.nbytes + encoded + (stop - start) * flat.itemsize
 
     def gather(self, slices: Sequence[Tensor]) -> Started:
-        """Fill ``slices`` from the other ranks' memory, while the other ranks read this rank's slice."""
+        """Fill large ``slices`` from the other ranks' memory, while the other ranks read this rank's slice."""
 
         def take(position: int, process: int, address: int) -> None:
             process_memory.read_memory(process, address, slices[self._ranks[position]])
@@ -83,7 +115,7 @@ class CrossMemoryExchanges:
         return self._gathers.start(exchange, list(slices))
 
     def reduce(self, own: Tensor, sent: Sequence[Tensor]) -> Started:
-        """Add up all ranks' contributions, in the order of ranks.
+        """Add up all ranks' large contributions, in the order of ranks.
 
         Args:
             own: this rank's own contribution, 1-D.
@@ -154,8 +186,8 @@ class CrossMemoryExchanges:
 
 def sever_all(reason: str) -> None:
     """Make every exchange of this process fail, because the run has failed."""
-    for exchanges in list(_exchanges_of_process):
-        exchanges.sever(reason)
+    for transport in list(_transports_of_process):
+        transport.sever(reason)
 
 
 # -- connecting ---------------------------------------------------------------------------------------------------
@@ -163,15 +195,15 @@ def sever_all(reason: str) -> None:
 
 def connect(
     here: Sequence[int], rank: int, timeout: timedelta, exchange_objects: Callable[[Any], list[Any]]
-) -> CrossMemoryExchanges | None:
+) -> CrossMemoryTransport | None:
     """Connect the ranks of a machine, or of a part of it. Collective over all ranks of all groups.
 
     Args:
-        here: the ranks to connect, including this one; a rank's number in the exchanges is its position.
+        here: the ranks to connect, including this one; a rank's number in the transport is its position.
         exchange_objects: all-gathers a small object over all ranks of all groups.
 
     Returns:
-        The exchanges; None on every rank if any rank cannot read the memory of another rank in its group.
+        The transport; None on every rank if any rank cannot read the memory of another rank in its group.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
     with ExitStack() as stack:
@@ -203,7 +235,7 @@ def connect(
         listener.close()
     others = [other for other in range(size) if other != place]
     peers = [(other, processes[other], lines[other, 0], lines[other, 1]) for other in others]
-    return CrossMemoryExchanges(place, peers, timeout)
+    return CrossMemoryTransport(place, peers, timeout)
 
 
 def _are_readable(probe: Tensor, told: list[Any]) -> bool:
@@ -225,51 +257,3 @@ def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[i
             line.connect(name)
             line.send(f"{rank} {number}".encode())
     return lines
-
-
-class CrossMemoryTransport(Transport):
-    """Copies each large slice only once. Gives the same sums as ``BackendTransport``.
-
-    Codecs must be casts, since large slices are added up in parts.
-
-    Args:
-        small: their exchanges of small messages; None if all slices count as large.
-    """
-
-    def __init__(self, exchanges: CrossMemoryExchanges, small: SmallMessages | None, rank: int) -> None:
-        self._exchanges, self._small, self._rank = exchanges, small, rank
-
-    def all_gather(self, full: Tensor, ranges: Ranges) -> Started:
-        slices, small = slices_of(full, ranges), self._small
-        if small is None or max(map(len, slices)) * full.itemsize > SMALL:
-            return self._exchanges.gather(slices)
-        key = small.send(GATHER_TAG, [bytes_of(slices[self._rank])] * len(small.ranks))
-
-        def receive() -> None:
-            for rank, message in zip(small.ranks, small.receive(key)):
-                fill(slices[rank], message)
-
-        return Started([receive], [full], ends_by_itself=True)
-
-    def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
-        sent = slices_of(codec.encode(flat), ranges)
-        own, small = slices_of(flat, ranges[self._rank : self._rank + 1])[0], self._small
-        if small is None or max(map(len, sent)) * codec.dtype.itemsize > SMALL:
-            return self._exchanges.reduce(own, sent)
-        total = torch.empty_like(own)
-        key = small.send(REDUCE_TAG, [bytes_of(sent[rank]) for rank in small.ranks])
-
-        def receive() -> None:
-            messages = (tensor_of(message, (len(own),), codec.dtype) for message in small.receive(key))
-            others = (codec.decode(message, len(own), own.dtype) for message in messages)
-            add_up(in_order_of_ranks(own, self._rank, others), total)
-
-        return Started([receive], [], lambda: total, ends_by_itself=True)
-
-    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        start, stop = ranges[self._rank]
-        encoded = flat.numel() * codec.dtype.itemsize if codec.dtype != flat.dtype else 0
-        return flat.nbytes + encoded + (stop - start) * flat.itemsize
-
-    def close(self) -> None:
-        self._exchanges.close()
