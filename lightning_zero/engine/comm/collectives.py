@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from datetime import timedelta
@@ -42,7 +41,7 @@ class Pending:
 
     def __init__(self, what: str, started: Started | None = None, watch: Watch | None = None) -> None:
         self._what, self._watch = what, watch
-        self._waits, self._buffers, self._finish, self._ends_by_itself = started or Started([], [])
+        self._waits, self._buffers, self._finish = started or Started([], [])
         self._ordinal = watch.begin(what) if watch is not None else 0
 
     def wait(self) -> Any:
@@ -57,21 +56,6 @@ class Pending:
                     wait()
         self._waits, self._buffers = [], []  # before ``finish``, which may need memory
         return self._finish() if self._finish is not None else None
-
-    def let_go(self) -> None:
-        """Discard the result, but let peers complete the collective. Garbage collection may call this in any thread."""
-        if self._waits and not self._ends_by_itself:
-            self.wait()
-
-
-def end_with(owner: Any, running: list[Pending]) -> None:
-    """Finish the running collectives when their owner is deleted, since other ranks depend on them."""
-    weakref.finalize(owner, _let_go, running).atexit = False
-
-
-def _let_go(running: list[Pending]) -> None:
-    for collective in running:
-        collective.let_go()
 
 
 class BucketCollectives:
@@ -176,9 +160,6 @@ def memory_domain() -> str:
 
 
 def machines_of(exchange_objects: Callable[[Any], list[Any]]) -> Topology:
-    CPU ranks of one machine may read each other's memory, instead of using the collectives of ``torch.distributed``,
-    unless the environment variable ``LIGHTNING_ZERO_CROSS_MEMORY`` is 0.
-
     """Find which ranks share a machine; a rank that cannot report its machine counts as alone on a machine."""
     said = None
     with suppress(OSError):
@@ -194,6 +175,9 @@ _communicators = itertools.count()
 
 class Communicator:
     """A data-parallel group. With a single rank, it communicates and counts nothing.
+
+    CPU ranks of one machine may read each other's memory, instead of using the collectives of ``torch.distributed``,
+    unless the environment variable ``LIGHTNING_ZERO_CROSS_MEMORY`` is 0.
 
     Args:
         group: the process group; None means the default group. Ignored if no process group is initialised.

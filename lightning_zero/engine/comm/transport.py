@@ -145,17 +145,17 @@ def add_up(terms: Iterator[Tensor], out: Tensor) -> Tensor:
 class Started(NamedTuple):
     """A collective in flight, and the functions that wait for it and finish it.
 
+    The collective completes even if this rank never waits for it.
+
     Attributes:
         waits: functions that block the current stream (NCCL) or the thread until the collective is complete.
         buffers: the tensors that the transport reads and writes, kept alive until the collective is complete.
         finish: called once after all waits; returns the collective's result.
-        ends_by_itself: whether the other ranks' collectives complete even if this rank never waits.
     """
 
     waits: list[Callable[[], Any]]
     buffers: list[Tensor]
     finish: Callable[[], Any] | None = None
-    ends_by_itself: bool = False
 
 
 class Transport(ABC):
@@ -237,7 +237,7 @@ class Chain:
             self._queue.put(go_on)
         else:
             last.set_exception(RuntimeError("the transport was closed"))
-        return Started([wait_for_all], buffers, finish, ends_by_itself=True)
+        return Started([wait_for_all], buffers, finish)
 
     def close(self, then: Callable[[], None]) -> None:
         """End the thread, once all that was started has been done or failed, and ``then`` was called.

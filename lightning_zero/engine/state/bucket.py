@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import increment_version
 
 from lightning_zero.engine.comm.asynchronous import BackgroundWork, Streams, synchronize
-from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
+from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.counters import Ledger, Phases
 from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.comm.transport import Codec, Started
@@ -132,7 +132,6 @@ class Bucket:
         self._buffer = GatheredBuffer(full, self.layout, self.ledger, stays=self.is_replicated)
         self._find_ranges()
         self._pending: list[Pending] = []  # the running gather, if there is one
-        end_with(self, self._pending)
         self._left: torch.Event | None = None  # recorded after the last copy from host to device
 
         nan = torch.full((), float("nan"), device=full.device).to(full.dtype)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from lightning_zero.engine.comm.asynchronous import BackgroundWork, current_stream
-from lightning_zero.engine.comm.collectives import Communicator, Pending, end_with
+from lightning_zero.engine.comm.collectives import Communicator, Pending
 from lightning_zero.engine.comm.counters import Ledger
 from lightning_zero.engine.config import LOW_PRECISION, EngineConfig, OffloadConfig, full_precision
 from lightning_zero.engine.offload import MASTERS, PARAMETERS, DiskStates, Swap
@@ -315,7 +315,6 @@ class NodePart:
         low, high = layout.own_range
         self.own = values[low - self._begin : high - self._begin]
         self._pending: list[Pending] = []
-        end_with(self, self._pending)
         self._arrived: torch.Event | None = None  # recorded on the stream that waited for the last exchange
 
     def refresh(self, new: Tensor | None) -> None:
