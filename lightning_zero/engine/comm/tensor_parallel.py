@@ -8,7 +8,8 @@ while a module computes.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,6 @@ from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.backend_transport import all_gather_single
 from lightning_zero.engine.comm.control_plane import ControlPlane
 from lightning_zero.engine.comm.counters import Counters
-from lightning_zero.engine.comm.cross_memory.small_messages import bytes_of
 from lightning_zero.engine.comm.failures import explained
 from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.compat import assert_on_device, keystr, tree_leaves_with_path
@@ -152,8 +152,10 @@ class TensorParallel:
         Args:
             sampler: advice for the error message: how to write a sampler that gives these ranks the same batches.
         """
-        values = {keystr(path): value for path, value in tree_leaves_with_path(batch) if isinstance(value, Tensor)}
-        mine = {name: _digest(value) for name, value in values.items()}
+        if self.size == 1 or self.note is not None:  # no other rank exists
+            return
+        leaves = tree_leaves_with_path(batch)
+        mine = {keystr(path): _digest(value) for path, value in leaves if isinstance(value, Tensor)}
         if self.control.is_alike(repr(sorted(mine.items()))):
             return
         everywhere = self.control.gather_objects(mine)
@@ -272,22 +274,7 @@ def in_full(tensor: Tensor) -> Tensor:
 
 
 def _digest(tensor: Tensor) -> str:
-    shape = None if tensor.is_nested else tuple(tensor.shape)
-    digest = hashlib.sha256(repr((tensor.dtype, tensor.layout, shape)).encode())
-    for part in _parts(tensor.detach()):
-        digest.update(repr(part.stride()).encode() + bytes_of(part.cpu().contiguous()))
-    return digest.hexdigest()
-
-
-def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """The ordinary tensors that make up a tensor."""
-    if tensor.is_nested:
-        return tensor.unbind()
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return tensor.indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor,)
+    """A digest of a tensor's values, shape, dtype and layout."""
+    saved = io.BytesIO()
+    torch.save(tensor.detach().cpu().clone(), saved)  # a copy, since a view is saved with all of its memory
+    return hashlib.sha256(saved.getbuffer()).hexdigest()
