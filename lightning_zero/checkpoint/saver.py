@@ -126,7 +126,8 @@ class Saver:
             # they are read.
             stay = [entry for entry in entries if entry.is_guarded and isinstance(entry.values, LazyTensor)]
         copied = self._copying(entries, stay)
-        work = BackgroundWork()  # training waits for it before it changes guarded values
+        work = BackgroundWork()
+        work.await_always()  # training waits for it before it changes guarded values
 
         def copies() -> list[Entry]:
             found = copied()

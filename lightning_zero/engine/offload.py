@@ -222,7 +222,7 @@ class Updates:
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
         """Run a function in the thread, after all functions submitted earlier; return a ``BackgroundWork`` for it."""
-        work = BackgroundWork(self, is_awaited=False)
+        work = BackgroundWork(self)
 
         def run() -> None:
             with suppress(Exception), work:  # ``work.wait()`` raises the error
@@ -295,7 +295,7 @@ class DiskUpdate:
 
     def add(self, states: DiskStates, act: OnSubGroup) -> BackgroundWork:
         """Add the states of a bucket, before the update is started; return the work on them."""
-        self.works[states] = BackgroundWork(self._owner, is_awaited=False)
+        self.works[states] = BackgroundWork(self._owner)
         self.acts[states] = act  # at last, since Ctrl-C may come at any time
         return self.works[states]
 

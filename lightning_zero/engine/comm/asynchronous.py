@@ -26,20 +26,19 @@ if hasattr(os, "register_at_fork"):
 class BackgroundWork:
     """A task in another thread; until it ends, no other thread may read or write the values it works on.
 
+    ``synchronize`` waits for the task once ``await_always`` was called.
+
     Used as a context manager, the object marks the task as ended at the end of the context.
 
     Args:
         owner: the object that the task works for. ``wait`` raises the task's error; ``synchronize`` raises it only if
             called with this owner. None if errors are reported in another way.
-        is_awaited: whether ``synchronize`` waits for the task; if False, only after a call of ``await_always``.
     """
 
-    def __init__(self, owner: object | None = None, *, is_awaited: bool = True) -> None:
+    def __init__(self, owner: object | None = None) -> None:
         self._owner = weakref.ref(owner) if owner is not None else None
         self._ended = Event()
         self._error: BaseException | None = None
-        if is_awaited:
-            self.await_always()
 
     def await_always(self) -> None:
         """Make ``synchronize`` wait for the task."""
