@@ -120,7 +120,7 @@ def ends_early(stage: int) -> None:
             for _ in lightning_zero.iter_full_parameters(module, 4000):
                 raise ZeroDivisionError
         assert engine.ledger.now["gathered"] == held
-        with pytest.raises(RuntimeError, match="asked for (the stream of weights from|a sum, norm)"):
+        with pytest.raises(RuntimeError, match="asked for (the stream of weights from|a norm)"):
             for number, _ in enumerate(lightning_zero.iter_full_parameters(module, 4000)):
                 if number == 2 and rank() == 1:
                     module.head.weight.norm()

@@ -247,7 +247,7 @@ class BucketSlot:
 
     def reduce(self, value: Tensor, op: Any, what: str | None = None) -> Tensor:
         """Reduce a small tensor over all ranks, in place. Collective. Errors call the reduction ``what``."""
-        self.bucket.rendezvous.meet(what or f"a sum, norm or other reduction of '{self.name}'")
+        self.bucket.rendezvous.meet(what or f"a norm or other reduction of '{self.name}'")
         return self.bucket.communicator.all_reduce(value, op)
 
 

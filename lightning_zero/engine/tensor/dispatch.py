@@ -1,7 +1,7 @@
 """Operator dispatch of sharded and lazy tensors.
 
 - Pointwise operators, with scalars or with tensors of the same sharding, run on the local range.
-- Sums, norms and similar reductions run on the local range, followed by one reduction over ranks.
+- Norms, as needed for clipping, run on the local range, followed by one reduction over ranks.
 - Views are recorded, and replayed when they are used.
 - All other operators run on gathered full values; in-place operators then write the local range back.
 """
@@ -291,29 +291,6 @@ def _vector_norm(func: Any, args: Any, kwargs: Any) -> Any:
     return _norms([tensor], float(args[1] if len(args) > 1 else kwargs.get("ord", 2)))[0]
 
 
-def _sum(func: Any, args: Any, kwargs: Any) -> Any:
-    """Compute ``sum`` and ``mean``; also ``all`` and ``any``, by counting the zero or nonzero elements."""
-    tensor = _communicating(args[0])
-    if tensor is None or len(args) > 1 or kwargs:
-        return NotImplemented
-    if func in (aten.all.default, aten.any.default):
-        is_all = func is aten.all.default
-        count = tensor.slot.reduce(((tensor.local == 0) if is_all else (tensor.local != 0)).sum(), ReduceOp.SUM)
-        return count == 0 if is_all else count != 0
-    total = tensor.slot.reduce(_counted(tensor.local.sum(), tensor), ReduceOp.SUM)
-    total = total / tensor.numel() if func is aten.mean.default else total
-    return total.to(tensor.dtype) if tensor.is_floating_point() else total
-
-
-def _extreme(func: Any, args: Any, kwargs: Any) -> Any:
-    tensor = _communicating(args[0])
-    if tensor is None or len(args) > 1 or not tensor.is_floating_point() or not tensor.numel():
-        return NotImplemented
-    sign = 1 if func is aten.max.default else -1
-    part = func(tensor.local) if tensor.local.numel() else tensor.local.new_full((), -sign * float("inf"))
-    return _extreme_over_ranks(part, tensor.slot, sign).to(tensor.dtype)
-
-
 def _accumulate(func: Any, args: Any, kwargs: Any) -> Any:
     """Run ``add_``. In backward, autograd calls ``add_`` on ``.grad`` to accumulate a local gradient."""
     target = args[0]
@@ -382,8 +359,6 @@ _HANDLERS: dict[Any, _Handler] = {
     aten.copy_.default: _copy,
     aten._to_copy.default: _cast,
     aten.linalg_vector_norm.default: _vector_norm,
-    **dict.fromkeys((aten.sum.default, aten.mean.default, aten.all.default, aten.any.default), _sum),
-    **dict.fromkeys((aten.max.default, aten.min.default), _extreme),
     **{getattr(aten, name).default: _of_the_shape for name in _NEW.split()},
 }
 _REDUCTIONS_OF_LISTS = {"aten::_foreach_norm", "aten::_foreach_max", "aten::_foreach_powsum"}
