@@ -276,8 +276,7 @@ class Materialiser:
             if name in self._sources and (writes := self._sources[name].writes):
                 values = tensor.detach().clone()  # the whole parameter: each write to a shard would gather it
                 for write in writes:
-                    state = write.state
-                    write.repeat(values, None if state is None else _of_rank_0(self._communicator, state))
+                    write.run(values)
                 tensor.copy_(values)
 
     def _check_all_have_values(self) -> None:

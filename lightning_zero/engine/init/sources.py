@@ -33,6 +33,7 @@ class Source(NamedTuple):
     writes: Sequence[Write] = ()  # user code's writes to a new tensor
     initialised_by: Sequence[str] = ()  # initialisers that have written to a new lazy tensor on rank 0
     is_lost: bool = False  # whether rank 0's code has written to a new tensor, which does not record writes
+    lacks_values: bool = False  # whether rank 0's code has written only a part of the values
 
 
 def check_ordinary(module: nn.Module, *, may_be_divided: bool) -> None:
@@ -155,7 +156,8 @@ def agree_on_sources(
         if writes[name]:
             kind += f", written to {len(writes[name])} times"
         initialised_by = tensor.initialised_by if isinstance(tensor, LazyTensor) else ()
-        mine[name] = kind, origin, (initialised_by, found is None and _has_lost_writes(tensor))
+        lacks_values = isinstance(tensor, LazyTensor) and tensor.lacks_values
+        mine[name] = kind, origin, (initialised_by, found is None and _has_lost_writes(tensor), lacks_values)
     # Usually all ranks agree, so hashes are compared first; the descriptions are gathered only if hashes differ.
     control = communicator.everyone
     everywhere = [mine] if control.is_alike(repr(mine)) else control.gather_objects(mine)
@@ -184,12 +186,17 @@ def _has_lost_writes(tensor: Tensor) -> bool:
 
 
 def check_recorded(sources: Mapping[str, Source]) -> None:
-    """Raise a ValueError on every rank if writes to new tensors have not been recorded on rank 0."""
+    """Raise a ValueError on every rank if writes on rank 0 have not been recorded, or left a tensor without values."""
     if lost := [name for name, source in sources.items() if source.is_new and source.is_lost]:
         raise ValueError(
             f"{listed(lost)}: written to on the meta device, where writes are recorded only within configure_model() "
             "and init_module(). Create the module there, for an Engine within "
             "lightning_zero.engine.deferred_param.parameters_await_values(), or outside of torch.device('meta')."
+        )
+    if lacking := [name for name, source in sources.items() if source.lacks_values]:
+        raise ValueError(
+            f"{listed(lacking)}: made without values (empty_init=True, or on the meta device), then written only in "
+            "part. Write all values; or write within torch.device('meta'): such writes follow the initialisation."
         )
 
 

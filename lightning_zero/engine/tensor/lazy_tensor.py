@@ -1,8 +1,7 @@
 """Lazy tensors, whose values stay where they are stored, usually in a file, until they are read.
 
-A lazy tensor may also have no values yet, as on the meta device. It then records the operators that write to it, and
-repeats them when its values are read, so initialising a module by hand takes memory for one parameter at a time. After
-many writes, as when rows are written one by one, the values are held in memory.
+A lazy tensor may also have no values yet. Within ``torch.device("meta")``, it records the operators that write to it,
+which are repeated when the module is sharded. Elsewhere, the first write gives it memory.
 """
 
 from __future__ import annotations
@@ -73,9 +72,6 @@ def takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
 # -- lazy tensors ------------------------------------------------------------------------------------------------------
 
 
-_MOST_REPEATED = 64  # recorded writes after which a tensor holds its values: each read would repeat all of them
-
-
 @dataclass(frozen=True)
 class Write:
     """An operator that writes to a tensor or to a view of it.
@@ -83,40 +79,16 @@ class Write:
     Attributes:
         steps: the operators that make the view; see ``RecordedView``.
         function, args, kwargs: the operator, and its arguments without the tensor.
-        state: the state of ``generator`` before the operator ran; None if it has not run yet, or draws no numbers.
     """
 
     steps: list[tuple[Any, Any, Any]]
     function: Any
     args: Any
     kwargs: Any
-    state: Tensor | None = None
-
-    @property
-    def generator(self) -> torch.Generator:
-        return self.kwargs.get("generator") or torch.default_generator
-
-    @property
-    def may_draw(self) -> bool:
-        """Whether the operator may draw random numbers; not known of operators that are not torch's own."""
-        return torch.Tag.nondeterministic_seeded in self.function.tags or self.function.namespace != "aten"
 
     def run(self, tensor: Tensor) -> None:
         with torch.no_grad():
             self.function(replay(tensor, self.steps), *self.args, **self.kwargs)
-
-    def repeat(self, tensor: Tensor, state: Tensor | None = None) -> None:
-        """Write to another tensor, with random numbers drawn from ``state``; by default, from ``self.state``."""
-        state = self.state if state is None else state
-        if state is None:
-            self.run(tensor)
-            return
-        before = self.generator.get_state()
-        self.generator.set_state(state)
-        try:
-            self.run(tensor)
-        finally:
-            self.generator.set_state(before)
 
 
 @dataclass
@@ -124,10 +96,9 @@ class _LazyValues:
     """Where a lazy tensor and its aliases read their values; ``use`` switches to values in memory.
 
     Attributes:
-        writes: the operators that have written to a tensor that had no values; None if it has values.
-        held: values in memory, to which operators write in place; unwritten elements are marked while there are
-            ``writes``. None if the values are elsewhere, or are the result of few ``writes``.
-        is_written: whether ``writes`` determine every element; None if that is not known.
+        writes: the operators that have written to a tensor without values; None if it has values.
+        held: values in memory, to which operators write in place; None if the values are elsewhere.
+        may_lack: whether elements of ``held`` were marked as unwritten; see ``unset``.
         initialised_by: the initialisers whose operators were not recorded; see ``initialiser_label``.
     """
 
@@ -138,12 +109,12 @@ class _LazyValues:
     write: Callable[[Tensor], None] | None = None
     writes: list[Write] | None = None
     held: Tensor | None = None
-    is_written: bool | None = False
+    may_lack: bool = False
     initialised_by: frozenset[str] = frozenset()
 
-    def use(self, values: Tensor) -> None:
+    def use(self, values: Tensor, may_lack: bool = False) -> None:
         self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
-        self.writes, self.held = None, values
+        self.writes, self.held, self.may_lack = None, values, may_lack
 
 
 def _range_of(values: Tensor, start: int, stop: int) -> Tensor:
@@ -205,15 +176,13 @@ class LazyTensor(WrapperTensor):
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         """The meta device until the tensor has values."""
-        return torch.device("meta") if self.records_writes and not self._is_written() else super().device
+        return torch.device("meta") if self.records_writes else super().device
 
-    def _is_written(self) -> bool:
+    @property
+    def lacks_values(self) -> bool:
+        """Whether user code has written only some of the values of a tensor that was made without values."""
         source = self._source
-        if source.is_written is None:
-            source.is_written = not is_unset(self._repeated())
-            if source.is_written and source.held is not None:
-                source.use(source.held)
-        return source.is_written
+        return source.may_lack and source.held is not None and is_unset(source.held)
 
     @property
     def writes(self) -> list[Write]:
@@ -233,44 +202,26 @@ class LazyTensor(WrapperTensor):
         return self._source.held is not None
 
     def apply(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
-        """Run an operator in place on values in memory; record it if the tensor was made without values.
+        """Run an operator in place on values in memory, or record it if there are none within ``torch.device("meta")``.
 
-        Before it is recorded, an operator runs on a temporary tensor, so that random numbers are drawn now. Within
-        ``torch.device("meta")`` nothing is drawn, and operators of initialisers are not recorded: initialisers will run
-        again, and replace all earlier values.
+        Operators of initialisers are not recorded: initialisers will run again, and replace all earlier values.
         """
-        source = self._source
-        writes, write = source.writes, Write(steps, function, args, kwargs)
-        if writes is None:
-            assert source.held is not None
-            write.run(source.held)
-            return
-        if is_within_meta_device():
-            source.held = None
-            if running := running_initialisers():
-                writes.clear()
-                source.is_written, source.initialised_by = False, source.initialised_by | running
-            else:
-                writes.append(write)
-            return
-        if len(writes) >= _MOST_REPEATED:
-            source.held = self._repeated()
-        if write.may_draw:
-            write = replace(write, state=write.generator.get_state())
-        write.run(torch.zeros(self.shape, dtype=self.dtype, device="cpu") if source.held is None else source.held)
-        writes.append(write)
-        source.dtype, source.is_written = self.dtype, None
-
-    def _repeated(self) -> Tensor:
-        """The result of the recorded operators; elements that they do not write are marked."""
-        source = self._source
-        if source.held is not None:
-            return source.held
-        values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
-        with torch.random.fork_rng(devices=[]):
-            for write in source.writes or ():
-                write.repeat(values)
-        return values
+        source, write = self._source, Write(steps, function, args, kwargs)
+        if source.writes is not None:
+            if is_within_meta_device():
+                if running := running_initialisers():
+                    source.writes.clear()
+                    source.initialised_by |= running
+                else:
+                    source.writes.append(write)
+                return
+            earlier = source.writes
+            values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
+            source.use(values, may_lack=True)
+            for each in earlier:
+                each.run(values)
+        assert source.held is not None
+        write.run(source.held)
 
     @property
     def origin(self) -> Any:
@@ -279,8 +230,6 @@ class LazyTensor(WrapperTensor):
 
     def stored(self, start: int, stop: int) -> Tensor:
         """Like ``shown``, but in the source's dtype, before any rounding to the tensor's dtype."""
-        if self.device.type != "meta" and self.records_writes:
-            return _range_of(self._repeated(), start, stop)
         return self._source.read(start, stop)
 
     def shown(self, start: int, stop: int) -> Tensor:
@@ -307,15 +256,12 @@ class LazyTensor(WrapperTensor):
         """A copy in the given dtype. Its values are read when they are used, or now if the source is writable."""
         if self._source.write is not None:
             return self.whole().to(dtype, copy=True)
-        has_values, before = self.device.type != "meta", self.dtype
-        source = replace(self._source)
+        before, source = self.dtype, replace(self._source)
         # later writes to either tensor must not change the other one
         if source.writes is not None:
-            source.writes, source.held = list(source.writes), None
-            if has_values:
-                source = _LazyValues(source.name, before, LazyTensor._over(source, self.shape, before).stored, None)
+            source.writes = list(source.writes)
         elif source.held is not None:
-            source.use(self.whole().to(dtype, copy=True))
+            source.use(self.whole().to(dtype, copy=True), source.may_lack)
             return LazyTensor._over(source, self.shape, dtype, super().device)
         if torch.promote_types(source.dtype, before) != before:  # the copy must round its values as this tensor does
             read = source.read
