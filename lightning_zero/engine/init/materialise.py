@@ -276,7 +276,7 @@ class Materialiser:
             if name in self._sources and (writes := self._sources[name].writes):
                 values = tensor.detach().clone()  # the whole parameter: each write to a shard would gather it
                 for write in writes:
-                    write.run(values)
+                    write(values)
                 tensor.copy_(values)
 
     def _check_all_have_values(self) -> None:

@@ -72,23 +72,8 @@ def takes(method: Any, count: int) -> TypeGuard[Callable[..., Any]]:
 # -- lazy tensors ------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Write:
-    """An operator that writes to a tensor or to a view of it.
-
-    Attributes:
-        steps: the operators that make the view; see ``RecordedView``.
-        function, args, kwargs: the operator, and its arguments without the tensor.
-    """
-
-    steps: list[tuple[Any, Any, Any]]
-    function: Any
-    args: Any
-    kwargs: Any
-
-    def run(self, tensor: Tensor) -> None:
-        with torch.no_grad():
-            self.function(replay(tensor, self.steps), *self.args, **self.kwargs)
+Write = Callable[[Tensor], None]
+"""A function that repeats an operator which has written to a lazy tensor, on another tensor of the same shape."""
 
 
 @dataclass
@@ -198,30 +183,41 @@ class LazyTensor(WrapperTensor):
         return self._source.writes is not None
 
     @property
-    def is_in_memory(self) -> bool:
-        return self._source.held is not None
+    def is_writable_in_place(self) -> bool:
+        return self._source.write is None
 
     def apply(self, steps: list[tuple[Any, Any, Any]], function: Any, args: Any, kwargs: Any) -> None:
-        """Run an operator in place on values in memory, or record it if there are none within ``torch.device("meta")``.
+        """Run an operator on values in memory; record it if there are no values within ``torch.device("meta")``.
 
         Operators of initialisers are not recorded: initialisers will run again, and replace all earlier values.
+
+        Args:
+            steps: the operators that make the view that ``function`` writes to; see ``RecordedView``.
+            args, kwargs: the arguments of ``function`` without the tensor.
         """
-        source, write = self._source, Write(steps, function, args, kwargs)
+
+        def write(values: Tensor) -> None:
+            with torch.no_grad():
+                function(replay(values, steps), *args, **kwargs)
+
+        source = self._source
+        if source.writes is not None and is_within_meta_device():
+            if running := running_initialisers():
+                source.writes.clear()
+                source.initialised_by |= running
+            else:
+                source.writes.append(write)
+            return
+        values, may_lack = source.held, source.may_lack
         if source.writes is not None:
-            if is_within_meta_device():
-                if running := running_initialisers():
-                    source.writes.clear()
-                    source.initialised_by |= running
-                else:
-                    source.writes.append(write)
-                return
-            earlier = source.writes
-            values = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu"))
-            source.use(values, may_lack=True)
-            for each in earlier:
-                each.run(values)
-        assert source.held is not None
-        write.run(source.held)
+            values, may_lack = unset(torch.empty(self.shape, dtype=self.dtype, device="cpu")), True
+            for each in source.writes:
+                each(values)
+        elif values is None:
+            values = self.whole().clone()
+        write(values)
+        if values is not source.held:  # only now, since the operator may raise
+            source.use(values, may_lack)
 
     @property
     def origin(self) -> Any:
@@ -274,12 +270,6 @@ class LazyTensor(WrapperTensor):
             self._made_ordinary().data = in_memory(value)
         elif value is not self:
             set_contents(self, like(self, value.detach()))
-
-    def copy_(self, values: Tensor, non_blocking: bool = False) -> Any:
-        if self.device.type != "meta" or values.device.type == "meta":
-            return super().copy_(values, non_blocking)
-        self.data = values.detach().to(self.dtype).expand(self.shape).clone()
-        return self
 
     def _made_ordinary(self) -> Any:
         """Turn this into an ordinary tensor, with memory that its aliases share."""
