@@ -36,7 +36,7 @@ from fsspec.core import url_to_fs
 from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.saver import Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
@@ -46,6 +46,7 @@ from lightning_zero.io.disk import make_own_folder
 _MEMORY = "/dev/shm"
 _FORGOTTEN = 24 * 3600  # seconds after the last change of a job's folder, when the user's next job removes it
 _MESSAGE = 2**26  # maximum size of a message between machines, in bytes
+_DAMAGED = DamagedCheckpointError, NoCheckpointError, FileNotFoundError  # the last: an empty folder
 _OF_TUNERS = ".lr_find_", ".scale_batch_size_"  # name prefixes of the checkpoints that Lightning's tuners restore
 
 
@@ -227,7 +228,22 @@ class Restarts:
         everyone = ranks.all_gather_values(((boot, found.st_dev, found.st_ino), secrets.token_hex(8)))
         return [each for each, _ in everyone], everyone[0][1]
 
-    def states(self) -> list[KeptState]:
+    def resume(self, resume: Callable[..., None], path: Any = None, weights_only: bool | None = None) -> None:
+        """In place of Lightning's ``resume_start``: continue from the newest undamaged state, or else from ``path``."""
+        damage: Exception | None = None
+        for state in self._states():
+            if damage is not None:
+                rank_zero_warn(f"{damage} Resuming instead from {state.path}.")
+            try:
+                self._continue_from(state, partial(resume, weights_only=weights_only))
+                return
+            except _DAMAGED as error:
+                damage = error
+        if damage is not None:
+            rank_zero_warn(f"{damage} Resuming instead from {path or 'the beginning'}.")
+        resume(path, weights_only=weights_only)
+
+    def _states(self) -> list[KeptState]:
         """Return the states that earlier attempts have left, in the order to try them."""
         if self._has_begun:  # a tuner in the fit restores its own checkpoint
             return []
@@ -238,7 +254,7 @@ class Restarts:
         on_disk = self._recorded() if self._rank == 0 else []
         return sorted([*states, *self._strategy.ranks.all_gather_values(on_disk)[0]], reverse=True)
 
-    def continue_from(self, state: KeptState, resume: Callable[[str], None]) -> None:
+    def _continue_from(self, state: KeptState, resume: Callable[[str], None]) -> None:
         """Call ``resume`` with the path of a state, and go on from there."""
         if state.is_in_memory:
             self._bring(state)

@@ -169,12 +169,6 @@ def dump_checkpoint(trainer: Any) -> dict[str, Any]:
     return trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
 
 
-def last_checkpoints(trainer: Any, callback: Any) -> set[str]:
-    """The files that ``ckpt_path="last"`` chooses from, among those of a callback."""
-    finds = getattr(callback, "_find_last_checkpoints", None)
-    return finds(trainer) if finds is not None else set()
-
-
 # -- torchmetrics ------------------------------------------------------------------------------------------------------
 
 reductions_of = attrgetter("_reductions")

@@ -107,8 +107,9 @@ class TrainerStrategy(BaseStrategy):
         if self.lightning_module is not None:
             consolidate(self.lightning_module)
             self._restarts = self._new_restarts()
-            connector = internals.checkpoint_connector(self.lightning_module.trainer)
-            self._wrappers.put(connector, "resume_start", partial(self.checkpoints.resume, self._restarts))
+            if self._restarts is not None:
+                connector = internals.checkpoint_connector(self.lightning_module.trainer)
+                self._wrappers.put(connector, "resume_start", self._restarts.resume)
 
     def _new_restarts(self) -> Restarts | None:
         """Return the ``Restarts`` of a fit, or None if no state is to be kept."""

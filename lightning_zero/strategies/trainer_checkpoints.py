@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import logging
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain
-from types import FrameType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from fsspec.core import url_to_fs
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
-from lightning.pytorch import Trainer
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_zero.callbacks.restarts import KeptState, Restarts
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, NoCheckpointError
+from lightning_zero.callbacks.restarts import Restarts
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.fitting import check_optimizers, load_module
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, FORMAT, LEFT_OUT, NAMES, configs_of_models
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, FORMAT, LEFT_OUT, NAMES, configs_of_models
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import by_name, names_in
 from lightning_zero.engine import Engine, engine_of, quantised_layers, sharded_tree, tensor_parallel
 from lightning_zero.strategies.checkpoint_files import CheckpointFiles
-from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent, last_checkpoints
+from lightning_zero.strategies.lightning_internals import dump_checkpoint, is_absent
 from lightning_zero.strategies.resuming import DataLoadingState
-
-_DAMAGED = DamagedCheckpointError, NoCheckpointError, FileNotFoundError  # the last: an empty folder
 
 log = logging.getLogger("lightning_zero.strategies.trainer")  # projects may filter by this name
 
@@ -231,36 +221,6 @@ class TrainerCheckpoints:
             remove = partial(self._strategy.checkpoint_io.remove_checkpoint, path)
             self._files.saver.then(Destination(path).remove if self._files.has_default_io else remove)
 
-    def resume(self, restarts: Restarts | None, resume: Any, path: Any = None, weights_only: Any = None) -> None:
-        """In place of Lightning's ``resume_start``, the second argument: resume from an undamaged checkpoint.
-
-        The states that an interrupted job has left are tried first, then ``path`` and, if Lightning found it, as for
-        ``ckpt_path="last"``, the other checkpoints of the Trainer's callbacks. Checksums detect damage.
-        """
-        error: Exception | None = None
-        states = restarts.states() if restarts is not None else []
-        for each in chain(states, [path], self._others(path)):
-            place = each.path if isinstance(each, KeptState) else each
-            if error is not None:
-                rank_zero_warn(f"{error} Resuming instead from {place or 'the beginning'}.")
-            try:
-                if restarts is not None and isinstance(each, KeptState):
-                    restarts.continue_from(each, partial(resume, weights_only=weights_only))
-                else:
-                    resume(place, weights_only=weights_only)
-                return
-            except Exception as raised:
-                if error is None and not isinstance(raised, _DAMAGED):
-                    raise
-                error = error or raised
-        assert error is not None
-        raise error
-
-    def _others(self, path: Any) -> Iterator[str]:
-        trainer = self._strategy.lightning_module.trainer
-        if path is not None and self._files.are_opened_here and is_last(trainer, path):
-            yield from self._strategy.broadcast(others_by_age(trainer, path) if self._strategy.is_global_zero else [])
-
     def load(self, path: Any, weights_only: bool | None, restarts: Restarts | None) -> dict[str, Any]:
         """Load a checkpoint, but leave weights and optimizer states in the files: each rank later reads its shards."""
         self._files.finish()
@@ -309,49 +269,3 @@ class TrainerCheckpoints:
         self.end_loading()
         if self.data_loading is not None:
             self.data_loading.restore()
-
-
-# -- ckpt_path="last" --------------------------------------------------------------------------------------------------
-
-
-def is_last(trainer: Trainer, path: Any) -> bool:
-    """Whether Lightning found the path itself, as for ``ckpt_path="last"``, instead of receiving it from the user.
-
-    The strategy receives only the path, so the user's argument is read from the local variables of calling frames.
-    """
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        arguments = frame.f_locals.get("args")
-        if frame.f_locals.get("trainer") is trainer and isinstance(arguments, tuple):
-            given = [each for each in arguments if isinstance(each, (str, os.PathLike))]
-            return given in ([], ["last"]) and _plain(path) in {_plain(candidate) for candidate in _last_ones(trainer)}
-        frame = frame.f_back
-    return False
-
-
-def others_by_age(trainer: Trainer, path: Any) -> list[str]:
-    """Return the other checkpoints in the folders of ``path`` and of the Trainer's callbacks, newest first."""
-    found: dict[str, Any] = {}
-    for folder in {os.path.dirname(str(each)) for each in (path, *_last_ones(trainer))}:
-        fs, place = url_to_fs(folder)
-        for entry in fs.ls(place, detail=False) if fs.exists(place) else []:
-            hidden = os.path.basename(entry).startswith(".")
-            if not hidden and entry.endswith(".ckpt") and os.path.normpath(entry) != _plain(path):
-                with suppress(OSError):  # the entry may be a dangling link, or a folder without metadata
-                    # an object store has times of files only
-                    dated = f"{entry}/{DCP_METADATA}" if fs.isdir(entry) else entry
-                    found[fs.unstrip_protocol(entry) if "://" in folder else entry] = fs.modified(dated)
-    return sorted(found, key=lambda entry: found[entry], reverse=True)
-
-
-def _last_ones(trainer: Trainer) -> set[str]:
-    candidates: set[str] = set()
-    for callback in trainer.callbacks:  # type: ignore[attr-defined]
-        candidates |= last_checkpoints(trainer, callback)
-        if type(callback).__name__ == "OnExceptionCheckpoint":
-            candidates.add(str(callback.ckpt_path))
-    return candidates
-
-
-def _plain(path: Any) -> str:
-    return os.path.normpath(url_to_fs(str(path))[1])

@@ -10,15 +10,12 @@ from pathlib import Path
 import fsspec
 import pytest
 import torch
-from fsspec.implementations.memory import MemoryFileSystem
-from lightning.pytorch import Trainer
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.reading import DamagedCheckpointError, open_checkpoint
 from lightning_zero.checkpoint.saver import SaveJob, SaveMode, Saver
 from lightning_zero.checkpoint.saving import CheckpointNotSavedError
-from lightning_zero.strategies.trainer_checkpoints import others_by_age
 from tests.checkpoint import faults
 from tests.checkpoint.faults import FAILED, HUNG, KILLED, names_in, run_ranks, save, value_at
 from tests.support.ports import reserved_port
@@ -155,24 +152,6 @@ def test_in_an_object_store_a_failed_save_leaves_the_checkpoint_at_its_path(monk
             with pytest.raises(Exception, match="the connection is lost"):
                 save(form, path, 9.0)
         assert value_at(path) == value
-
-
-class Bucket(MemoryFileSystem):
-    """Names its contents `bucket/name`, as S3 does; listings of local folders have absolute paths."""
-
-    protocol, root_marker, store, pseudo_dirs = "bucket", "", {}, [""]
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return str(path).removeprefix("bucket://").strip("/")
-
-
-def test_in_an_object_store_all_checkpoints_but_the_given_one_may_take_its_place():
-    fsspec.register_implementation("bucket", Bucket, clobber=True)
-    for name, form in (("a", "full"), ("b", "sharded"), ("last", "full")):
-        save(form, f"bucket://mine/runs/{name}.ckpt", 1.0)
-    others = others_by_age(Trainer(logger=False, accelerator="cpu"), "bucket://mine/runs/last.ckpt")
-    assert others == ["bucket://mine/runs/b.ckpt", "bucket://mine/runs/a.ckpt"]
 
 
 def killed_while_removing(folder, name):

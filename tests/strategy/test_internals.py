@@ -17,7 +17,7 @@ import pytorch_lightning
 import torch
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities import CombinedLoader
@@ -185,13 +185,6 @@ def test_lightning_calls_the_methods_that_ours_replace():
     for name in internals.SIGNAL_HANDLERS:
         assert f"self.{name}" in registering
         assert len(inspect.signature(getattr(connector, name)).parameters) == 2  # the signal's number and the frame
-
-
-def test_the_checkpoints_of_a_callback_are_found(tmp_path):
-    callback = ModelCheckpoint(dirpath=tmp_path, save_last=True)
-    trainer = run(callback, enable_checkpointing=True)
-    assert internals.last_checkpoints(trainer, callback) == {str(tmp_path / "last.ckpt")}
-    assert internals.last_checkpoints(trainer, Callback()) == set()
 
 
 def test_a_fit_shows_the_position_in_its_loaders():
