@@ -9,11 +9,8 @@ import os
 import signal
 import sys
 import tempfile
-import threading
 import traceback
 from collections.abc import Callable
-from multiprocessing import active_children
-from types import FrameType
 
 from lightning.fabric.plugins.environments import SLURMEnvironment, TorchElasticEnvironment
 from omegaconf import DictConfig
@@ -36,12 +33,12 @@ def ranks_exist() -> bool:
 def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
     """Run ``job(config)`` in ``trainer.devices`` processes on this machine, and return when all have ended.
 
-    SIGTERM is forwarded to the processes, and sent to the others if one fails. They have as long as under torchrun to
-    end after their step and to save: 30 seconds, or ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``.
+    SIGTERM and Ctrl-C are forwarded to the processes; if one fails, the others receive SIGTERM. They have as long as
+    under torchrun to end after their step and to save: 30 seconds, or ``TORCH_ELASTIC_SHUTDOWN_TIMEOUT``.
 
     Raises:
         JobFailed: if a process fails.
-        SystemExit: after SIGTERM.
+        SystemExit: after a signal.
     """
     if config.trainer.num_nodes != 1:
         raise ConfigError(
@@ -63,11 +60,10 @@ def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
             rdzv_endpoint="localhost:0",
             local_addr="localhost",
             max_restarts=0,
-            signals_to_handle="SIGTERM",
+            signals_to_handle="SIGTERM,SIGINT",
             logs_specs=DefaultLogsSpecs(log_dir=logs),
         )
         before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        signal.signal(signal.SIGINT, _interrupt)
         try:
             elastic_launch(settings, _run_rank)(job, config)
         except SignalException as error:  # a sweep must not continue with its next job
@@ -80,19 +76,6 @@ def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    """After Ctrl-C, kill ranks that have not ended within seconds, since they may wait for each other."""
-
-    def kill() -> None:
-        for rank in active_children():
-            rank.kill()
-
-    timer = threading.Timer(5.0, kill)
-    timer.daemon = True
-    timer.start()
-    signal.default_int_handler(number, frame)
 
 
 def _run_rank(job: Callable[[DictConfig], None], config: DictConfig) -> None:
