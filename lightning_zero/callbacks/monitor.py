@@ -20,9 +20,9 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from lightning_zero.engine import Engine, compat, layout
-from lightning_zero.io.annotations import check_arguments
 
 _MEGA = 1e6
+_MOST_UNITS = 5  # maximum number of units whose waits are logged
 _RANK_WAITS = {"wait for gather", "wait for reduction", "wait for the other ranks"}
 _DTYPES = {"16": torch.float16, "bf16": torch.bfloat16, "64": torch.float64}
 
@@ -40,7 +40,6 @@ class ZeroMonitor(Callback):
         length_fn: returns how many items (such as tokens) a rank's batch has, as for Lightning's ``ThroughputMonitor``.
         available_flops: floating-point operations per second of one device, for the MFU (model FLOPs utilization); by
             default, the figure in Lightning's table of GPUs.
-        top_units: number of units whose waits are logged, starting with the longest wait.
 
     Attributes:
         loss_curve: (step, this rank's mean training loss since the previous observation) of each observation.
@@ -54,9 +53,6 @@ class ZeroMonitor(Callback):
         waited: seconds per optimizer step that this rank waited for each unit, longest wait first.
         numel: number of elements of all parameters.
         metrics: the figures from the last observation, by name, on rank 0.
-
-    Raises:
-        ValueError: if an argument has a wrong type or is out of range.
     """
 
     def __init__(
@@ -66,10 +62,8 @@ class ZeroMonitor(Callback):
         batch_size_fn: Callable[[Any], int] | None = None,
         length_fn: Callable[[Any], int] | None = None,
         available_flops: float | None = None,
-        top_units: int = 5,
     ) -> None:
-        check_arguments(ZeroMonitor.__init__, locals(), "ZeroMonitor", every_n_steps=1, top_units=0)
-        self.every_n_steps, self.top_units = every_n_steps, top_units
+        self.every_n_steps = every_n_steps
         self.batch_size_fn, self.length_fn = batch_size_fn or _first_dimension, length_fn
         self.available_flops = available_flops
         self._reset()
@@ -189,7 +183,7 @@ class ZeroMonitor(Callback):
         found["memory/peak_MB"] = sum(self.peak_bytes.values()) / _MEGA
         if part["steps"]:
             rates = self._rates(trainer.lightning_module, part["batches"])
-            found |= rates | metrics_per_step(part, self.top_units) | _slowest([seconds for seconds, _ in ranks])
+            found |= rates | metrics_per_step(part) | _slowest([seconds for seconds, _ in ranks])
         if losses := [each for _, each in ranks if each is not None]:
             found["training/loss"] = statistics.fmean(losses)
         if norm is not None:
@@ -295,7 +289,7 @@ def elements(sums: Sums) -> float:
     return sum(n for kind, _, n in _parts(sums, "elements") if kind in ("all_gather", "reduce_scatter"))
 
 
-def metrics_per_step(sums: Sums, top_units: int) -> dict[str, float]:
+def metrics_per_step(sums: Sums) -> dict[str, float]:
     """Metrics per optimizer step: seconds, megabytes and calls."""
     steps = sums["steps"]
     found = {"throughput/step_s": sums["seconds"] / steps}
@@ -307,7 +301,7 @@ def metrics_per_step(sums: Sums, top_units: int) -> dict[str, float]:
         if phase.startswith("wait") or phase == "update":
             name = f"time/{phase.replace(' ', '_')}_s"
             found[name] = found.get(name, 0.0) + seconds / steps
-    for unit, seconds in waited_by_unit(sums).most_common(top_units):
+    for unit, seconds in waited_by_unit(sums).most_common(_MOST_UNITS):
         found[f"wait/{unit.replace(' ', '_')}_s"] = seconds / steps
     return found
 

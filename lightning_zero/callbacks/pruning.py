@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine import ShardedTensor, process_group, shard_of
-from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.text import listed
 
 _CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
@@ -151,8 +150,8 @@ class MagnitudePruning(Callback):
         sparsity_of: the pruned fraction of each chosen parameter, by name.
 
     Raises:
-        ValueError: if an argument has a wrong type, ``amount`` is not between 0 and 1, no parameter is chosen, a
-            checkpoint has masks of other parameters, or tensor parallelism is used.
+        ValueError: if ``amount`` is not between 0 and 1, no parameter is chosen, a checkpoint has masks of other
+            parameters, or tensor parallelism is used.
     """
 
     def __init__(
@@ -160,7 +159,6 @@ class MagnitudePruning(Callback):
         amount: float | Callable[[int], float] = 0.5,
         parameters: Callable[[str, nn.Parameter], bool] = _matrices,
     ) -> None:
-        check_arguments(MagnitudePruning.__init__, locals(), "MagnitudePruning")
         if not callable(amount):
             _check(amount)
         self._amount, self._is_chosen = amount, parameters

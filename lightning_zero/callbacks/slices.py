@@ -13,7 +13,6 @@ from torchmetrics import Metric, MetricCollection, SumMetric
 from torchmetrics.utilities import dim_zero_cat
 
 from lightning_zero.engine import process_group
-from lightning_zero.io.annotations import check_arguments
 from lightning_zero.strategies.lightning_internals import reductions_of
 
 
@@ -27,9 +26,6 @@ class SliceMetrics(Callback):
         arguments: a function of a step's outputs and its batch that returns the arguments of the metrics'
             ``update``, such as predictions and targets; the first dimension of each tensor is the sample dimension.
         name: the first part of the names of logged values.
-
-    Raises:
-        ValueError: if there is no slice, or an argument has a wrong type.
     """
 
     def __init__(
@@ -39,9 +35,6 @@ class SliceMetrics(Callback):
         arguments: Callable[[Any, Any], tuple[Tensor, ...]],
         name: str = "slices",
     ) -> None:
-        check_arguments(SliceMetrics.__init__, locals(), "SliceMetrics")
-        if not slices:
-            raise ValueError("SliceMetrics: slices must contain at least one slice, as in {'name': function_of_batch}.")
         self._slices, self._arguments, self._name = dict(slices), arguments, name
         self._metrics = {each: metrics.clone() for each in slices}
         self._samples = {each: SumMetric() for each in slices}

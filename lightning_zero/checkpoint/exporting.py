@@ -26,7 +26,7 @@ from lightning_zero.checkpoint.objects import ONE_RANK, Ranks
 from lightning_zero.checkpoint.saving import on_every_rank
 from lightning_zero.checkpoint.trees import identity, is_dense
 from lightning_zero.engine import LazyTensor, flat_range, quantised_layers, streaming
-from lightning_zero.io.annotations import check_arguments
+from lightning_zero.io.annotations import check_value
 from lightning_zero.io.labels import new_label
 from lightning_zero.io.text import listed
 
@@ -312,7 +312,8 @@ def export_weights(
         ['exported/model.safetensors']
         >>> engine.close()
     """
-    check_arguments(export_weights, locals(), "export_weights", max_shard_bytes=1, max_bytes=1)
+    check_value("export_weights: max_shard_bytes", max_shard_bytes, int, 1)
+    check_value("export_weights: max_bytes", max_bytes, int, 1)
     parts = streaming.parts_of(module, merge_adapters)
     rank, size, gather = streaming.ranks_of(parts)
     part_of = {id(value): part for part in parts for _, value in part.results}

@@ -15,7 +15,7 @@ from lightning_zero.engine.runtime.join import each_forward
 from lightning_zero.engine.tensor.identity import project_class, with_attributes
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import whole
-from lightning_zero.io.annotations import check_arguments
+from lightning_zero.io.annotations import check_value
 
 
 @contextmanager
@@ -93,11 +93,11 @@ def iter_full_parameters(
         [('weight', torch.Size([2, 3])), ('bias', torch.Size([2]))]
         >>> engine.close()
     """
-    check_arguments(iter_full_parameters, locals(), "iter_full_parameters", max_bytes=1, rank=0)
+    check_value("iter_full_parameters: max_bytes", max_bytes, int, 1)
     parts = streaming.parts_of(module, merge_adapters)
     whole, (own, size, _) = streaming.stream(parts, max_bytes), streaming.ranks_of(parts)
-    if rank is not None and rank >= size:
-        raise ValueError(f"iter_full_parameters: rank={rank} must be below the number of ranks, {size}.")
+    if rank is not None and rank not in range(size):
+        raise ValueError(f"iter_full_parameters: rank={rank} must be from 0 to below the number of ranks, {size}.")
     return whole if rank in (None, own) else streaming.exhausted(whole)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections.abc
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import fields
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -95,18 +95,3 @@ def check_fields(config: Any, prefix: str = "") -> None:
     kinds = get_type_hints(type(config))
     for each in fields(config):
         check_value(f"{prefix}{each.name}", getattr(config, each.name), kinds[each.name], each.metadata.get("least"))
-
-
-def check_arguments(function: Callable[..., Any], given: Mapping[str, Any], what: str, **least: float) -> None:
-    """Check the arguments of a function against its annotations. The function must call this first.
-
-    Arguments:
-        given: the function's ``locals()``.
-        what: begins the message: the class's name for an ``__init__``.
-
-    Raises:
-        ValueError: for the first argument with a wrong value.
-    """
-    for name, kind in get_type_hints(function).items():
-        if name in given and name != "return":
-            check_value(f"{what}: {name}", given[name], kind, least.get(name))

@@ -29,7 +29,6 @@ from torch.utils.data import IterableDataset
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.engine import compat
-from lightning_zero.io.annotations import check_arguments
 from lightning_zero.io.plain import name_of, plain
 
 NAME = "manifest.json"
@@ -50,7 +49,6 @@ class RunManifest(Callback):
             module.
 
     Raises:
-        ValueError: if an argument has a wrong type.
         FileNotFoundError: in ``fit``, if a path in ``data`` does not exist.
     """
 
@@ -61,7 +59,6 @@ class RunManifest(Callback):
         data: Iterable[str | Path] | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        check_arguments(RunManifest.__init__, locals(), "RunManifest")
         self._folder, self._data, self._config = folder, data, config
         self._manifest: dict[str, Any] | None = None  # stays None on all ranks but 0
         self._began = 0.0

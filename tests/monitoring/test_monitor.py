@@ -67,7 +67,7 @@ def figures(stage: int) -> None:
     torch.manual_seed(0)
     blocks = ZeroStrategy(stage, units=nn.Sequential, prefetch=0)
     account = Account()
-    options = {"available_flops": 1e9, "top_units": 2}
+    options = {"available_flops": 1e9}
     module = Net()
     module.flops_per_batch = 5000
     rows, monitor = monitored(blocks, module, monitor=options, limit_val_batches=0, callbacks=[account])
@@ -103,7 +103,7 @@ def figures(stage: int) -> None:
 
     # waits
     waits = {name: value for name, value in found.items() if name.startswith("wait/")}
-    assert len(waits) == 2 and all(0 < value < step_s for value in waits.values())
+    assert len(waits) == min(5, len(monitor.waited)) and all(0 < value < step_s for value in waits.values())
     units = {name or "root" for name in monitor.units}
     assert set(monitor.waited) == units | {"the end of backward", "the monitor", "buffers of rank 0"}
     assert list(monitor.waited.values()) == sorted(monitor.waited.values(), reverse=True)
@@ -333,12 +333,6 @@ def test_the_slowest_rank_is_named(run_on, stage, slow):
 
 
 # -- input -------------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("argument", "value"), [("every_n_steps", 0), ("top_units", -1)])
-def test_arguments_out_of_range_are_named(argument, value):
-    with pytest.raises(ValueError, match=rf"^ZeroMonitor: {argument}={value} must be an integer of at least \d"):
-        ZeroMonitor(**{argument: value})
 
 
 class Rows(LightningModule):

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,9 +21,6 @@ import lightning_zero.fabric
 from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig, ZeroAutoStrategy, ZeroStrategy
 from lightning_zero.engine import EngineConfig
 from lightning_zero.io.annotations import check_fields, described, matches
-from lightning_zero.monitoring import DriftMonitor, SliceMetrics, ZeroMonitor
-from lightning_zero.pruning import MagnitudePruning
-from lightning_zero.reporting import RunManifest
 from lightning_zero.strategies.base import SET_BY_STRATEGIES, StrategyOptions, TrainerOptions
 
 LEAVES = st.one_of(
@@ -125,35 +122,6 @@ def test_zero_auto_names_wrong_resources(resources: Any) -> None:
     with pytest.raises(ValueError, match=r"^resources[ =].*") as caught:
         ZeroAutoStrategy(resources=resources)
     assert "\n" not in str(caught.value)
-
-
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", np.lib.format.magic(1, 0), b"\x80\x04N.", b"\xff" * 99])
-def test_a_damaged_reference_of_drift_is_named(content: bytes, tmp_path: Path) -> None:
-    (tmp_path / "values.npz").write_bytes(content)
-    with pytest.raises(ValueError, match=f"^DriftMonitor: {tmp_path}/values.npz is damaged, or was not written by"):
-        DriftMonitor(len, reference=tmp_path / "values.npz")
-
-
-CALLBACKS: dict[type, dict[str, Any]] = {
-    ZeroMonitor: {},
-    RunManifest: {},
-    MagnitudePruning: {},
-    DriftMonitor: {"values": len},
-    SliceMetrics: {"metrics": None, "slices": None, "arguments": None},
-}
-
-
-@settings(max_examples=400, deadline=None, derandomize=True, database=None)
-@given(st.data(), VALUES)
-def test_a_wrong_value_for_a_callback_gives_one_line_that_names_it(data: st.DataObject, value: Any) -> None:
-    callback = data.draw(st.sampled_from(list(CALLBACKS)))
-    name = data.draw(st.sampled_from([each for each in get_type_hints(callback.__init__) if each != "return"]))
-    try:
-        callback(**CALLBACKS[callback] | {name: value})
-    except OSError:
-        assert name in ("reference", "available_flops"), "a file that cannot be read"
-    except (TypeError, ValueError) as error:
-        assert str(error).startswith((f"{callback.__name__}: ", f"{name}=")) and "\n" not in str(error), error
 
 
 @pytest.mark.parametrize(
