@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +21,7 @@ from lightning_zero.checkpoint.form import CHECKPOINT_KEY
 from lightning_zero.checkpoint.reading import by_number
 from lightning_zero.checkpoint.saver import SaveMode
 from lightning_zero.checkpoint.saving import by_name, names_in
-from lightning_zero.engine import Engine, compat, compatibility, consolidate, deferred_param, engine_of, sharded_tree
+from lightning_zero.engine import Engine, compatibility, consolidate, deferred_param, engine_of, sharded_tree
 from lightning_zero.strategies.base import BaseStrategy, StrategyOptions, takes_options
 
 _Kind = TypeVar("_Kind")
@@ -48,15 +47,6 @@ class FabricStrategy(BaseStrategy):
         # Modules and optimizers, in set-up order, the same on every rank. Users own them, so references are weak.
         self._set_up: list[weakref.ref[Any]] = []
         self._backward_sync_control: Any = SimpleNamespace(no_backward_sync=_no_backward_sync)
-
-    # -- the processes ----------------------------------------------------------------------------------------------
-
-    def setup_environment(self) -> None:
-        super().setup_environment()
-        if not self.ranks.is_single:
-            if self not in _strategies:
-                _uncaught_exceptions.hold(self)
-            _strategies.add(self)
 
     # -- setting up -------------------------------------------------------------------------------------------------
 
@@ -268,23 +258,6 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def _hold_in_common(optimizer: Optimizer, module: nn.Module) -> bool:
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     return any(id(parameter) in held for parameter in module.parameters())
-
-
-_strategies: weakref.WeakSet[FabricStrategy] = weakref.WeakSet()
-
-
-def _telling(excepthook: Callable[..., Any]) -> Callable[..., None]:
-    """Wrap ``sys.excepthook`` to notify the other ranks of exceptions that end a script, which Fabric cannot catch."""
-
-    def tell(cls: type[BaseException], exception: BaseException, *rest: Any) -> None:
-        for strategy in list(_strategies):
-            strategy.on_exception(exception)
-        excepthook(cls, exception, *rest)
-
-    return tell
-
-
-_uncaught_exceptions = compat.Patch(sys, "excepthook", _telling)
 
 
 class ZeroStrategy(FabricStrategy, ParallelStrategy):

@@ -151,12 +151,9 @@ class RankGroup:
             return
         self.ended_by, self.is_cut_off = str(exception), not self.is_single
         if self.is_cut_off and not is_shared and process_group.is_initialized():
-            first, *_ = str(exception).splitlines() or [""]
-            rank = f"rank {self._strategy.global_rank}"
             updates = [engine.updates for engine in self._strategy.engines]
-            state = f"{rank} is updating" if None in updates else updates
-            reason = f"{rank} failed with {type(exception).__name__}: {first[:500]}"
-            self._have_all_failed = failures.fail(reason, state)
+            state = f"rank {self._strategy.global_rank} is updating" if None in updates else updates
+            self._have_all_failed = failures.fail(failures.reason_of(exception), state)
 
     def come_back(self, rejoin: Callable[[], None]) -> None:
         """If all ranks have failed alike, ``rejoin`` the process group. Collective; only the first call tries."""

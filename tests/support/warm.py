@@ -233,6 +233,7 @@ def _to_the_end(run: Callable[[], None]) -> None:
             print(error.code, file=sys.stderr)
     except BaseException as error:
         code, interrupted = 1, isinstance(error, KeyboardInterrupt)
+        sys.last_value = error
         sys.excepthook(type(error), error, error.__traceback__)
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()

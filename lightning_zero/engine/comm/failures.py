@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -113,8 +114,11 @@ class Notices:
             self._threads.append(self._start(self._watch_next))
 
     def _end(self) -> None:
-        """At the program's end: tell the other ranks, and give them time to read that."""
+        """At the program's end: tell the other ranks, and why, and give them time to read that."""
         has_left = self.is_closed
+        error = getattr(sys, "last_value", None)  # set by the interpreter: the exception that ends the program
+        if error is not None and not has_left and self.failure is None:
+            self.fail(reason_of(error))
         self.close()
         if self._rank == 0 and not has_left and not uses_agent_store():  # this process has the store
             self.read_until(lambda: len(self.gone) == self._size, _LAST_WORDS)
@@ -360,6 +364,12 @@ def reason_soon() -> str | None:
     (own,) = _notices
     own.read_until(lambda: own.is_over, PATIENCE)
     return own.failure
+
+
+def reason_of(error: BaseException) -> str:
+    """Say with which exception this rank has failed."""
+    first, *_ = str(error).splitlines() or [""]
+    return f"rank {process_group.rank()} failed with {type(error).__name__}: {first[:500]}"
 
 
 def fail(reason: str, state: object = None) -> bool:
