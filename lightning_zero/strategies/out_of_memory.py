@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from lightning_zero.engine import Engine, compatibility, failures, layout
+from lightning_zero.engine import Engine, failures, layout
 from lightning_zero.io.text import in_gb
 
 
@@ -41,21 +40,11 @@ def _remedies(engine: Engine, optimizer: int, rest: int) -> str:
     if optimizer:
         place = "nvme" if engine.device.type == "cpu" else "cpu"
         remedies.append((optimizer, f'offload="{place}" frees {in_gb(optimizer)}'))
-        if engine.config.state_dtype is None and _may_round(engine):
-            remedies.append((optimizer // 2, f'state_dtype="bf16" frees {in_gb(optimizer // 2)}'))
     if engine.config.activation_checkpointing is None:
         remedies.append((rest, f'activation_checkpointing="units" frees most of the {in_gb(rest)} of activations'))
     remedies.append((rest // 2, f"half the batch size with accumulate_grad_batches=2 frees up to {in_gb(rest // 2)}"))
     said = "; ".join(text for _, text in sorted(remedies, key=lambda remedy: -remedy[0]))
     return f"What helps: {said}. Run 'lightning-zero plan' to see in advance what fits."
-
-
-def _may_round(engine: Engine) -> bool:
-    try:
-        compatibility.check_optimizers(engine.optimizers, replace(engine.config, state_dtype="bf16"), ranks=1)
-    except (TypeError, ValueError):
-        return False
-    return True
 
 
 def _rest(engine: Engine) -> int:
