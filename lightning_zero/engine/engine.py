@@ -26,7 +26,7 @@ from lightning_zero.engine.comm.tensor_parallel import TENSOR, TensorParallel, c
 from lightning_zero.engine.compat import OwnHook, flatten_weights, leave_out_of_copies
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.init.bucketing import assign_to_buckets, check_compression, reserve_disk
-from lightning_zero.engine.init.host_room import Shortage, check_room, without_room_for_whole
+from lightning_zero.engine.init.host_room import shortage_for_whole
 from lightning_zero.engine.init.materialise import Materialiser, detach_kept_graphs, initialisers_of
 from lightning_zero.engine.init.quantised_layers import QuantisedLayers, prepare
 from lightning_zero.engine.init.restore import restore_parameters
@@ -209,7 +209,7 @@ class Engine:
         simulation: Simulation | None,
         extension_of: dict[nn.Parameter, Extension],
     ) -> list[Unit]:
-        """Shard the module, and return its units. Collective. Nothing is changed before memory and disks are checked.
+        """Shard the module, and return its units. Collective. Nothing is changed before disk space is reserved.
 
         The original values are freed on return; the buckets then hold the values.
         """
@@ -229,8 +229,6 @@ class Engine:
                 self.config, self.placements, plans, share, optimizers, self._shared, extension_of
             )
             check_compression(self.config, unsharded, self.communicator)
-            if offload is not None and simulation is None:  # a simulation may be of another host
-                check_room(offload, sources, unsharded, self.communicator, has_optimizers=bool(optimizers))
             if self._swap is not None:
                 reserve_disk(self._swap, unsharded, self.communicator)
             materialiser = Materialiser(
@@ -583,8 +581,8 @@ class Engine:
             bucket.abandon()
             bucket.rejoin(self.communicator, self.rendezvous)
 
-    def without_room(self, *, keeps_masters: bool) -> list[Shortage]:
-        """The hosts whose memory is too small for the ordinary tensors that ``close(device="cpu")`` makes. Collective.
+    def shortage_for_whole(self, *, keeps_masters: bool) -> str | None:
+        """Describe a host without memory for the tensors that ``close(device="cpu")`` makes; or None. Collective.
 
         Args:
             keeps_masters: whether this rank keeps the result of ``masters_by_name`` as well.
@@ -594,7 +592,7 @@ class Engine:
         """
         self._optimizers.finish_updates()
         with self.rendezvous.met("the module's parameters"):
-            return without_room_for_whole(self.buckets, self.optimizers, self.communicator, keeps_masters=keeps_masters)
+            return shortage_for_whole(self.buckets, self.optimizers, self.communicator, keeps_masters=keeps_masters)
 
     def close(self, *, communicate: bool = True, device: torch.device | str | None = None) -> None:
         """Turn sharded parameters and optimizer state back into ordinary full tensors. Collective.

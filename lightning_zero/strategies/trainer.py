@@ -366,17 +366,16 @@ class TrainerStrategy(BaseStrategy):
             return False  # spawned processes end now, and send an ordinary module's weights to the main process
         if self.options.after_fit == "sharded":
             return True
-        shortages = engine.without_room(keeps_masters=self.is_global_zero and bool(engine.optimizers))
-        if shortages and not self._was_sharded:
-            others = f" (hosts or ranks lacking memory: {len(shortages)})" if len(shortages) > 1 else ""
+        shortage = engine.shortage_for_whole(keeps_masters=self.is_global_zero and bool(engine.optimizers))
+        if shortage is not None and not self._was_sharded:
             rank_zero_warn(
                 "The module stays sharded after this run: the host memory (a tenth of it is left free) does not "
-                f"suffice for an ordinary module and its optimizer states on every rank. {shortages[0]}{others}. Every "
+                f"suffice for an ordinary module and its optimizer states on every rank. {shortage}. Every "
                 "rank must take part in every use of the sharded module, which the next run reuses. For an ordinary "
                 "module, set after_fit='full'; for one file, save a checkpoint and run 'lightning-zero checkpoint "
                 "export' on it."
             )
-        return bool(shortages)
+        return shortage is not None
 
     def _teardown_but_for_engine(self) -> None:
         if self.lightning_module is not None and self.model is not None:
