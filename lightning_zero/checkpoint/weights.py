@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
+import torch
 from torch import Tensor, nn
 
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.engine import compat, deferred_param, quantised_layers
+from lightning_zero.engine import LazyTensor, compat, deferred_param, flat_range, quantised_layers
 from lightning_zero.io.text import listed
 from lightning_zero.io.untrusted import inside
 
@@ -137,9 +140,24 @@ def _read(path: Path) -> dict[str, Tensor]:
                 "the package safetensors is missing: pip install 'lightning_zero[weights]'", name="safetensors"
             ) from None
         with _named_in_errors(path):
-            return load_file(path, device="cpu")
+            return _in_file(path, load_file(path, device="cpu"))
     with _named_in_errors(path):
-        return open_checkpoint(path).checkpoint.get("state_dict", {})
+        return _in_file(path, open_checkpoint(path).checkpoint.get("state_dict", {}))
+
+
+def _in_file(path: Path, mapped: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Where values may wait, lazy tensors over mapped ones, which all ranks recognise as values of the same file."""
+    if not deferred_param.may_values_wait():
+        return mapped
+    size, state = path.stat().st_size, copy.copy(mapped)  # with the versions of modules that torch has added
+    for name, tensor in mapped.items():
+        if not isinstance(tensor, Tensor):
+            continue
+        read = partial(flat_range, tensor)
+        # on another machine, a file of this name and size may hold other values, so ranks also compare some values
+        origin = path.name, size, name, tuple(read(0, min(tensor.numel(), 4)).view(torch.uint8).tolist())
+        state[name] = LazyTensor(name, tensor.shape, tensor.dtype, read, origin)
+    return state
 
 
 @contextmanager

@@ -105,9 +105,9 @@ class Engine:
     Args:
         module: the root module. Its parameters and buffers may be ordinary tensors (rank 0's values are used), on the
             meta device (each submodule initialises its own tensors; make the module within
-            ``deferred_param.parameters_await_values()``), or mapped from files (``torch.load(mmap=True)``, safetensors;
-            each rank reads only its shard). The module is sharded unit by unit, so values on the meta
-            device or in files are never all in memory at once.
+            ``deferred_param.parameters_await_values()``), mapped from files (``torch.load(mmap=True)``, safetensors) or
+            left in files by ``load_weights`` (each rank reads only its shard). The module is sharded unit by unit, so
+            values on the meta device or in files are never all in memory at once.
         optimizers: the optimizers of the module's parameters; keep using the same objects afterwards.
         config: the options; ``EngineConfig()`` by default.
         device: the device of parameters and buffers; None for the device of the first parameter.

@@ -206,9 +206,6 @@ class TrainerStrategy(BaseStrategy):
 
     def _convert_module(self) -> None:
         """Convert the module to the Trainer's precision."""
-        precisions = self.lightning.plugins.precision
-        if isinstance(self.precision_plugin, (precisions.HalfPrecision, precisions.DoublePrecision)):
-            deferred_param.leave_in_files(self.model)
         self.model = self.precision_plugin.convert_module(self.model)
 
     def _revert_layers(self) -> None:

@@ -159,17 +159,13 @@ def mapped(stage):
                 torch.save({name: value + 1 for name, value in state.items()}, "theirs.pt")
                 module.load_state_dict(torch.load("theirs.pt", mmap=True), assign=True)
                 module.head.weight = module.embed.weight
-        engine = Engine(module, stage=stage)
-        calls = engine.report().calls["control"]
-        compared_and_buffers = 2
-        assert (calls == compared_and_buffers) == (case in ("torch", "safetensors")), f"{case}: {calls}"
-        engine.close()
+        Engine(module, stage=stage).close()
         same_tensors(module.state_dict(), expected, bound=0)
 
 
 @pytest.mark.exhaustive(but=1)
 @STAGES
-def test_parameters_mapped_from_files_are_read_by_each_rank_unless_they_differ(run_on, stage):
+def test_parameters_mapped_from_files_are_those_of_rank_0(run_on, stage):
     run_on(2, mapped, stage=stage)
 
 
@@ -307,7 +303,8 @@ def of_transformers(stage):
     ready_made = LlamaForCausalLM.from_pretrained(folder[0])
     for module in (model, ready_made):
         engine = Engine(module, stage=stage)
-        assert engine.report().calls["control"] <= 4, "buffers, and where some are new the state of a generator"
+        calls = engine.report().calls["control"]
+        assert module is ready_made or calls <= 4, "buffers, and where some are new the state of a generator"
         assert isinstance(module.lm_head.weight, ShardedTensor)
         engine.close()
         same_tensors(module.state_dict(), dict(eager.state_dict()), bound=0)
@@ -315,7 +312,7 @@ def of_transformers(stage):
         assert module.lm_head.weight is module.get_input_embeddings().weight
 
 
-def test_files_of_save_pretrained_are_read_and_from_pretrained_is_not_broadcast(run_on):
+def test_files_of_save_pretrained_are_read_by_each_rank_and_from_pretrained_by_rank_0(run_on):
     run_on(2, of_transformers, stage=3)
 
 

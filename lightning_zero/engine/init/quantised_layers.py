@@ -113,7 +113,7 @@ def quantise(parameter: Any, values: Tensor, *, wait: bool) -> None:
     codes = _Codes(parameter, values)
     shown = codes.on_meta() if wait else codes.made()
     if wait:
-        origin = values.origin if isinstance(values, LazyTensor) else values
+        origin = values.origin if isinstance(values, LazyTensor) else None
         shown = DeferredCodes("", shown.shape, shown.dtype, codes, origin)
     set_contents(parameter, nn.Parameter(shown, requires_grad=False))
     if hasattr(parameter, "CB") and not wait:

@@ -14,7 +14,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.tensor_parallel import is_dtensor, own_share
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import EngineConfig
-from lightning_zero.engine.init.deferred_param import MappedFiles, is_on_meta
+from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.quantised_layers import awaits_quantisation
 from lightning_zero.engine.state.extensions import Extension
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor, Write
@@ -117,12 +117,6 @@ def first_device(module: nn.Module) -> torch.device:
     return next((p.device for p in module.parameters() if not is_on_meta(p)), torch.device("cpu"))
 
 
-def _place_of(values: Tensor, mapped: MappedFiles) -> Any:
-    """The place in a file where values are stored, for ranks to compare; None if other ranks cannot read it."""
-    origin = values.origin if isinstance(values, LazyTensor) else values
-    return mapped.range_of(origin) if isinstance(origin, Tensor) else origin
-
-
 def agree_on_sources(
     module: nn.Module,
     communicator: Communicator,
@@ -131,13 +125,12 @@ def agree_on_sources(
 ) -> dict[str, Source]:
     """The source of each parameter's and buffer's values, by name; all ranks make the same choices. Collective.
 
-    Rank 0's values are used, except that each rank itself reads parameters that all ranks have mapped from the same
+    Rank 0's values are used, except that each rank itself reads parameters whose values all ranks have left in the same
     file. A tensor that is on the meta device on all ranks is new.
 
     Raises:
         ValueError: on every rank, if modules differ between ranks, or if other ranks have values that rank 0 lacks.
     """
-    mapped = MappedFiles()
     values = {}
     writes: dict[str, Sequence[Write]] = {}
     # By name: (properties that must be equal on all ranks, origin of the values, earlier initialisation)
@@ -145,7 +138,8 @@ def agree_on_sources(
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         found = values[name] = None if is_on_meta(tensor) else own_share(tensor)
         is_parameter = isinstance(tensor, nn.Parameter)
-        origin = _NOWHERE if found is None else (is_parameter and _place_of(found, mapped)) or _MEMORY
+        stored = found.origin if is_parameter and isinstance(found, LazyTensor) else None
+        origin = _NOWHERE if found is None else stored or _MEMORY
         writes[name] = tensor.writes if isinstance(tensor, LazyTensor) and found is None else ()
         is_trained = is_parameter and tensor.requires_grad
         kind = f"{tuple(tensor.shape)} in {tensor.dtype}, {'trained' if is_trained else 'not trained'}"

@@ -98,7 +98,7 @@ class _LazyValues:
     initialised_by: frozenset[str] = frozenset()
 
     def use(self, values: Tensor, may_lack: bool = False) -> None:
-        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), values
+        self.dtype, self.read, self.origin = values.dtype, partial(_range_of, values), None
         self.writes, self.held, self.may_lack = None, values, may_lack
 
 
@@ -144,10 +144,10 @@ class LazyTensor(WrapperTensor):
         if isinstance(values, LazyTensor):
             return values.cast(dtype)
         values = values.detach()
-        source = _LazyValues("", values.dtype, partial(_range_of, values), values)
+        source = _LazyValues("", values.dtype, partial(_range_of, values), None)
         if values.device.type != "meta":
             return cls._over(source, values.shape, dtype, values.device)
-        source.origin, source.writes = None, []
+        source.writes = []
         return cls._over(source, values.shape, dtype)
 
     @classmethod
@@ -221,7 +221,7 @@ class LazyTensor(WrapperTensor):
 
     @property
     def origin(self) -> Any:
-        """Equal on all ranks that read the same stored values. For values in memory, the tensor that holds them."""
+        """Equal on all ranks that read the same stored values; None if only this rank can read them."""
         return self._source.origin
 
     def stored(self, start: int, stop: int) -> Tensor:
