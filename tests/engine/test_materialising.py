@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from lightning_zero.engine import Engine, ShardedTensor
-from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta, parameters_await_values
+from lightning_zero.engine.init.materialise import Materialiser
 from lightning_zero.zoo.gpt import GPT
 from tests.support import rank
 from tests.support.training import same_tensors
@@ -77,7 +77,7 @@ def test_values_on_one_rank_equal_those_of_ordinary_construction(run_on):
 
 
 class Counted(nn.Module):
-    """Records how many buckets are whole when it is initialised."""
+    """Records how many new parameters are in memory when it is initialised."""
 
     whole: list[int] = []
 
@@ -87,26 +87,29 @@ class Counted(nn.Module):
 
     def reset_parameters(self):
         self.weight.fill_(float(len(self.whole)))
-        self.whole.append(sum(bucket.is_opened for bucket in buckets))
+        self.whole.append(sum(len(each._rooms) for each in materialisers))
+
+    def forward(self, x):
+        return x * self.weight
 
 
-buckets: list[UnshardedBucket] = []
+materialisers: list[Materialiser] = []
 
 
 def one_at_a_time():
     Counted.whole.clear()
     with on_meta(), torch.device("meta"):
         module = nn.Sequential(*(Counted() for _ in range(4)))
-    made = UnshardedBucket.__init__
+    made = Materialiser.__init__
 
     def remember(self, *args, **options):
         made(self, *args, **options)
-        buckets.append(self)
+        materialisers.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(UnshardedBucket, "__init__", remember)
-        engine = Engine(module, stage=3)
-    assert Counted.whole == [1, 1, 1, 1], "buckets that are whole while the next is filled"
+        patch.setattr(Materialiser, "__init__", remember)
+        engine = Engine(module, stage=3, unit_numel=0)
+    assert Counted.whole == [1, 1, 1, 1], "parameters that are in memory while the next is filled"
     engine.close()
     assert [layer.weight[0].item() for layer in module] == [0, 1, 2, 3]
 

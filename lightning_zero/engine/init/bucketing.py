@@ -46,7 +46,7 @@ _CAST_ATTRIBUTES = frozenset(
 
 @dataclass(eq=False)
 class UnshardedBucket:
-    """A bucket before sharding: its parameters, in the order of the layout, and memory for their full values.
+    """A bucket before sharding: its parameters, in the order of the layout.
 
     Attributes:
         fields: the dtypes of offloaded optimizer states, by name; empty if there is no optimizer yet, or if the
@@ -67,7 +67,6 @@ class UnshardedBucket:
     def __post_init__(self) -> None:
         self.layout = self.plan.layout
         self._states: DiskStates | None = None
-        self._flat: Tensor | None = None  # full values, allocated on first use
         # Created now, before other buffers take memory: a new tensor takes memory until its storage is emptied.
         self._full = without_memory(self.layout.padded_numel, self.plan.gathered_dtype, self.plan.device)
 
@@ -76,30 +75,12 @@ class UnshardedBucket:
         if self.plan.masters is Medium.DISK:
             self._states = self.plan.reserve(swap, f"{self.unit_name} {self.number}", self.fields)
 
-    @property
-    def is_opened(self) -> bool:
-        """Whether memory for the full values is allocated."""
-        return self._flat is not None
-
-    def room(self, index: int) -> Tensor:
-        """Memory for a parameter's full values, viewed with the parameter's shape; to be filled before ``shard``."""
-        segment = self.layout.segments[index]
-        return self._opened()[segment.start : segment.stop].view(segment.shape)
-
-    def _opened(self) -> Tensor:
-        if self._flat is None:
-            dtype = self.parameters[0].dtype
-            self._flat = torch.empty(self.layout.padded_numel, dtype=dtype, device=self.plan.device)
-            for gap in self._flat.split_with_sizes(self.layout.sizes())[1::2]:
-                gap.zero_()
-        return self._flat
-
     def shard(self, sources: list[Source]) -> Bucket:
-        """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once.
-
-        Values of new parameters (``Source.is_new``) must have been written to ``room`` before.
-        """
-        flat, communicator, plan, ledger = self._opened(), self.shared.communicator, self.plan, self.shared.ledger
+        """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once."""
+        communicator, plan, ledger = self.shared.communicator, self.plan, self.shared.ledger
+        flat = torch.empty(self.layout.padded_numel, dtype=self.parameters[0].dtype, device=plan.device)
+        for gap in flat.split_with_sizes(self.layout.sizes())[1::2]:
+            gap.zero_()
         first, last = (0, len(flat)) if plan.is_replicated else self.layout.own_part
         for everywhere, group in groupby(zip(self.layout.segments, sources), lambda member: member[1].everywhere):
             run = list(group)
@@ -124,7 +105,6 @@ class UnshardedBucket:
             full.untyped_storage().resize_(full.numel() * full.element_size())
             if not self.extensions:  # otherwise, the first gather fills it
                 full.copy_(flat)
-        self._flat = None
         bucket = Bucket(
             self.parameters,
             residency,

@@ -1,9 +1,8 @@
 """Materialise and shard a module unit by unit, so that only the root and one other unit are unsharded at a time.
 
 A module that was made on the meta device is initialised in the order of ordinary construction: submodules before the
-module that contains them. Each parameter is written directly to the flat buffer of its bucket, and a bucket is sharded
-when its unit is complete. A module may later initialise parameters of complete units inside it: the new values are then
-written to the shards.
+module that contains them. A unit is sharded when all of its modules have been initialised. A module may later
+initialise parameters of sharded units inside it: the new values are then written to the shards.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from lightning_zero.engine.comm.rendezvous import Rendezvous
 from lightning_zero.engine.init.bucketing import UnshardedBucket
 from lightning_zero.engine.init.deferred_param import is_on_meta
 from lightning_zero.engine.init.sources import Source
-from lightning_zero.engine.plan.share import Share
 from lightning_zero.engine.plan.units import UnitPlan
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.slot import slot_of
@@ -157,13 +155,9 @@ class Materialiser:
         # Unit numbers, by the id of the unit's last module: once that module is materialised, the unit is complete.
         self._unit_of = {id(module if plan.is_root else plan.blocks[-1]): number for number, plan in enumerate(plans)}
         self._buckets: list[list[Bucket]] = [[] for _ in unsharded]
-        self._new_parameters = {
-            id(parameter): (bucket, index)
-            for buckets in unsharded
-            for bucket in buckets
-            for index, parameter in enumerate(bucket.parameters)
-            if sources[bucket.layout.segments[index].name].is_new
-        }
+        named = ((name, parameter) for plan in plans for name, parameter in plan.parameters.items())
+        self._new_parameters = {id(p): (name, p) for name, p in named if sources[name].is_new}
+        self._rooms: dict[int, Tensor] = {}  # memory for new parameters that are not sharded yet, by the parameter's id
         self._buffers_with_values: set[int] = set()  # ids
         self._initialised: set[int] = set()
 
@@ -186,6 +180,11 @@ class Materialiser:
     def _shard_unit(self, number: int) -> None:
         for unsharded in self._unsharded[number]:
             sources = [self._sources[segment.name] for segment in unsharded.layout.segments]
+            for index, parameter in enumerate(unsharded.parameters):
+                if sources[index].is_new:
+                    share = unsharded.layout.segments[index].share
+                    sources[index] = sources[index]._replace(values=share.own(self._room_of(parameter)))
+                    del self._rooms[id(parameter)]
             self._buckets[number].append(unsharded.shard(sources))
 
     def _place_buffers(self) -> None:
@@ -222,8 +221,6 @@ class Materialiser:
     @contextmanager
     def _only_new_in_reach(self, module: nn.Module) -> Iterator[None]:
         """Context for a module's initialiser: meta tensors replace tensors that have values and must not change."""
-        rooms: dict[int, Tensor] = {}
-        divided: list[tuple[Tensor, Tensor, Share]] = []  # (whole parameter, memory for this rank's share, share)
         places: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
         for inner in module.modules():
             for name, parameter in inner._parameters.items():
@@ -235,15 +232,8 @@ class Materialiser:
                     # tied, and already initialised by another module: this module's values are dropped
                     instead = torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device)
                     instead = with_attributes(parameter, instead)
-                elif id(parameter) in rooms:
-                    instead = rooms[id(parameter)]
                 else:
-                    room = instead = rooms[id(parameter)] = self._room_of(parameter)
-                    if room.shape != parameter.shape:  # divided: initialise a full tensor, then copy the share
-                        instead = unset(torch.empty(parameter.shape, dtype=room.dtype, device=room.device))
-                        instead = rooms[id(parameter)] = with_attributes(parameter, instead)
-                        bucket, index = self._new_parameters[id(parameter)]
-                        divided.append((instead, room, bucket.layout.segments[index].share))
+                    instead = self._room_of(parameter)
                 places.append((inner._parameters, name, parameter, instead))
             for name, buffer in inner._buffers.items():
                 if buffer is not None and id(buffer) in self._buffers_with_values:
@@ -255,20 +245,18 @@ class Materialiser:
             for holder, name, _, instead in places:
                 if holder[name] is not instead and not is_on_meta(instead):
                     instead.copy_(holder[name])  # the initialiser assigned a new tensor
-            for whole, room, share in divided:
-                room.copy_(share.own(whole))
         finally:
             for holder, name, tensor, _ in places:
                 holder[name] = tensor
 
     def _room_of(self, parameter: nn.Parameter) -> Tensor:
+        """Memory for a new parameter's values, which are marked as unset; the parameter itself if it is sharded."""
         if isinstance(parameter, ShardedTensor):
             return parameter
-        bucket, index = self._new_parameters[id(parameter)]
-        if not bucket.is_opened:
-            for number in range(len(bucket.parameters)):
-                unset(bucket.room(number))
-        return with_attributes(parameter, bucket.room(index))
+        if id(parameter) not in self._rooms:
+            room = unset(torch.empty(parameter.shape, dtype=parameter.dtype, device=self._communicator.device))
+            self._rooms[id(parameter)] = with_attributes(parameter, room)
+        return self._rooms[id(parameter)]
 
     def _repeat_writes(self) -> None:
         """Repeat user code's writes to new tensors, now that modules have initialised these tensors."""
@@ -281,9 +269,9 @@ class Materialiser:
 
     def _check_all_have_values(self) -> None:
         missing = [
-            bucket.layout.segments[index].name
-            for bucket, index in self._new_parameters.values()
-            if (slot := slot_of(bucket.parameters[index])) is not None and is_unset(slot.local_parameter())
+            name
+            for name, parameter in self._new_parameters.values()
+            if (slot := slot_of(parameter)) is not None and is_unset(slot.local_parameter())
         ]
         missing += [
             name
