@@ -64,7 +64,6 @@ class Ours:
         opened = open_checkpoint(path)
         opened.verify(share=(dist.get_rank(), dist.get_world_size()))
         dist.barrier()
-        opened.trust()  # all ranks have verified their shares
         self.module.load_state_dict(opened.checkpoint["state_dict"])
         self.optimizer.load_state_dict(opened.checkpoint["optimizer_states"][0])
 

@@ -133,7 +133,6 @@ def test_other_rooms_ask_the_engine_and_do_not_reach_through_it():
 
 
 LARGE = {
-    "checkpoint.weights.load_weights": 69,
     "engine.runtime.reducer.GradientReducer": 21,
     "engine.state.bucket.Bucket": 32,
     "planning.fake_run.fake_run": 97,

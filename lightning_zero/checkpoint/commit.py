@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import IO, Any
 
@@ -34,16 +34,17 @@ class Destination:
     Args:
         path: a local path, or an fsspec URL (``s3://...``).
         label: identifier of this save, the same on every rank; a new one if it is None.
-        advance: called with the number of bytes of each write.
 
     Attributes:
         partial: hidden path next to ``path``, to which the checkpoint is written first.
+        number: a number for names of files, the same on every rank, which hardly any other save has.
     """
 
-    def __init__(self, path: Any, label: str | None = None, advance: Callable[[int], Any] = lambda _: None) -> None:
-        self._advance = advance
+    def __init__(self, path: Any, label: str | None = None) -> None:
         label = label or new_label()
         self.path = str(path)
+        # Files of different saves that are mixed in a folder have different names, so that this is noticed.
+        self.number = zlib.crc32(label.encode())
         self._fs, place = url_to_fs(self.path)
         self._place = place.rstrip("/") or place
         self._parent, self._name = os.path.split(self._place)
@@ -86,7 +87,7 @@ class Destination:
         self._fs.makedirs(os.path.dirname(target), exist_ok=True)
         # "x", so that a link that another user has planted is not followed
         with open(target, "xb") if self._is_local else self._fs.open(target, "wb") as file:
-            yield Stream(file, self._advance, file.fileno() if self._is_local else None)
+            yield Stream(file, file.fileno() if self._is_local else None)
             if self._is_local:
                 file.flush()
                 os.fsync(file.fileno())
@@ -183,35 +184,32 @@ class Destination:
 
 
 class Stream:
-    """An open file with a checksum of the bytes written since ``begin``; calls ``advance`` at each write."""
+    """An open file, and the place of the bytes written since ``begin``."""
 
-    def __init__(self, file: IO[bytes], advance: Callable[[int], Any], descriptor: int | None) -> None:
+    def __init__(self, file: IO[bytes], descriptor: int | None) -> None:
         self._descriptor = descriptor
         self._file = file
-        self.position = self.crc32 = self._start = 0
-        self._advance = advance
+        self.position = self._start = 0
 
     def begin(self) -> None:
         """Start a piece at the next multiple of 64, to keep its records aligned."""
         self.write(bytes(-self.position % 64))
-        self._start, self.crc32 = self.position, 0
+        self._start = self.position
 
     @property
-    def piece(self) -> list[int]:
-        """Offset, length and checksum of the bytes written since ``begin``."""
-        return [self._start, self.position - self._start, self.crc32]
+    def piece(self) -> tuple[int, int]:
+        """Offset and length of the bytes written since ``begin``."""
+        return self._start, self.position - self._start
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _AT_ONCE):
             part = view[start : start + _AT_ONCE]
-            self.crc32 = zlib.crc32(part, self.crc32)
             self._file.write(part)
             if len(part) == _AT_ONCE and self._descriptor is not None and hasattr(os, "posix_fadvise"):
                 # Write to the disk from now on, not only in ``fsync``, and keep nothing in the system's cache.
                 os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         self.position += len(view)
-        self._advance(len(view))
         return len(view)
 
     def flush(self) -> None:

@@ -7,7 +7,6 @@ import dataclasses
 import mmap
 import os
 import tempfile
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from lightning_zero.engine import LazyTensor, as_made_of_tensors, compat, sharde
 _ALIGNMENT = 64  # bytes, as in torch.save
 
 
-def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
+def write_full(opened: OpenedCheckpoint, out: str) -> None:
     """Write a full checkpoint: one ordinary Lightning file.
 
     ``torch.save`` needs tensors in memory. Tensors that are still on disk are therefore copied one by one to an unnamed
@@ -42,7 +41,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     with tempfile.TemporaryFile(dir=folder) as file:
         for key, tensor in stored.items():
             places[key] = file.seek(-(-file.tell() // _ALIGNMENT) * _ALIGNMENT)
-            write_values(file, tensor, advance)
+            write_values(file, tensor)
         file.flush()
         size = os.fstat(file.fileno()).st_size
         mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY) if size else b""
@@ -52,7 +51,7 @@ def write_full(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any]
     ready = as_made_of_tensors(ready)
     if any(not name.isdecimal() for of_one in names.values() for name in of_one):  # numbers stand for unknown names
         ready[CHECKPOINT_KEY] = {**ready.get(CHECKPOINT_KEY, {}), NAMES: names}
-    write_file(ready, Destination(out, advance=advance))
+    write_file(ready, Destination(out))
 
 
 def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ def _at(mapping: Any, place: int, like: Tensor) -> Tensor:
     return torch.frombuffer(mapping, dtype=like.dtype, count=like.numel(), offset=place).reshape(like.shape)
 
 
-def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], Any] = lambda _: None) -> None:
+def write_sharded(opened: OpenedCheckpoint, out: str) -> None:
     """Write a sharded checkpoint: a folder in the format of ``torch.distributed.checkpoint``.
 
     Optimizer states are keyed by parameter name or, where names are unknown, by parameter number.
@@ -85,7 +84,7 @@ def write_sharded(opened: OpenedCheckpoint, out: str, advance: Callable[[int], A
     if ours:
         rest[CHECKPOINT_KEY] = ours
     content = content_of(with_versions(tree, own_versions(checkpoint)), rest)
-    write_folder(content, Destination(out, advance=advance), opened.written_by)
+    write_folder(content, Destination(out), opened.written_by)
 
 
 def _whole(opened: OpenedCheckpoint) -> tuple[dict[str, Any], dict[str, list[str]]]:

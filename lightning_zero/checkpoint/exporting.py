@@ -62,8 +62,6 @@ class Weight:
     values: Tensor
     dtype: torch.dtype
     master: Tensor | None = None
-    overflows: bool = False
-    """Whether the conversion to fp16 has made a finite value infinite."""
 
     @property
     def bytes(self) -> int:
@@ -75,10 +73,7 @@ class Weight:
             master = flat_range(self.master.detach(), start, start + part.numel())
             # A value that differs from its rounded master weight was changed after the last step, so the value is used.
             part = torch.where(master.to(part.dtype) == part, master, part.to(master.dtype))
-        values = part.to(self.dtype)
-        if self.dtype is torch.float16:
-            self.overflows |= bool((values.isinf() & part.isfinite()).any())
-        return values
+        return part.to(self.dtype)
 
 
 @dataclass
@@ -132,11 +127,7 @@ def export(
             continue
         if not is_dense(values):
             kind = "nested" if values.is_nested else str(values.layout).removeprefix("torch.")
-            dense = "to_padded_tensor(0)" if values.is_nested else "to_dense()"
-            raise ValueError(
-                f"{path}: safetensors has no form for {whole_name}, which is a {kind} tensor. Save it as an "
-                f"ordinary tensor: .{dense}."
-            )
+            raise ValueError(f"{path}: safetensors has no form for {whole_name}, which is a {kind} tensor.")
         if (memory := identity(values)) in names:
             found.tied[name] = names[memory]
             continue
@@ -215,7 +206,6 @@ def write_safetensors(
     paths: ExportPaths,
     *,
     most_bytes: int,
-    advance: Callable[[int], Any] = lambda _: None,
     values_of: Callable[[list[list[Weight]]], Iterator[tuple[int, Weight, Tensor]]] = _all_values,
     ranks: Ranks = ONE_RANK,
 ) -> list[str]:
@@ -240,7 +230,7 @@ def write_safetensors(
                 with written[names[number]].writing() as stream:
                     stream.write(_header(shards[number], content.tied))
                     for _, weight, tensor in of_file:
-                        write_values(stream, tensor, advance, weight.converted)
+                        write_values(stream, tensor, weight.converted)
         finally:
             for _ in values:  # after an error, too: the other ranks need this rank's shards
                 pass
@@ -356,12 +346,7 @@ def _content_of(
     return content
 
 
-def write_values(
-    stream: Any,
-    tensor: Tensor,
-    advance: Callable[[int], Any],
-    convert: Callable[[Tensor, int], Tensor] = lambda part, _: part,
-) -> None:
+def write_values(stream: Any, tensor: Tensor, convert: Callable[[Tensor, int], Tensor] = lambda part, _: part) -> None:
     """Write a tensor's values in the order of the flattened tensor, one part at a time.
 
     ``convert`` is called with a 1-D part and its offset, and returns the values to write instead.
@@ -370,7 +355,7 @@ def write_values(
     for start in range(0, tensor.numel(), _PART):
         values = convert(flat_range(flat, start, min(start + _PART, tensor.numel())), start)
         values = values.resolve_conj().resolve_neg().contiguous()
-        advance(stream.write(values.view(torch.uint8).cpu().numpy()))
+        stream.write(values.view(torch.uint8).cpu().numpy())
 
 
 def _shards(weights: list[Weight], most_bytes: int) -> Iterator[list[Weight]]:

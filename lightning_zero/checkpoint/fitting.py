@@ -1,37 +1,19 @@
-"""Check that a checkpoint fits the module and optimizers before any of them is changed."""
+"""Load a module's state dict, and check that optimizers' states fit before any of them is changed."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from lightning_zero.engine import compatibility, deferred_param, quantised_layers
 
 
-def check_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Raise ``load_state_dict`` errors before any tensor changes; torch raises them after loading tensors that fit."""
-    own = {name: value.shape for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, Tensor)}
-    if own == {name: value.shape for name, value in state.items() if isinstance(value, Tensor)}:
-        return
-    with deferred_param.taking_values(module, lambda tensor: not is_lazy(tensor)):
-        try:
-            module.load_state_dict(copy.copy(state), strict=strict)
-        except RuntimeError as error:
-            if str(error).startswith("Error(s) in loading state_dict"):
-                raise
-        except Exception:  # raised by a custom module, which raises it again if the actual load fails
-            pass
-
-
 def load_module(module: nn.Module, state: Mapping[str, Any], strict: bool) -> None:
-    """Load a state dict, also with the scales of quantised layers. If it does not fit, nothing is changed."""
+    """Load a state dict, also with the scales of quantised layers."""
     state, scales = quantised_layers.take_scales(module, state)
-    check_module(module, state, strict)
     with deferred_param.taking_values(module, deferred_param.is_deferred) as targets:
         module.load_state_dict(state, strict=strict)
     deferred_param.give_values(targets, wait=True)

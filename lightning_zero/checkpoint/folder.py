@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import io
+import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from lightning_zero.checkpoint import form
-from lightning_zero.checkpoint.checksums import ADVICE, NO_CHECKSUM, DamagedCheckpointError, Extent, NoCheckpointError
+from lightning_zero.checkpoint.checksums import ADVICE, DamagedCheckpointError, Extent, NoCheckpointError
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST, Manifest
+from lightning_zero.checkpoint.form import DCP_METADATA, MANIFEST, REST
 from lightning_zero.checkpoint.metadata import is_one, load_dcp_metadata, wrong_pieces
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, check_size, load_torch, records_of
+from lightning_zero.checkpoint.restricted import check_size, load_torch
 from lightning_zero.checkpoint.trees import check_structure, odd_keys, put, with_versions
 from lightning_zero.engine import LazyTensor
 from lightning_zero.engine import share as tiling
@@ -50,26 +50,22 @@ def _check_is_dcp(path: str, sizes: dict[str, int]) -> None:
     )
 
 
-def _manifest_of(files: Files, sizes: dict[str, int], metadata_bytes: bytes) -> Manifest | None:
-    """Read our manifest, and check the files' sizes and checksums against it; None if there is no manifest."""
+def _manifest_of(files: Files, sizes: dict[str, int]) -> dict[str, Any]:
+    """Read our manifest, and check the files that it lists; {} if there is no manifest."""
     if MANIFEST not in sizes:
-        return None
+        return {}
     try:
-        manifest = Manifest.of_bytes(files.read(MANIFEST))
+        manifest = json.loads(files.read(MANIFEST))
+        version = manifest["format"]
+        checksums = {name: entry["crc32"] for name, entry in manifest["files"].items()}
     except Exception as error:
-        raise DamagedCheckpointError.of(
-            files.path, f"{MANIFEST}, which holds all checksums, cannot be read ({error})"
-        ) from error
-    form.check_format(files.path, manifest.format)
-    for name, entry in manifest.files.items():
+        raise DamagedCheckpointError.of(files.path, f"{MANIFEST} cannot be read ({error})") from error
+    form.check_format(files.path, version)
+    for name, crc32 in checksums.items():
         if name not in sizes:
             raise DamagedCheckpointError.of(files.path, f"{name} is missing")
-        if sizes[name] != entry["bytes"]:
-            raise DamagedCheckpointError.of(files.path, f"{name} has {sizes[name]} bytes instead of {entry['bytes']}")
-        if entry["crc32"] is not None:
-            data = metadata_bytes if name == DCP_METADATA else files.read(name)
-            if zlib.crc32(data) != entry["crc32"]:
-                raise DamagedCheckpointError.of(files.path, f"the checksum of {name} does not match")
+        if crc32 is not None and crc32 != zlib.crc32(files.read(name)):  # earlier versions listed files of pieces, too
+            raise DamagedCheckpointError.of(files.path, f"the checksum of {name} does not match")
     return manifest
 
 
@@ -101,59 +97,60 @@ class _Chunk:
     extent: Extent
 
 
-class Folder:
-    """Reader of a sharded checkpoint's tensors and other values.
+def read_folder(files: Files, weights_only: bool | None) -> tuple[dict[str, Any], dict[str, Any], Collection[Extent]]:
+    """Read a sharded checkpoint, but for the values of its tensors.
+
+    Returns:
+        The contents as they were passed to the saving function; what wrote them; and the places of all their parts.
 
     Raises:
         FileNotFoundError, NoCheckpointError, DamagedCheckpointError, ValueError: see ``open_checkpoint``.
     """
+    sizes = files.sizes()
+    _check_is_dcp(files.path, sizes)
+    manifest = _manifest_of(files, sizes)
+    data = files.read(DCP_METADATA)
+    metadata = _metadata_in(files.path, data)
+    if not manifest and getattr(getattr(metadata, "storage_meta", None), "save_id", None) == form.SAVE_ID:
+        raise DamagedCheckpointError.of(
+            files.path, f"{MANIFEST} is missing, although this folder was written by lightning_zero"
+        )
+    folder = _Folder(files, weights_only, zlib.crc32(data), sum(sizes.values()))
+    extent_of = folder.locate(metadata, sizes)
+    rest = folder.load(REST, files.read(REST)) if REST in sizes else {}
+    tree = folder.put_together(rest, metadata, extent_of)
+    return tree, manifest.get("written_by", {}), folder.extents.values()
 
-    def __init__(self, files: Files, weights_only: bool | None) -> None:
-        self.files, self._weights_only = files, weights_only
-        sizes = files.sizes()
-        _check_is_dcp(files.path, sizes)
-        self._has_rest = REST in sizes
-        data = files.read(DCP_METADATA)
-        manifest = _manifest_of(files, sizes, data)
-        metadata = _metadata_in(files.path, data)
-        # Without a manifest, the files in a folder that we wrote may come from different saves.
-        save_id = getattr(getattr(metadata, "storage_meta", None), "save_id", None)
-        if manifest is None and save_id == form.SAVE_ID:
-            raise self._damaged(
-                f"{MANIFEST}, which holds all checksums, is missing, although this folder was written by "
-                "lightning_zero: its files may come from different saves"
-            )
-        self.written_by = manifest.written_by if manifest is not None else {}
-        checksums = sorted(manifest.pieces.items()) if manifest is not None else []
-        # distinguishes these contents from any others at the same path
-        self._identity = zlib.crc32(data), zlib.crc32(repr(checksums).encode())
-        self._extents: dict[tuple[str, int], Extent] = {}
-        self._bytes = sum(sizes.values())
-        extent_of = self._locate(metadata, manifest, sizes)
-        self._unread: tuple[Any, dict[Any, Extent]] | None = (metadata, extent_of)
 
-    def _locate(self, metadata: Any, manifest: Manifest | None, sizes: dict[str, int]) -> dict[Any, Extent]:
+class _Folder:
+    """Reader of a sharded checkpoint's tensors and other values.
+
+    Args:
+        identity: distinguishes these contents from any others at the same path.
+        nbytes: the size of all files.
+
+    Attributes:
+        extents: the places of all tensors and other values, by file and offset.
+    """
+
+    def __init__(self, files: Files, weights_only: bool | None, identity: int, nbytes: int) -> None:
+        self.files, self._weights_only, self._identity, self._bytes = files, weights_only, identity, nbytes
+        self.extents: dict[tuple[str, int], Extent] = {}
+
+    def locate(self, metadata: Any, sizes: dict[str, int]) -> dict[Any, Extent]:
         """Find the extent of each value in the files, by its name and, for a tensor's piece, its offsets."""
-        checksums = {
-            (file, offset): (length, crc32)
-            for file, pieces in (manifest.pieces if manifest is not None else {}).items()
-            for offset, length, crc32 in pieces
-        }
         extent_of: dict[Any, Extent] = {}
         for index, place in metadata.storage_data.items():
             file, offset, length = place.relative_path, place.offset, place.length
             has_offsets = getattr(index, "offset", None) is not None
             offsets = tuple(index.offset) if has_offsets else None
-            known_length, crc32 = checksums.get((file, offset), (length, None))
-            if manifest is not None and (crc32 is None or known_length != length):
-                raise self._damaged(f"{MANIFEST} and {DCP_METADATA} disagree about {index.fqn}")
             if file not in sizes:
                 raise self._damaged(f"{file}, which contains {index.fqn}, is missing")
             if sizes[file] < offset + length:
                 raise self._damaged(
                     f"{file} is truncated: it has {sizes[file]} bytes, but {index.fqn} ends at byte {offset + length}"
                 )
-            extent = self._extents.setdefault((file, offset), Extent(file, offset, length, crc32, []))
+            extent = self.extents.setdefault((file, offset), Extent(file, offset, length, None, []))
             extent.holds.append(f"{index.fqn} at {offsets}" if any(offsets or ()) else index.fqn)
             extent_of[index.fqn, offsets] = extent
         return extent_of
@@ -180,9 +177,8 @@ class Folder:
     def _damaged(self, what: str) -> DamagedCheckpointError:
         return DamagedCheckpointError.of(self.files.path, what)
 
-    def tree(self) -> dict[str, Any]:
-        """Return the checkpoint as it was passed to the saving function. Call this once: it frees DCP's metadata."""
-        tree = self._load(REST, self.files.read(REST)) if self._has_rest else {}
+    def put_together(self, tree: Any, metadata: Any, extent_of: Mapping[Any, Extent]) -> dict[str, Any]:
+        """Add the values that are stored in DCP's format to all others."""
         if not isinstance(tree, dict):
             raise NoCheckpointError(
                 f"{self.files.path}/{REST} contains a {type(tree).__name__} instead of a dictionary."
@@ -194,9 +190,6 @@ class Folder:
             del tree[form.CHECKPOINT_KEY]
         tree |= containers
         keys = odd_keys(tree)
-        assert self._unread is not None
-        metadata, extent_of = self._unread
-        self._unread = None
         for name, value in self._values(metadata, extent_of):
             put(tree, (metadata.planner_data or {}).get(name, (name,)), value, keys)
         return with_versions(tree, versions)
@@ -212,7 +205,7 @@ class Folder:
                 nbytes_of_others += extent.length
                 if nbytes_of_others > self._bytes:
                     raise self._damaged("some of its values are stored in the same bytes")
-                yield name, self._load(name, self._checked(extent))
+                yield name, self.load(name, self._bytes_in(extent))
                 continue
             chunks = self._chunks_of(name, stored, extent_of)
             read = partial(self._range, chunks, stored.size, stored.properties.dtype)
@@ -228,7 +221,7 @@ class Folder:
                 check_size(nbytes, self._bytes)
             yield name, by_pieces.get(pieces, value)
 
-    def _load(self, what: str, data: bytes | memoryview) -> Any:
+    def load(self, what: str, data: bytes | memoryview) -> Any:
         try:
             return load_torch(data, weights_only=self._weights_only)
         except UnsafeFileError as error:
@@ -236,19 +229,11 @@ class Folder:
         except Exception as error:
             raise self._damaged(f"{what} cannot be read ({type(error).__name__}: {error})") from error
 
-    def _checked(self, extent: Extent) -> memoryview:
-        data = self.files.part(extent.file, extent.start, extent.length)
-        if not extent.is_checked and extent.crc32 is not None and zlib.crc32(data) != extent.crc32:
-            raise self._damaged(f"the checksum of {extent}, does not match")
-        extent.is_checked = True
-        return data
-
-    def trust(self) -> None:
-        for extent in self._extents.values():
-            extent.is_checked = True
+    def _bytes_in(self, extent: Extent) -> memoryview:
+        return self.files.part(extent.file, extent.start, extent.length)
 
     def _tensor(self, chunk: _Chunk, dtype: torch.dtype) -> Tensor:
-        data = self._checked(chunk.extent)
+        data = self._bytes_in(chunk.extent)
         try:
             tensor = load_torch(data)
             if tuple(tensor.shape) != chunk.sizes or tensor.dtype != dtype:
@@ -278,21 +263,6 @@ class Folder:
                 source = tensor[tuple(slice(a - o, a - o + size) for a, o, size in zip(first, chunk.offsets, sizes))]
                 out.as_strided(sizes, strides, _flat(first, shape) - start).copy_(source)
         return out
-
-    def extents(self) -> Iterator[Extent]:
-        """Yield the extents with checksums: the pieces in the manifest, and the records of all other pieces."""
-        for extent in self._extents.values():
-            if extent.crc32 is not None:
-                yield extent
-                continue
-            try:
-                records = records_of(io.BytesIO(self.files.part(extent.file, extent.start, extent.length)))
-            except BrokenArchiveError:
-                yield replace(extent, crc32=NO_CHECKSUM)
-                continue
-            for record in records:
-                if record.crc32 is not None:
-                    yield replace(record, file=extent.file, start=extent.start + record.start, holds=extent.holds)
 
 
 def _intersection(box: tiling.Box, chunk: _Chunk) -> tuple[list[int], list[int]] | None:

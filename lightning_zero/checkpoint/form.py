@@ -1,10 +1,7 @@
-"""Names used in our checkpoint formats, and the manifest, by which a sharded checkpoint is checked for completeness."""
+"""Names and versions in our checkpoint formats."""
 
 from __future__ import annotations
 
-import json
-import zlib
-from dataclasses import dataclass, field
 from typing import Any
 
 FORMAT = 1
@@ -33,7 +30,8 @@ REST = "meta.pt"
 """Name of the file with everything but the tensors of models and optimizers, as in Lightning's sharded checkpoints."""
 
 MANIFEST = "lightning_zero.json"
-"""Name of the manifest, which is written last and contains the sizes and checksums of all other files."""
+"""Name of our file in a sharded checkpoint, which is written last: what wrote the checkpoint, and the checksums
+(``zlib.crc32``) of DCP's metadata and of ``REST``. All other files consist of archives with checksums of their own."""
 
 SAVE_ID = "lightning_zero"
 """The ``save_id`` that we write to DCP's metadata; other programs write a random id or none."""
@@ -52,32 +50,6 @@ def configs_of_models(module: Any) -> dict[str, str]:
     return found
 
 
-@dataclass
-class Manifest:
-    """Sizes and checksums (``zlib.crc32``) of a sharded checkpoint's files.
-
-    Attributes:
-        files: ``{"bytes": ..., "crc32": ...}`` by file name; ``crc32`` is None for files whose pieces have checksums.
-        pieces: ``[offset, length, crc32]`` of each piece, by file name.
-    """
-
-    written_by: dict[str, Any]
-    files: dict[str, dict[str, int | None]] = field(default_factory=dict)
-    pieces: dict[str, list[list[int]]] = field(default_factory=dict)
-    format: int = FORMAT
-
-    def to_bytes(self) -> bytes:
-        return _encoded({**vars(self), "crc32": zlib.crc32(_encoded(vars(self)))})
-
-    @classmethod
-    def of_bytes(cls, data: bytes) -> Manifest:
-        """Parse a manifest. Any exception means that the manifest is damaged."""
-        body = json.loads(data)
-        if body.pop("crc32") != zlib.crc32(_encoded(body)):
-            raise ValueError("its checksum does not match its contents")
-        return cls(**{name: body.get(name) for name in ("written_by", "files", "pieces", "format")})
-
-
 def check_format(path: str, number: Any) -> None:
     """Refuse a format version that this package cannot read."""
     if not isinstance(number, int) or not 1 <= number <= FORMAT:
@@ -85,7 +57,3 @@ def check_format(path: str, number: Any) -> None:
             f"{path} has the format {number!r}, but this version of lightning_zero reads formats up to {FORMAT}. If a "
             "newer version wrote the checkpoint, update with: pip install -U lightning_zero."
         )
-
-
-def _encoded(body: dict[str, Any]) -> bytes:
-    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()

@@ -6,19 +6,26 @@ import copy
 import os
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import IO, Any, Literal
 
 from torch import Tensor
 
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError, Extent, NoCheckpointError, verify
+from lightning_zero.checkpoint.checksums import (
+    BrokenArchiveError,
+    DamagedCheckpointError,
+    Extent,
+    NoCheckpointError,
+    records_of,
+    verify,
+)
 from lightning_zero.checkpoint.files import Files
-from lightning_zero.checkpoint.folder import Folder
+from lightning_zero.checkpoint.folder import read_folder
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, check_format
 from lightning_zero.checkpoint.pickles import UnsafeFileError
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
+from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.trees import check_structure, identity, items_of
 from lightning_zero.engine import compat
 
@@ -34,7 +41,6 @@ class OpenedCheckpoint:
             a sharded checkpoint are ``LazyTensor``; those of a local file are memory-mapped.
         as_saved: contents as passed to the saving function; in the sharded form, optimizer states are keyed by name.
         names_of_optimizers: each optimizer's parameter names, ordered by parameter number; None if unknown.
-        trust: function to call once every share is verified (see ``verify``); later reads then skip verification.
     """
 
     path: str
@@ -44,8 +50,7 @@ class OpenedCheckpoint:
     as_saved: dict[str, Any]
     names_of_optimizers: list[list[str]] | None
     _files: Files = field(repr=False)
-    _extents: Callable[[], Iterator[Extent]] = field(repr=False)
-    trust: Callable[[], None] = field(repr=False, default=lambda: None)
+    _extents: Collection[Extent] = field(repr=False)
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
@@ -54,11 +59,11 @@ class OpenedCheckpoint:
 
     @property
     def bytes_to_verify(self) -> int:
-        return sum(extent.length for extent in self._extents())
+        return sum(extent.length for extent in self._extents)
 
-    def verify(self, progress: Callable[[int], None] | None = None, share: tuple[int, int] = (0, 1)) -> None:
-        """Verify the checkpoint, or a share of it, against its checksums; see ``checksums.verify``."""
-        verify(self._files, self._extents(), progress, share)
+    def verify(self, share: tuple[int, int] = (0, 1)) -> None:
+        """Verify the checkpoint, or a share of it, against its checksums, which nothing else does; see ``verify``."""
+        verify(self._files, self._extents, share)
 
 
 def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None = None) -> OpenedCheckpoint:
@@ -85,7 +90,7 @@ def open_checkpoint(path: str | os.PathLike[str], *, weights_only: bool | None =
         )
     try:
         if files.is_folder:
-            return opened_folder(Folder(files, weights_only))
+            return _open_folder(files, weights_only)
         return _open_file(files.downloaded(), weights_only)
     except (AttributeError, IndexError, KeyError, RecursionError, TypeError) as error:
         raise DamagedCheckpointError.of(
@@ -144,7 +149,7 @@ def _open_file(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
     if not written_by and "pytorch-lightning_version" in checkpoint:
         written_by = {"lightning": checkpoint["pytorch-lightning_version"]}
     extents = [record for record in records if record.length and record.crc32 is not None]
-    return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, lambda: iter(extents))
+    return OpenedCheckpoint(files.path, "full", written_by, checkpoint, as_saved, None, files, extents)
 
 
 def _records_of_file(path: str, file: IO[bytes]) -> list[Extent]:
@@ -166,22 +171,12 @@ def _records_of_file(path: str, file: IO[bytes]) -> list[Extent]:
 # -- a folder ----------------------------------------------------------------------------------------------------------
 
 
-def opened_folder(folder: Folder) -> OpenedCheckpoint:
-    """Open a sharded checkpoint, and convert its contents to Lightning's dictionary."""
-    tree = folder.tree()
-    check_structure(folder.files.path, tree)
-    checkpoint, names = _number_parameters(folder.files.path, tree)
-    return OpenedCheckpoint(
-        folder.files.path,
-        "sharded",
-        folder.written_by,
-        _as_lightnings(checkpoint),
-        tree,
-        names,
-        folder.files,
-        folder.extents,
-        folder.trust,
-    )
+def _open_folder(files: Files, weights_only: bool | None) -> OpenedCheckpoint:
+    tree, written_by, extents = read_folder(files, weights_only)
+    check_structure(files.path, tree)
+    checkpoint, names = _number_parameters(files.path, tree)
+    checkpoint = _as_lightnings(checkpoint)
+    return OpenedCheckpoint(files.path, "sharded", written_by, checkpoint, tree, names, files, extents)
 
 
 def _number_parameters(path: str, tree: dict[str, Any]) -> tuple[dict[str, Any], list[list[str]] | None]:

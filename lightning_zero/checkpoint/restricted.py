@@ -6,17 +6,14 @@ import collections
 import io
 import pathlib
 import pickle
-import struct
 import sys
 import typing
-import zipfile
 from collections.abc import Callable
-from dataclasses import replace
 from typing import IO, Any
 
 import torch
 
-from lightning_zero.checkpoint.checksums import Extent
+from lightning_zero.checkpoint.checksums import BrokenArchiveError, records_of
 from lightning_zero.checkpoint.files import Files
 from lightning_zero.checkpoint.pickles import UnsafeFileError, scan
 from lightning_zero.checkpoint.trees import bytes_of
@@ -141,41 +138,3 @@ def check_size(nbytes: int, size: int) -> None:
     """Refuse tensors whose copies would take far more memory or disk space than a file of this size justifies."""
     if nbytes > _BYTES + _TIMES * size:
         raise UnsafeFileError.of(f"its tensors would take {in_bytes(nbytes)}, but the file has only {in_bytes(size)}")
-
-
-# -- archives ----------------------------------------------------------------------------------------------------------
-
-_LOCAL_HEADER = 30  # bytes before the file name in a zip's local headers
-_FOLDER = 0x10  # attribute bit that marks folders; torch treats a record with this bit as empty
-
-
-class BrokenArchiveError(ValueError):
-    """The bytes are not a complete ``torch.save`` archive."""
-
-
-def records_of(archive: IO[bytes]) -> list[Extent]:
-    """List the uncompressed records of an archive; they have no checksums if the archive was saved without them.
-
-    Raises:
-        BrokenArchiveError: if the bytes are not a complete archive.
-    """
-    found = []
-    try:
-        with zipfile.ZipFile(archive) as zipped:
-            end = zipped.start_dir
-        if sum(info.file_size for info in zipped.infolist()) > end:
-            raise BrokenArchiveError("its records overlap or are compressed")
-        for info in zipped.infolist():
-            name = info.orig_filename.encode("utf-8" if info.flag_bits & 0x800 else "cp437")
-            archive.seek(info.header_offset)
-            header = archive.read(_LOCAL_HEADER + len(name))
-            start = info.header_offset + _LOCAL_HEADER + sum(struct.unpack_from("<2H", header, 26))
-            is_stored = info.compress_type == zipfile.ZIP_STORED and info.compress_size == info.file_size
-            is_there = header[:4] == b"PK\x03\x04" and header[_LOCAL_HEADER:] == name and start + info.file_size <= end
-            if not is_stored or not is_there or info.external_attr & _FOLDER:
-                raise BrokenArchiveError(f"record {info.filename} is misplaced or compressed")
-            found.append(Extent("", start, info.file_size, info.CRC, [info.filename]))
-    except (zipfile.BadZipFile, NotImplementedError, struct.error, OSError, UnicodeError) as error:
-        raise BrokenArchiveError("it has no intact zip directory at its end") from error
-    has_checksums = any(record.crc32 for record in found)  # False if saved with set_crc32_options(False)
-    return found if has_checksums else [replace(record, crc32=None) for record in found]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,10 +15,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata as dcp
 from torch.optim import Optimizer
-from torch.utils.serialization import config as serialization
 
 from lightning_zero.checkpoint.commit import Destination
-from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, MANIFEST, REST, SAVE_ID, VERSIONS, Manifest
+from lightning_zero.checkpoint.form import CHECKPOINT_KEY, DCP_METADATA, FORMAT, MANIFEST, REST, SAVE_ID, VERSIONS
 from lightning_zero.checkpoint.objects import ONE_RANK, Ranks, serialised
 from lightning_zero.checkpoint.trees import (
     by_dotted_name,
@@ -232,15 +233,12 @@ def _aligned(nbytes: int) -> int:
 
 @dataclass(frozen=True)
 class Written:
-    """What one rank has written: its file's name and size, and each piece as ``[offset, length, crc32]``."""
+    """What one rank has written: its file's name and size, and the offset and length of each piece."""
 
     file: str
     nbytes: int
-    tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[tiling.Box, list[int]]]]]
-    objects: dict[str, list[int]]
-
-    def pieces(self) -> list[list[int]]:
-        return [place for *_, placed in self.tensors for _, place in placed] + list(self.objects.values())
+    tensors: list[tuple[tuple[str, ...], torch.Size, torch.dtype, list[tuple[tiling.Box, tuple[int, int]]]]]
+    objects: dict[str, tuple[int, int]]
 
 
 def write_folder(
@@ -337,12 +335,11 @@ def _reason_of(error: BaseException) -> str:
 
 
 def _write(content: Content, destination: Destination, rank: int) -> Written:
-    name = f"__{rank}_0.distcp"
+    name = f"__{rank}_{destination.number}.distcp"
     tensors, objects = [], {}
     # Small tensors are stored together: opening a checkpoint reads some of them, and read-ahead fetches the others.
     entries = sorted(content.entries, key=lambda entry: entry.nbytes)
-    # The manifest has a checksum of each piece, so torch need not compute another one.
-    with destination.writing(name) as stream, serialization.patch({"save.compute_crc32": False}):  # type: ignore[attr-defined]
+    with destination.writing(name) as stream:
         for entry in entries:
             placed = []
             for box in entry.boxes:
@@ -367,15 +364,12 @@ def _complete(
             f"the files of rank(s) {invisible} are not visible to rank 0: a sharded checkpoint requires a folder that "
             "all machines share. Choose such a folder, or ZeroStrategy(checkpoint='full')"
         )
-    manifest = Manifest(written_by)
-    for name, data in ((REST, content.rest), (DCP_METADATA, pickle.dumps(metadata_of(content.paths, everyone)))):
+    contents = {REST: content.rest, DCP_METADATA: pickle.dumps(metadata_of(content.paths, everyone))}
+    checksums = {name: {"crc32": zlib.crc32(data)} for name, data in contents.items()}
+    manifest = {"format": FORMAT, "written_by": written_by, "files": checksums}
+    for name, data in {**contents, MANIFEST: json.dumps(manifest).encode()}.items():
         with destination.writing(name) as file:
-            manifest.files[name] = {"bytes": file.write(data), "crc32": file.crc32}
-    for written in everyone:
-        manifest.files[written.file] = {"bytes": written.nbytes, "crc32": None}
-        manifest.pieces[written.file] = written.pieces()
-    with destination.writing(MANIFEST) as file:
-        file.write(manifest.to_bytes())
+            file.write(data)
 
 
 def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) -> dcp.Metadata:
@@ -388,11 +382,11 @@ def metadata_of(paths: dict[str, tuple[Any, ...]], everyone: Sequence[Written]) 
                 known = tensors.setdefault(
                     name, dcp.TensorStorageMetadata(dcp.TensorProperties(dtype=dtype), shape, [])
                 )
-                for box, (offset, length, _) in placed:
+                for box, (offset, length) in placed:
                     offsets = torch.Size(box.offsets)
                     known.chunks.append(dcp.ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
                     storage[dcp.MetadataIndex(name, offsets)] = _StorageInfo(written.file, offset, length)
-        for name, (offset, length, _) in written.objects.items():
+        for name, (offset, length) in written.objects.items():
             storage[dcp.MetadataIndex(name)] = _StorageInfo(written.file, offset, length)
     objects = {name: dcp.BytesStorageMetadata() for written in everyone for name in written.objects}
     lacking = [name for name in paths if name not in objects and not _is_whole(tensors.get(name))]

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
 from lightning_zero.engine import LazyTensor, compat, deferred_param, flat_range, quantised_layers
-from lightning_zero.io.text import listed
 from lightning_zero.io.untrusted import inside
 
 _IN_A_FOLDER = (
@@ -66,54 +65,39 @@ def load_weights(
     """
     state = _read(Path(path))
     state, scales = quantised_layers.take_scales(module, state)
-    targets, keys, misshapen = _taken(module, state)
-    wrong = []
-    fits = not state or len(keys.unexpected_keys) < len(state)
-    if (strict or not fits) and keys.missing_keys:
-        wrong.append(f"the file lacks {listed(keys.missing_keys)}")
-    if (strict or not fits) and keys.unexpected_keys:
-        wrong.append(f"the module lacks {listed(keys.unexpected_keys)}")
-    if misshapen:
-        wrong.append(listed(misshapen).rstrip("."))
-    if wrong:
-        advice = "" if misshapen else " To load the tensors that fit, pass strict=False."
-        if not fits:
-            advice = " The file and the module share no names: load the file into the submodule that was saved."
+    try:
+        targets, keys = _taken(module, state, strict)
+    except RuntimeError as error:
+        raise ValueError(f"{path} does not fit. Nothing was loaded. {error}") from error
+    if state and len(keys.unexpected_keys) == len(state):
         raise ValueError(
-            f"{path} does not fit {type(module).__name__}: {'; '.join(wrong)}. Nothing was loaded.{advice}"
+            f"{path} and {type(module).__name__} have no names in common: load the file into the module that was saved."
         )
     if quantize is not None:  # only now, so that a file that does not fit changes nothing
         quantised_layers.replace_linear_layers(module, quantize, state)
-        targets, _, _ = _taken(module, state)
+        targets, _ = _taken(module, state, strict=False)
     deferred_param.give_values(targets, wait=deferred_param.may_values_wait())
     quantised_layers.load_scales(scales)
     return keys
 
 
 def _taken(
-    module: nn.Module, state: dict[str, Tensor]
-) -> tuple[list[deferred_param.LoadTarget], compat.IncompatibleKeys, list[str]]:
-    """Note which values tensors would receive, which names do not fit, and the mismatches that torch describes."""
-    found: list[compat.IncompatibleKeys] = []
-    misshapen = []
+    module: nn.Module, state: dict[str, Tensor], strict: bool
+) -> tuple[list[deferred_param.LoadTarget], compat.IncompatibleKeys]:
+    """Note which values tensors would receive, and which names are in the file or the module only."""
     with deferred_param.taking_values(module, lambda tensor: True) as targets:
 
-        def note(_: nn.Module, keys: compat.IncompatibleKeys) -> None:
+        def leave_out_tied(_: nn.Module, keys: compat.IncompatibleKeys) -> None:
+            """Remove names of parameters that have received values under another name."""
             filled = {id(target.stand_in) for target in targets if target.stand_in.taken is not None}
             named = module.state_dict(keep_vars=True)  # with all names of tied parameters
             keys.missing_keys[:] = [name for name in keys.missing_keys if id(named.get(name)) not in filled]
-            found.append(compat.IncompatibleKeys(list(keys.missing_keys), list(keys.unexpected_keys)))
 
-        hook = module.register_load_state_dict_post_hook(note)
+        hook = module.register_load_state_dict_post_hook(leave_out_tied)
         try:
-            module.load_state_dict(state, strict=False)
-        except RuntimeError as error:
-            if not found:
-                raise
-            misshapen = [line.strip() for line in str(error).splitlines()[1:]]  # the mismatches that torch lists
+            return targets, module.load_state_dict(state, strict=strict)
         finally:
             hook.remove()
-    return targets, found[0], misshapen
 
 
 def _read(path: Path) -> dict[str, Tensor]:

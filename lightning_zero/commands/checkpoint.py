@@ -13,7 +13,7 @@ from fsspec.core import url_to_fs
 
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.form import CHECKPOINT_KEY
-from lightning_zero.commands.showing import Parser, print_json, progress, size_of
+from lightning_zero.commands.showing import Parser, print_json, size_of
 from lightning_zero.io.text import in_bytes, print_table
 
 EPILOG = "PATH is a Lightning checkpoint file or a torch.distributed.checkpoint folder, written by any library."
@@ -109,22 +109,19 @@ def _export(options: Any) -> None:
     _refuse_existing(map(paths.beside, paths.existing()), options)
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: None}[options.dtype]
     opened = _open(options)
+    opened.verify()
     content = export(opened.checkpoint, opened.path, dtype, options.strip_prefix)
     models = (opened.checkpoint.get(CHECKPOINT_KEY) or {}).get("transformers") or {}
     if options.strip_prefix is None and len(models) > 1:
         _say(f"exporting several transformers models ({', '.join(models)}): --strip-prefix exports only one")
     if content.config is not None:
         _refuse_existing([paths.beside("config.json")], options)
-    with progress("exporting", content.bytes) as advance:
-        files = write_safetensors(content, paths, most_bytes=options.max_shard_size, advance=advance)
+    files = write_safetensors(content, paths, most_bytes=options.max_shard_size)
     if content.left_out:
         _say(f"not exported: {listed(content.left_out)}")
-    beyond = [weight.name for weight in content.weights if weight.overflows]
-    if beyond:
-        _say(f"values outside the range of fp16 became infinite in {listed(beyond)}; --dtype bf16 has fp32's range")
     if options.json:
         counts = {"tensors": len(content.weights), "tied": len(content.tied), "bytes": content.bytes}
-        print_json({"files": files, **counts, "left_out": content.left_out, "infinite": beyond})
+        print_json({"files": files, **counts, "left_out": content.left_out})
         return
     tied = f" + {len(content.tied)} tied" if content.tied else ""
     print(f"{listed(files)}: {len(content.weights)} tensors{tied}, {in_bytes(content.bytes)}")
@@ -177,8 +174,7 @@ def _inspect(options: Any) -> None:
 
 def _verify(options: Any) -> None:
     opened = _open(options)
-    with progress("verifying", opened.bytes_to_verify) as advance:
-        opened.verify(advance)
+    opened.verify()
     if options.json:
         print_json({"path": opened.path, "whole": True, "bytes": opened.bytes_to_verify})
     else:
@@ -187,7 +183,9 @@ def _verify(options: Any) -> None:
 
 def _convert(options: Any) -> None:
     _refuse_existing([options.out], options)
-    _write(_open(options), options)
+    opened = _open(options)
+    opened.verify()
+    _write(opened, options)
 
 
 def _import(options: Any) -> None:
@@ -206,10 +204,7 @@ def _write(opened: Any, options: Any) -> None:
     from lightning_zero.checkpoint.trees import bytes_of
 
     total = bytes_of(opened.checkpoint)
-    # assembling a checkpoint writes each value twice: first to a temporary file, then to OUT
-    is_assembled = options.to == "full" and opened.form == "sharded"
-    with progress("converting", 2 * total if is_assembled else total) as advance:
-        (write_full if options.to == "full" else write_sharded)(opened, options.out, advance)
+    (write_full if options.to == "full" else write_sharded)(opened, options.out)
     if options.json:
         print_json({"path": options.out, "form": options.to, "bytes": total})
     else:

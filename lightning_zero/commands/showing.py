@@ -1,4 +1,4 @@
-"""Input and output of commands: errors, JSON, progress of long operations, sizes such as 5GB, and closed pipes."""
+"""Input and output of commands: errors, JSON, sizes such as 5GB, and closed pipes."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TextIO
-
-from tqdm import tqdm
 
 
 class Parser(argparse.ArgumentParser):
@@ -21,13 +19,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-@contextmanager
-def progress(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Context with a progress bar; yields a function to call with the number of bytes processed since its last call."""
-    with tqdm(desc=what, total=total, unit="B", unit_scale=True, leave=False, delay=1) as bar:
-        yield bar.update
 
 
 def size_of(text: str) -> int:

@@ -116,7 +116,7 @@ def _opened(path: str, folder: Path) -> OpenedCheckpoint:
         checkpoint[CHECKPOINT_KEY] = {"masters": trained}
 
     written_by = {"deepspeed": str(model.get("ds_version", "")), "stage": stage, "world_size": len(saved)}
-    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), lambda: iter(()))
+    return OpenedCheckpoint(path, "sharded", written_by, checkpoint, checkpoint, names, Files(folder), ())
 
 
 # -- the files ---------------------------------------------------------------------------------------------------------

@@ -141,6 +141,4 @@ class CheckpointFiles:
         opened = strategy.ranks.alike(lambda: open_for_run(path, weights_only))
         ranks = 1 if strategy.ranks.is_alone else process_group.world_size()
         strategy.ranks.alike(lambda: opened.verify(share=(strategy.global_rank if ranks > 1 else 0, ranks)))
-        if strategy.num_nodes == 1:  # on several nodes, each node's copy has been verified only in part
-            opened.trust()
         return opened

@@ -180,15 +180,6 @@ def test_exported_fp32_and_fp16_weights_have_the_precision_of_the_masters(tmp_pa
     assert not torch.equal(masters["embedding.weight"], masters["embedding.weight"].bfloat16().float())
 
 
-def test_export_reports_weights_that_overflow_in_fp16(tmp_path, capsys):
-    path = save(
-        {"state_dict": {"big": torch.tensor([1e5, 1.0]), "mask": torch.tensor([float("-inf")])}}, tmp_path / "a"
-    )
-    assert run("export", path, tmp_path / "w.safetensors", "--dtype", "fp16") == 0
-    said = capsys.readouterr().err
-    assert "became infinite in big; --dtype bf16" in said
-
-
 def test_export_keeps_every_dtype_and_shape(tmp_path):
     kinds = [torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8]
     kinds += [torch.uint8, torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.complex64, torch.float8_e4m3fn]
@@ -247,9 +238,7 @@ def test_sparse_and_nested_tensors_are_inspected_and_converted_but_not_exported(
         found = open_checkpoint(tmp_path / form).checkpoint["state_dict"]["odd"]
         assert found.layout is tensor.layout and torch.equal(dense(found), dense(tensor))
         assert run("export", tmp_path / form, tmp_path / "w.safetensors") == 1
-        said = (
-            f"has no form for odd, which is a {'nested' if tensor.is_nested else kind} tensor. Save it as an ordinary"
-        )
+        said = f"has no form for odd, which is a {'nested' if tensor.is_nested else kind} tensor."
         assert said in capsys.readouterr().err
     data = bytearray(path.read_bytes())
     data[data.index(torch.tensor([3.0, 5.0]).numpy().tobytes())] ^= 1
@@ -466,10 +455,10 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, form, capsy
     assert run("verify", path) == 0
     out, err = capsys.readouterr()
     assert out == f"{path}: undamaged\n"
-    assert err == "", "progress of what is done at once"
+    assert err == ""
 
     expected = open_checkpoint(path).checkpoint["state_dict"]["layer.weight"].clone().numpy().tobytes()
-    file = path if form == "full" else path / "__0_0.distcp"
+    file = path if form == "full" else next(path.glob("__0_*.distcp"))
     data = bytearray(file.read_bytes())
     data[data.index(expected) + 7] ^= 1
     file.write_bytes(data)
@@ -481,15 +470,14 @@ def test_verify_reads_everything_and_names_what_is_damaged(tmp_path, form, capsy
     assert found["whole"] is False and name in found["damage"]
     assert f"{path} is damaged" in said and name in said and "bias" not in said
     for out, arguments in (("w.safetensors", ["export"]), ("w.ckpt", ["convert", "--to", "full"])):
-        if form == "sharded":  # whose pieces are checked when they are read
-            assert run(*arguments, path, tmp_path / out) == 1
-            assert "layer.weight" in capsys.readouterr().err
-            assert not (tmp_path / out).exists()
+        assert run(*arguments, path, tmp_path / out) == 1
+        assert name in capsys.readouterr().err
+        assert not (tmp_path / out).exists()
 
     if form == "sharded":
         file.unlink()
         assert run("verify", path) == 1
-        assert "__0_0.distcp is missing" in capsys.readouterr().err
+        assert f"{file.name}, which contains " in capsys.readouterr().err
         assert run("inspect", path, "--json") == 1
         assert json.loads(capsys.readouterr().out)["whole"] is False
 

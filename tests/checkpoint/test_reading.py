@@ -12,7 +12,6 @@ import pickle
 import threading
 import traceback
 import zipfile
-import zlib
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -29,13 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from lightning_zero import load_weights
-from lightning_zero.checkpoint.checksums import DamagedCheckpointError
+from lightning_zero.checkpoint.checksums import BrokenArchiveError, DamagedCheckpointError, records_of, share_of
 from lightning_zero.checkpoint.commit import Destination
 from lightning_zero.checkpoint.metadata import load_dcp_metadata
 from lightning_zero.checkpoint.objects import Ranks
 from lightning_zero.checkpoint.pickles import UnsafeFileError
 from lightning_zero.checkpoint.reading import open_checkpoint
-from lightning_zero.checkpoint.restricted import BrokenArchiveError, load_torch, records_of
+from lightning_zero.checkpoint.restricted import load_torch
 from lightning_zero.checkpoint.saving import Entry, content_of, write_folder
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import flat_range
@@ -269,10 +268,14 @@ def test_a_rank_that_reads_its_share_holds_no_more_in_memory(run_on, tmp_path):
 def test_only_the_pieces_that_a_range_needs_are_read(ours, copy_of):
     path = copy_of(ours)
     name = "a.matrix"
-    damage(path, "__2_0.distcp", find=TENSORS[name].view(-1)[40:].numpy().tobytes()[:16])
-    matrix = open_checkpoint(path).checkpoint["state_dict"][name]
+    damage(path, file_of(path, 2), find=TENSORS[name].view(-1)[40:].numpy().tobytes()[:16])
+    opened = open_checkpoint(path)
+    with pytest.raises(DamagedCheckpointError, match=r"a\.matrix at \(3, 4\) in __2_\d+\.distcp, bytes \d+ to \d+"):
+        opened.verify()
+    os.remove(f"{path}/{file_of(path, 2)}")
+    matrix = opened.checkpoint["state_dict"][name]
     assert torch.equal(matrix.shown(0, 40), TENSORS[name].view(-1)[:40])
-    with pytest.raises(DamagedCheckpointError, match=r"a\.matrix at \(3, 4\) in __2_0\.distcp, bytes \d+ to \d+"):
+    with pytest.raises(FileNotFoundError):
         matrix.shown(39, 41)
 
 
@@ -350,16 +353,28 @@ def truncate(path, name):
     os.truncate(os.path.join(path, name), os.path.getsize(os.path.join(path, name)) - 100)
 
 
+def file_of(path, rank):
+    """The name of the file that a rank has written."""
+    (name,) = (name for name in os.listdir(path) if name.startswith(f"__{rank}_"))
+    return name
+
+
 WRONG = {
     "a flipped bit of the metadata": (lambda path: damage(path, ".metadata"), r"the checksum of \.metadata does not"),
     "a flipped bit of meta.pt": (lambda path: damage(path, "meta.pt"), r"the checksum of meta\.pt does not match"),
-    "a flipped bit of the manifest": (lambda path: damage(path, "lightning_zero.json"), r"lightning_zero\.json, which"),
+    "a flipped bit of the manifest": (
+        lambda path: damage(path, "lightning_zero.json", at=1),
+        r"lightning_zero\.json can",
+    ),
     "no metadata": (lambda path: os.remove(f"{path}/.metadata"), r"\.metadata, .* is missing"),
     "no meta.pt": (lambda path: os.remove(f"{path}/meta.pt"), r"meta\.pt is missing"),
-    "no manifest": (lambda path: os.remove(f"{path}/lightning_zero.json"), r"lightning_zero\.json, .* is missing"),
-    "no data of a rank": (lambda path: os.remove(f"{path}/__1_0.distcp"), r"__1_0\.distcp is missing"),
-    "truncated data": (lambda path: truncate(path, "__1_0.distcp"), r"__1_0\.distcp has \d+ bytes instead of \d+"),
-    "an empty manifest": (lambda path: open(f"{path}/lightning_zero.json", "w").close(), r"zero\.json, which"),
+    "no manifest": (lambda path: os.remove(f"{path}/lightning_zero.json"), r"lightning_zero\.json is missing, "),
+    "no data of a rank": (lambda path: os.remove(f"{path}/{file_of(path, 1)}"), r"__1_\d+\.distcp, .* is missing"),
+    "truncated data": (
+        lambda path: truncate(path, file_of(path, 1)),
+        r"__1_\d+\.distcp is truncated: it has \d+ bytes",
+    ),
+    "an empty manifest": (lambda path: open(f"{path}/lightning_zero.json", "w").close(), r"zero\.json cannot"),
 }
 
 
@@ -375,60 +390,41 @@ def test_damage_is_found_on_opening(ours, copy_of, kind):
 
 def test_verify_names_all_damaged_pieces(ours, copy_of):
     path = copy_of(ours)
-    damage(path, "__1_0.distcp", find=TENSORS["a.matrix"].view(-1)[20:40].numpy().tobytes()[:16])
-    damage(path, "__2_0.distcp", find=TENSORS["b.vector"].view(-1)[11:].numpy().tobytes()[:16])
+    damage(path, file_of(path, 1), find=TENSORS["a.matrix"].view(-1)[20:40].numpy().tobytes()[:16])
+    damage(path, file_of(path, 2), find=TENSORS["b.vector"].view(-1)[11:].numpy().tobytes()[:16])
     opened = open_checkpoint(path)
-    seen = []
     with pytest.raises(DamagedCheckpointError) as caught:
-        opened.verify(seen.append)
-    assert "a.matrix at (1, 8) in __1_0.distcp" in str(caught.value)
-    assert "b.vector at (11,) in __2_0.distcp" in str(caught.value)
-    with open(f"{path}/lightning_zero.json") as file:
-        pieces = json.load(file)["pieces"]
-    assert sum(seen) == sum(length for placed in pieces.values() for _, length, _ in placed)
-    found = [0, 0]
-    for number in (0, 1):
-        try:
-            opened.verify(lambda nbytes, number=number: found.__setitem__(number, found[number] + nbytes), (number, 2))
-        except DamagedCheckpointError:
-            pass
-    assert sum(found) == sum(seen) and max(found) < 0.7 * sum(seen)  # two processes halve the work
-
-
-def test_verified_pieces_are_not_verified_again(ours, copy_of):
-    path = copy_of(ours)
-    opened = open_checkpoint(path)
-    opened.verify(share=(0, 2))  # of three files, the first but not the last
-    matrix, expected = opened.checkpoint["state_dict"]["a.matrix"], TENSORS["a.matrix"].view(-1)
-    for name, start in (("__0_0.distcp", 0), ("__2_0.distcp", 40)):
-        damage(path, name, find=expected[start:].numpy().tobytes()[:16])
-    assert torch.equal(matrix.shown(4, 8), expected[4:8])
-    with pytest.raises(DamagedCheckpointError):
-        matrix.clone()
-    opened.trust()
-    assert torch.equal(matrix.view(-1)[44:], expected[44:])
+        opened.verify()
+    assert f"a.matrix at (1, 8) in {file_of(path, 1)}" in str(caught.value)
+    assert f"b.vector at (11,) in {file_of(path, 2)}" in str(caught.value)
+    size = sum(os.path.getsize(f"{path}/{file_of(path, number)}") for number in range(3))
+    assert 0.8 * size < opened.bytes_to_verify <= size  # all but the gaps between pieces
+    found = [sum(extent.length for extent in share_of(opened._extents, number, 2)) for number in (0, 1)]
+    assert sum(found) == opened.bytes_to_verify and max(found) < 0.7 * sum(found)  # two processes halve the work
 
 
 @pytest.mark.parametrize("number", range(3))
 def test_with_as_many_processes_as_writers_each_verifies_one_writers_pieces(ours, copy_of, number):
     path = copy_of(ours)
-    damage(path, f"__{number}_0.distcp", find=TENSORS["a.matrix"].view(-1)[20 * number :].numpy().tobytes()[:16])
+    damage(path, file_of(path, number), find=TENSORS["a.matrix"].view(-1)[20 * number :].numpy().tobytes()[:16])
     opened = open_checkpoint(path)
     for other in {0, 1, 2} - {number}:
         opened.verify(share=(other, 3))
-    with pytest.raises(DamagedCheckpointError, match=rf"a\.matrix.* in __{number}_0"):
+    with pytest.raises(DamagedCheckpointError, match=rf"a\.matrix.* in __{number}_"):
         opened.verify(share=(number, 3))
 
 
-def test_files_of_two_saves_without_a_manifest_are_not_taken_for_one_checkpoint(ours, copy_of, tmp_path):
+def test_files_of_two_saves_are_not_taken_for_one_checkpoint(ours, copy_of, tmp_path):
     """Pieces have torch's own checksums, which do not identify the save."""
-    path = copy_of(ours)
     other = in_parts(tmp_path / "other", {"state_dict": {**TENSORS, "a.matrix": -TENSORS["a.matrix"]}})
-    os.replace(f"{other}/__1_0.distcp", f"{path}/__1_0.distcp")
-    with pytest.raises(DamagedCheckpointError, match="does not match|is damaged"):
-        open_checkpoint(path).verify()
-    os.remove(f"{path}/lightning_zero.json")
-    with pytest.raises(DamagedCheckpointError, match="this folder was written by lightning_zero"):
+    path = copy_of(ours)
+    os.remove(f"{path}/{file_of(path, 1)}")
+    os.replace(f"{other}/{file_of(other, 1)}", f"{path}/{file_of(other, 1)}")
+    with pytest.raises(DamagedCheckpointError, match=r"__1_\d+\.distcp, .* is missing"):
+        open_checkpoint(path)
+    path = in_parts(tmp_path / "third", rest={"epoch": 4})
+    os.replace(f"{other}/meta.pt", f"{path}/meta.pt")
+    with pytest.raises(DamagedCheckpointError, match=r"the checksum of meta\.pt does not match"):
         open_checkpoint(path)
 
 
@@ -535,10 +531,8 @@ def test_a_checkpoint_of_a_later_version_is_refused(ours, copy_of, tmp_path):
     path = copy_of(ours)
     with open(f"{path}/lightning_zero.json") as file:
         manifest = {**json.load(file), "format": 7}
-    del manifest["crc32"]
-    crc32 = zlib.crc32(json.dumps(manifest, sort_keys=True, separators=(",", ":")).encode())
     with open(f"{path}/lightning_zero.json", "w") as file:
-        json.dump({**manifest, "crc32": crc32}, file)
+        json.dump(manifest, file)
     for each in (path, tmp_path / "x.ckpt"):
         with pytest.raises(ValueError, match="has the format 7, but .* newer version .* pip install -U"):
             open_checkpoint(each)

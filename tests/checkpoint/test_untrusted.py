@@ -536,7 +536,7 @@ def test_an_index_of_weights_does_not_lead_out_of_its_folder(tmp_path: Path) -> 
         with pytest.raises(ValueError, match="leads out of this folder"):
             load_weights(nn.Linear(2, 2), tmp_path / "x")
     index.write_text(json.dumps({"weight_map": {"weight": index.name}}))
-    with pytest.raises(ValueError, match="the file lacks weight"):
+    with pytest.raises(ValueError, match='Missing key.*"weight"'):
         load_weights(nn.Linear(2, 2), tmp_path / "x")
 
 

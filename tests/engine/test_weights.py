@@ -176,8 +176,8 @@ def does_not_fit():
     state["extra"] = torch.ones(1)
     torch.save(state, "wrong.pt")
     wrong = (
-        r"^wrong.pt does not fit Net: the file lacks scale, blocks.0.0.bias; the module lacks extra\. "
-        r"Nothing was loaded\. To load the tensors that fit, pass strict=False\.$"
+        r'^wrong.pt does not fit\. Nothing was loaded\. (?s:.*) for Net:(?s:.*): "scale", "blocks.0.0.bias"\.(?s:.*)'
+        r'Unexpected key\(s\) in state_dict: "extra"\.'
     )
     module, sharded = on_meta(), Net()
     ordinary = Net()
@@ -201,18 +201,19 @@ def does_not_fit():
     state["embed.weight"] = torch.ones(8, 5)
     del state["head.weight"]
     torch.save(state, "wrong.pt")
-    with pytest.raises(ValueError, match=r"lacks extra; size mismatch for embed.weight: .*\[8, 5\].*\[7, 5\]"):
+    with pytest.raises(ValueError, match=r"size mismatch for embed.weight: .*\[8, 5\].*\[7, 5\]"):
         load_weights(ordinary, "wrong.pt")
-    with pytest.raises(ValueError, match=r"^wrong.pt does not fit Net: size mismatch .* Nothing was loaded\.$"):
+    with pytest.raises(ValueError, match=r"^wrong.pt does not fit\. Nothing was loaded\. (?s:.*)size mismatch"):
         load_weights(ordinary, "wrong.pt", strict=False)
     with pytest.raises(FileNotFoundError, match="nowhere.pt does not exist: load_weights takes a weights file"):
         load_weights(ordinary, "nowhere.pt")
     with pytest.raises(FileNotFoundError, match="^. has no weights: it must contain one of model.safetensors, "):
         load_weights(ordinary, ".")
     torch.save({f"model.{name}": value for name, value in before.items()}, "prefixed.pt")
-    for strict in (True, False):
-        with pytest.raises(ValueError, match=r"lacks model\..* share no names: load the file into the submodule"):
-            load_weights(ordinary, "prefixed.pt", strict=strict)
+    with pytest.raises(ValueError, match=r"Nothing was loaded\.(?s:.*)Unexpected key\(s\) in state_dict: \"model\."):
+        load_weights(ordinary, "prefixed.pt")
+    with pytest.raises(ValueError, match="no names in common: load the file into the module"):
+        load_weights(ordinary, "prefixed.pt", strict=False)
     torch.save([1, 2], "list.pt")
     for name, content in (("none.pt", ""), ("text.pt", "hello"), ("lfs.safetensors", "version 1"), ("i.json", "{}")):
         Path(name).write_text(content)

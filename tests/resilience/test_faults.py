@@ -122,15 +122,16 @@ def stopped_after_kills(folder, options, step):
 
 def flip(path):
     """Change one bit in a value of rank 1."""
-    with open(path / "__1_0.distcp", "r+b") as file:
+    with open(next(path.glob("__1_*.distcp")), "r+b") as file:
         content = file.read()
-        position = content.index(b"data/0") + 200
+        directory = content.rindex(b"data/0")  # of the last piece, which is the largest
+        position = content.rindex(b"data/0", 0, directory) + 200
         file.seek(position)
         file.write(bytes([content[position] ^ 1]))
 
 
 def truncate(path):
-    os.truncate(path / "__1_0.distcp", 1000)
+    os.truncate(next(path.glob("__1_*.distcp")), 1000)
 
 
 def lose_metadata(path):
