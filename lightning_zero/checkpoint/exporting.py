@@ -284,8 +284,7 @@ def export_weights(
         module, max_bytes, merge_adapters: see ``iter_full_parameters``. Tied parameters are written once.
         folder: a path or fsspec URL that all ranks can write to; an earlier export is replaced.
         max_shard_bytes: the size of a file, unless one tensor is larger. Ranks write different files at the same time.
-        dtype: converts floating-point weights of 16 bits or more, from the state dict's values rather than from fp32
-            master weights; by default, weights keep their dtypes.
+        dtype: converts the state dict's floating-point weights of 16 bits or more (not the fp32 master weights).
 
     Returns:
         The paths of the written files.
