@@ -15,6 +15,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import resource
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -29,6 +30,13 @@ from lightning_zero.io.labels import new_label
 BUFFERS = 3  # at any time, one is filled, one is changed and one is written
 SLICE = 2**20  # smallest part of an extent, in bytes, that is worth a separate thread
 _DIRECT = getattr(os, "O_DIRECT", 0)  # some operating systems lack direct I/O
+
+
+def _allow_open_files() -> None:
+    """Raise this process's limit of open files to what the system allows, since each bucket has a file."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with suppress(OSError, ValueError):  # some systems allow fewer than they say
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class SwapFile:
@@ -53,6 +61,7 @@ class SwapFile:
         path = os.path.join(folder, f".lightning_zero-{new_label()}")
         try:
             make_private_folder(folder)
+            _allow_open_files()
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             os.unlink(path)
         except OSError as error:

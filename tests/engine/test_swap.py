@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+import resource
 import subprocess
 import textwrap
 import threading
@@ -461,3 +462,14 @@ def test_nothing_is_left_by_a_process_that_is_killed(tmp_path):
     process.kill()
     process.communicate(timeout=SECONDS)
     assert os.listdir(tmp_path) == []
+
+
+def open_more_files_than_the_limit(folder):
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    files = [SwapFile(str(folder), ALIGNMENT) for _ in range(300)]
+    assert all(file.nbytes == ALIGNMENT for file in files)
+
+
+def test_there_may_be_more_files_than_the_usual_limit_of_open_files(run_on, tmp_path):
+    """As with many buckets: a model of 70 billion parameters has about a thousand."""
+    run_on(1, open_more_files_than_the_limit, folder=tmp_path)
