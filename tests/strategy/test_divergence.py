@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader
 
+from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
 from lightning_zero.engine.comm import process_group
 from lightning_zero.engine.comm.failures import failure
@@ -133,6 +134,20 @@ def forget_backward():
 
 def test_a_rank_that_does_not_call_backward_is_named_in_seconds(run_on):
     assert max(run_on(2, forget_backward)) < 20
+
+
+@little_patience()
+def forget_backward_of_a_small_model(stage):
+    """No rank waits for a gradient before the messages at the end of backward and before the next batch."""
+    return seconds_until_error(
+        lambda: make_trainer(ZeroStrategy(stage, unit_numel=2**20)).fit(Forgetful()),
+        "(the end of backward|the next training batch) did not complete: .*is at another line",
+    )
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_rank_of_a_small_model_that_does_not_call_backward_gets_an_error(run_on, stage):
+    assert max(run_on(2, forget_backward_of_a_small_model, stage=stage)) < 20
 
 
 class Uneven(Learner):

@@ -6,6 +6,8 @@ Python values travel over the CPU, so that exchanging them does not synchronise 
 from __future__ import annotations
 
 import hashlib
+import struct
+import zlib
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -17,7 +19,6 @@ from torch import Tensor
 from lightning_zero.engine.comm.counters import Counters
 from lightning_zero.engine.comm.cross_memory.small_messages import (
     CONTROL_TAG,
-    SMALL,
     SmallMessages,
     bytes_of,
     tensor_of,
@@ -26,6 +27,7 @@ from lightning_zero.engine.comm.failures import Watch
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
 
 MESSAGE_BYTES = 2**25
+_MESSAGE = 2**12  # bytes of each message that carries flags or numbers
 
 
 class ControlPlane:
@@ -87,15 +89,25 @@ class ControlPlane:
         return self._maximum(numbers, what).tolist()
 
     def _maximum(self, tensor: Tensor, what: str) -> Tensor:
-        """Replace a tensor with its elementwise maximum over ranks, and return it."""
+        """Replace a tensor with its maximum over ranks, byte by byte, and return it.
+
+        Each message names ``what``, and has the same length: where lengths differ, Gloo aborts the process.
+        """
         self._counters.add("control", tensor.numel(), tensor.nbytes)
+        crc32 = zlib.crc32(what.encode())
+        label = torch.tensor([*struct.pack("<LL", crc32, crc32 ^ 0xFFFFFFFF)], dtype=torch.uint8, device="cpu")
         with self.waiting(what):
-            if self.small is None or tensor.nbytes > SMALL:
-                dist.all_reduce(tensor, dist.ReduceOp.MAX, self._group)
-            else:
-                key = self.small.send(CONTROL_TAG, [bytes_of(tensor)] * len(self.small.ranks))
-                for message in self.small.receive(key):
-                    torch.maximum(tensor, tensor_of(message, tensor.shape, tensor.dtype), out=tensor)
+            for part in tensor.view(torch.uint8).split(_MESSAGE - len(label)):
+                message = torch.cat([label, part, part.new_zeros(_MESSAGE - len(label) - len(part))])
+                if self.small is None:
+                    dist.all_reduce(message, dist.ReduceOp.MAX, self._group)
+                else:
+                    key = self.small.send(CONTROL_TAG, [bytes_of(message)] * len(self.small.ranks))
+                    for other in self.small.receive(key):
+                        torch.maximum(message, tensor_of(other, message.shape, message.dtype), out=message)
+                if not torch.equal(message[: len(label)], label):
+                    raise RuntimeError("another rank has sent a message of another name")
+                part.copy_(message[len(label) :][: len(part)])
         return tensor
 
     def numbers_of(self, source: int, numbers: Sequence[int], what: str) -> list[int]:
