@@ -37,7 +37,7 @@ class Destination:
 
     Attributes:
         partial: hidden path next to ``path``, to which the checkpoint is written first.
-        number: a number for names of files, the same on every rank, which hardly any other save has.
+        number: a number for file names: the same on every rank, and almost certainly different for each save.
     """
 
     def __init__(self, path: Any, label: str | None = None) -> None:

@@ -30,8 +30,8 @@ REST = "meta.pt"
 """Name of the file with everything but the tensors of models and optimizers, as in Lightning's sharded checkpoints."""
 
 MANIFEST = "lightning_zero.json"
-"""Name of our file in a sharded checkpoint, which is written last: what wrote the checkpoint, and the checksums
-(``zlib.crc32``) of DCP's metadata and of ``REST``. All other files consist of archives with checksums of their own."""
+"""Name of the file that we add to a sharded checkpoint, last. It says what wrote the checkpoint, and has the checksums
+(``zlib.crc32``) of DCP's metadata and of ``REST``. The other files consist of archives with their own checksums."""
 
 SAVE_ID = "lightning_zero"
 """The ``save_id`` that we write to DCP's metadata; other programs write a random id or none."""

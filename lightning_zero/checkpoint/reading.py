@@ -62,7 +62,7 @@ class OpenedCheckpoint:
         return sum(extent.length for extent in self._extents)
 
     def verify(self, share: tuple[int, int] = (0, 1)) -> None:
-        """Verify the checkpoint, or a share of it, against its checksums, which nothing else does; see ``verify``."""
+        """Verify the checkpoint, or a share of it, against its checksums. Opening and reading do not verify tensors."""
         verify(self._files, self._extents, share)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from lightning_zero.checkpoint.form import DCP_METADATA
 from lightning_zero.checkpoint.reading import open_checkpoint
+from lightning_zero.checkpoint.trees import is_dense
 from lightning_zero.engine import LazyTensor, compat, deferred_param, flat_range, quantised_layers
 from lightning_zero.io.untrusted import inside
 
@@ -135,7 +136,7 @@ def _in_file(path: Path, mapped: dict[str, Tensor]) -> dict[str, Tensor]:
         return mapped
     size, state = path.stat().st_size, copy.copy(mapped)  # with the versions of modules that torch has added
     for name, tensor in mapped.items():
-        if not isinstance(tensor, Tensor):
+        if not isinstance(tensor, Tensor) or not is_dense(tensor):
             continue
         read = partial(flat_range, tensor)
         # on another machine, a file of this name and size may hold other values, so ranks also compare some values

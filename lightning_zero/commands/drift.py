@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import zlib
 from zipfile import BadZipFile
 
 from lightning_zero.commands.showing import Parser, print_json
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
 
     try:
         found = drift_of(read_values(given.reference), read_values(given.recent))
-    except (ImportError, OSError, ValueError, BadZipFile) as error:
+    except (ImportError, OSError, ValueError, TypeError, EOFError, BadZipFile, zlib.error) as error:
         print(f"lightning-zero drift: {error}", file=sys.stderr)
         return 2
     drifted = {name: drift.exceeds(given.psi_above, given.ks_above) for name, drift in found.items()}

@@ -97,7 +97,7 @@ def iter_full_parameters(
     parts = streaming.parts_of(module, merge_adapters)
     whole, (own, size, _) = streaming.stream(parts, max_bytes), streaming.ranks_of(parts)
     if rank is not None and rank not in range(size):
-        raise ValueError(f"iter_full_parameters: rank={rank} must be from 0 to below the number of ranks, {size}.")
+        raise ValueError(f"iter_full_parameters: rank={rank} must be at least 0 and below the number of ranks, {size}.")
     return whole if rank in (None, own) else streaming.exhausted(whole)
 
 

@@ -344,7 +344,7 @@ def _frames() -> Iterator[FrameType]:
 
 
 class Patch:
-    """A patch that replaces an attribute of a module with ``make(original)`` as long as at least one owner lives."""
+    """Replaces an attribute of a module or a class with ``make(original)`` as long as at least one owner lives."""
 
     def __init__(self, holder: Any, name: str, make: Callable[[Any], Any]) -> None:
         self._holder, self._name, self._make = holder, name, make

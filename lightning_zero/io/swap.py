@@ -72,9 +72,9 @@ class SwapFile:
                 folder,
             ) from error
         self._closed = weakref.finalize(self, os.close, self._file)
+        self.reserve(nbytes)  # before, since glibc may have to write to the file through the cache
         with suppress(OSError):  # in-memory file systems lack direct I/O
             self._bypass_cache(True)
-        self.reserve(nbytes)
 
     def _bypass_cache(self, bypasses: bool) -> None:
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT

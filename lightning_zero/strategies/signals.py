@@ -14,6 +14,9 @@ from lightning_zero.callbacks.restarts import Restarts
 from lightning_zero.strategies import lightning_internals as internals
 from lightning_zero.strategies.rank_group import RankGroup
 
+_MEETING = "the next training batch"
+"""The exchange's name, also at the end of an epoch and of training: ranks may be at different ones of these places."""
+
 
 class Signals:
     """Signal handlers of one Trainer run. Create this before the Trainer installs handlers."""
@@ -38,13 +41,13 @@ class Signals:
         for name, handler in zip(internals.SIGNAL_HANDLERS, (on_sigterm, on_requeue)):
             setattr(self._connector, name, handler)
 
-    def agree(self, what: str, *, is_end: bool = False) -> None:
+    def agree(self, *, is_end: bool = False) -> None:
         """Exchange the flags of all ranks, and requeue or end if any rank received a signal. Collective.
 
         Between the micro-batches of a step, ranks go on until the step is complete: a checkpoint contains no gradients.
         Called before each training batch and at the end of training, where Lightning also ends runs with DDP.
         """
-        ends, requeues = self._meet(what, [self._is_asked_to_end, self._is_asked_to_requeue], has_ended=is_end)
+        ends, requeues = self._meet([self._is_asked_to_end, self._is_asked_to_requeue], has_ended=is_end)
         if not is_end and self._is_within_step:
             ends = requeues = False  # the flags stay set
         if self._restarts is not None and not ends:
@@ -60,9 +63,9 @@ class Signals:
 
     def end_epoch(self) -> None:
         """Meet the other ranks at the end of a training epoch, before validation and the last hooks. Collective."""
-        self._meet("the end of a training epoch", [False, False], has_ended=True)
+        self._meet([False, False], has_ended=True)
 
-    def _meet(self, what: str, noted: list[bool], *, has_ended: bool) -> list[bool]:
+    def _meet(self, noted: list[bool], *, has_ended: bool) -> list[bool]:
         """Exchange flags between two batches, and return for each whether any rank has set it. Collective.
 
         Every rank raises an error if some ranks have ended the epoch or the training, and others have not.
@@ -71,11 +74,11 @@ class Signals:
             return noted
         assert self._ranks.communicator is not None
         control = self._ranks.communicator.everyone
-        *agreed, some_have_ended, some_have_not = control.any_rank([*noted, has_ended, not has_ended], what)
+        *agreed, some_have_ended, some_have_not = control.any_rank([*noted, has_ended, not has_ended], _MEETING)
         if some_have_ended and some_have_not:
             loop = self._trainer.fit_loop
             epoch, batches = loop.epoch_progress.current.processed, loop.epoch_loop.batch_progress.current.ready
-            ranks = list(enumerate(control.gather_numbers(has_ended, what)))
+            ranks = list(enumerate(control.gather_numbers(has_ended, _MEETING)))
             raise RuntimeError(
                 f"Rank(s) {[rank for rank, ended in ranks if ended]} have ended their training loop in epoch {epoch} "
                 f"after {batches} batches, but rank(s) {[rank for rank, ended in ranks if not ended]} have not. Give "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from functools import partial
 from types import ModuleType
 from typing import Any, ClassVar
 from weakref import WeakKeyDictionary
@@ -177,8 +176,7 @@ class TrainerStrategy(BaseStrategy):
             internals.sync_module_states(self.lightning_module)
         if not self.ranks.is_single or self._restarts is not None:
             self._signals = Signals(trainer, self.ranks, self._restarts)
-            meet = partial(self._signals.agree, "the next training batch")
-            meet_between_batches(trainer, meet, self._signals.end_epoch, self._wrappers)
+            meet_between_batches(trainer, self._signals.agree, self._signals.end_epoch, self._wrappers)
         if not self.restore_checkpoint_after_setup:
             self.checkpoints.end_loading()
         self._compared.clear()
@@ -325,7 +323,7 @@ class TrainerStrategy(BaseStrategy):
     def on_train_end(self) -> None:
         super().on_train_end()
         if self._signals is not None:
-            self._signals.agree("the end of training", is_end=True)
+            self._signals.agree(is_end=True)
 
     def _teardown(self) -> None:
         restarts, self._restarts = self._restarts, None

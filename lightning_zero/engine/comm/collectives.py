@@ -339,7 +339,7 @@ class Communicator:
             if len(members) == 1:
                 return BucketCollectives(None, self.counters)
             gathers, reductions = (self._new_group("fake", self._renumbered([members])) for _ in range(2))
-            # ranks that read each other's memory need as little of it for a reduction as NCCL does
+            # a reduction through shared memory takes as little extra memory as one over NCCL
             transport = BackendTransport(gathers, reductions, is_gloo=simulation.transport == "gloo")
 
             def note(nbytes: int) -> Callable[[], None]:

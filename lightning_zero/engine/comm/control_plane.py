@@ -106,7 +106,7 @@ class ControlPlane:
                     for other in self.small.receive(key):
                         torch.maximum(message, tensor_of(other, message.shape, message.dtype), out=message)
                 if not torch.equal(message[: len(label)], label):
-                    raise RuntimeError("another rank has sent a message of another name")
+                    raise RuntimeError("another rank is at another exchange")
                 part.copy_(message[len(label) :][: len(part)])
         return tensor
 

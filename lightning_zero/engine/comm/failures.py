@@ -1,8 +1,8 @@
 """What ranks tell each other in the process group's store, and errors that say why a wait for other ranks ended.
 
 - A rank that fails writes its reason, and closes its connections, which ends the waits of others.
-- A rank that is killed cannot write. But the system closes its connections, also that to the rank before it, in which
-  a thread waits for a message that is never sent. A suspended process keeps its connections.
+- A rank that is killed cannot write. But the system closes its connections, including the one to the previous rank,
+  where a thread waits for a message that is never sent. A suspended process keeps its connections.
 - A rank that has waited for a few seconds writes a note: what it waits for, and which collectives it has begun. Once
   every rank has a note, each rank in a deadlock waits for a collective that another such rank has not begun, and cannot
   begin before its own wait ends. A rank that is only slow has no note, so no deadlock is found.
@@ -83,6 +83,7 @@ class Notices:
         self.begun: dict[str, Counter[str]] = {}
         self.wait: Wait | None = None
         self.is_closed = False
+        self._earlier = getattr(sys, "last_value", None)  # of an earlier cell, in a notebook
         self._noted: Wait | None = None
         self._rank, self._size = process_group.rank(), process_group.world_size()
         self._failed_together = 0  # how often all ranks have failed at the same time
@@ -117,7 +118,7 @@ class Notices:
         """At the program's end: tell the other ranks, and why, and give them time to read that."""
         has_left = self.is_closed
         error = getattr(sys, "last_value", None)  # set by the interpreter: the exception that ends the program
-        if error is not None and not has_left and self.failure is None:
+        if error not in (None, self._earlier) and not has_left and self.failure is None:
             self.fail(reason_of(error))
         self.close()
         if self._rank == 0 and not has_left and not uses_agent_store():  # this process has the store

@@ -33,7 +33,7 @@ class Join:
     """Decides which ranks run a forward next; the other ranks are absent, and only take part in the gathers.
 
     While ranks are absent, user code that reads a parameter gathers the parameter's entire bucket, since absent ranks
-    can take part only in gathers of buckets. Other collective operations (a write, a sum over shards of another tensor)
+    can take part only in gathers of buckets. Other collective operations (a write, a norm of another tensor)
     raise an error.
 
     Where each machine has all parameters, the ranks of a machine take turns independently of other machines.
@@ -157,7 +157,8 @@ def join_generate(join: Join, root: nn.Module) -> None:
 def _joined(generate: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(generate)
     def joined(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with each_forward(module):
+        # a mixin such as transformers' may serve classes that are not modules
+        with each_forward(module) if isinstance(module, nn.Module) else nullcontext():
             return generate(module, *args, **kwargs)
 
     return joined
