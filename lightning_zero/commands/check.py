@@ -1,14 +1,25 @@
-"""Find invalid configuration values before any process is started; each error is one line that names the group."""
+"""Find invalid configuration values before any process is started; each error is one line that names the key."""
 
 import importlib.util
+import inspect
+import math
 import os
+import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, get_type_hints
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from hydra.errors import (
+    ConfigCompositionException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
+from hydra.utils import get_object, instantiate
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+
+from lightning_zero.io.annotations import check_value
+from lightning_zero.io.text import suggestion
 
 
 class JobFailed(Exception):
@@ -18,9 +29,43 @@ class JobFailed(Exception):
 
 
 class ConfigError(JobFailed):
-    """A mistake in the config; the message is one line."""
+    """A mistake in the config; the message is one line that names the key."""
 
     exit_code = 2
+
+
+LEAST: dict[str, tuple[Any, int]] = {
+    **dict.fromkeys(("model.warmup_steps", "data.workers"), (int, 0)),
+    **dict.fromkeys(("model.width", "model.depth", "model.heads", "model.context"), (int, 1)),
+    **dict.fromkeys(("data.context", "data.batch_size", "data.max_bytes"), (int, 1)),
+    **dict.fromkeys(("optimizer.lr", "optimizer.weight_decay", "optimizer.momentum"), (float, 0)),
+    **dict.fromkeys(("trainer.num_nodes", "trainer.accumulate_grad_batches"), (int, 1)),
+    "trainer.gradient_clip_val": (float | None, 0),
+    "trainer.check_val_every_n_epoch": (int | None, 1),
+}
+"""Types and smallest values of settings whose objects accept others, which cause errors once processes have started."""
+
+_Rule = tuple[Callable[[Any], bool], str]
+
+_ABOVE_0: _Rule = (lambda v: type(v) in (int, float) and v > 0, "a number above 0")
+
+RULES: dict[str, _Rule] = {
+    "seed": (lambda v: type(v) is int and 0 <= v < 2**32, "an integer from 0 to 4294967295"),
+    "model.float8": (
+        lambda v: v in (None, "tensorwise", "rowwise", "rowwise_with_gw_hp"),
+        "null or a recipe of torchao: tensorwise, rowwise or rowwise_with_gw_hp",
+    ),
+    "model.prompt": (lambda v: isinstance(v, str) and v != "", "a non-empty string"),
+    "optimizer.betas": (
+        lambda v: isinstance(v, ListConfig) and len(v) > 1 and all(type(b) in (int, float) and 0 <= b < 1 for b in v),
+        "two or more numbers from 0 to below 1",
+    ),
+    "data.validation_percent": (lambda v: type(v) in (int, float) and 0 < v < 100, "a number between 0 and 100"),
+    "trainer.val_check_interval": _ABOVE_0,
+    "trainer.limit_val_batches": _ABOVE_0,
+    "trainer.devices": (lambda v: v == "auto" or (type(v) is int and v >= 1), '"auto" or an integer of at least 1'),
+}
+"""Rules that neither a type nor ``LEAST`` expresses, for values that would also cause errors late."""
 
 
 def check(config: DictConfig) -> DictConfig:
@@ -34,6 +79,16 @@ def check(config: DictConfig) -> DictConfig:
     except OmegaConfBaseException as error:
         raise ConfigError(in_one_line(error)) from error
     assert isinstance(resolved, DictConfig)
+    _check_values(resolved)
+    if resolved.resume is not None:
+        from lightning_zero.checkpoint.files import Files
+
+        try:
+            exists = Files(str(resolved.resume)).exists
+        except Exception as error:  # libraries for object stores raise errors of their own
+            raise ConfigError(f"resume={resolved.resume}: cannot be looked up: {in_one_line(error)}") from error
+        if not exists:
+            raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
     for group, verb in (("offload", "offload"), ("compression", "compress"), ("resilience", "keep its state")):
         if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
             raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
@@ -57,6 +112,38 @@ def _choose_devices(trainer: DictConfig) -> None:
     trainer.accelerator = "gpu" if device_count() else "cpu"
     if trainer.accelerator == "cpu" and trainer.devices == "auto":
         trainer.devices = int(os.environ.get("LOCAL_WORLD_SIZE", 2))
+
+
+def _check_values(config: DictConfig) -> None:
+    """Check values against ``RULES`` and ``LEAST``, and the Trainer's arguments against its type hints.
+
+    The Trainer itself checks some arguments late or never. Values of nodes such as callbacks are checked when they are
+    instantiated.
+    """
+    from lightning.pytorch import Trainer
+
+    of_trainer = {f"trainer.{name}": (hint, None) for name, hint in get_type_hints(Trainer.__init__).items()}
+    kinds: dict[str, tuple[Any, int | None]] = {**dict.fromkeys(RULES, (Any, None)), **of_trainer, **LEAST}
+    for key, (kind, least) in kinds.items():
+        group, _, name = key.rpartition(".")
+        node = config[group] if group else config
+        if not isinstance(node, DictConfig):
+            raise ConfigError(f"{group}={node}: expected a mapping")
+        if name not in node:
+            continue
+        value = node[name]
+        if value == math.inf:
+            raise ConfigError(f"{key}={value} must be a finite number.")
+        accepts, expected = RULES.get(key, (None, ""))
+        if accepts is not None and not accepts(value):
+            raise ConfigError(f"{key}={value} must be {expected}.")
+        if isinstance(value, (DictConfig, ListConfig)):
+            continue
+        is_whole = isinstance(value, float) and value.is_integer()  # 1e3 is a float in YAML
+        try:
+            check_value(key, int(value) if is_whole else value, kind, least)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
 
 
 # For each ``_target_``: the package that it imports, and the extra of lightning_zero that installs this package.
@@ -122,13 +209,51 @@ def _check_made(config: DictConfig) -> None:
             try:
                 make(config[group])
             except _REFUSALS as error:
-                raise ConfigError(f"{group}: {in_one_line(error)}") from error
+                raise ConfigError(_with_key(error, group, config)) from error
 
 
 # Exceptions that constructors raise for invalid values.
 _REFUSALS = (InstantiationException, ArithmeticError, ValueError, TypeError, LookupError, OSError, RuntimeError)
 
 
+def _with_key(error: Exception, group: str, config: DictConfig) -> str:
+    """Return the error as one line that begins with the invalid key, or the node for which it was raised."""
+    text = in_one_line(error)
+    if re.match(r"\w+=|offload: ", text):  # the message already names the key, as in: heads=3 must ...
+        return f"{group}.{text}"
+    found = re.search(r"^full_key: (.+)$", str(error), flags=re.MULTILINE)
+    key = found[1] if found else group
+    if unknown := re.search(r"unexpected keyword argument '(\w+)'", text):
+        known = inspect.signature(get_object(OmegaConf.select(config, key)._target_)).parameters
+        return _unknown(f"{key}.{unknown[1]}", known)
+    return f"{key}: {text}"
+
+
 def in_one_line(error: BaseException) -> str:
-    """The message of an error, in which Hydra names the key, on one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    """Return the error in one line with the key's name, without Hydra's explanations."""
+    cause = error.__cause__
+    if isinstance(error, InstantiationException) and cause is not None:
+        return in_one_line(cause)
+    if isinstance(error, OverrideParseException):
+        return f"{error.override}: {_first_line(error)}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options is not None:
+        group, _, option = error.missing_cfg_file.rpartition("/")
+        return f"{group}={option}: no such option; there are {', '.join(error.options)}"
+    if isinstance(error, ConfigCompositionException) and isinstance(cause, OmegaConfBaseException):
+        if "is not in struct" in str(cause) and cause.parent_node is not None:
+            return _unknown(cause.full_key or str(cause.key), cause.parent_node)
+        return in_one_line(cause)
+    if isinstance(error, ConfigCompositionException) and cause is None:
+        return " ".join(str(error).split())  # the error's later lines contain a remedy
+    if isinstance(error, OmegaConfBaseException) and error.full_key:
+        return f"{error.full_key}: {_first_line(error)}"
+    return _first_line(error)
+
+
+def _unknown(key: str, known: Any) -> str:
+    group, dot, name = key.rpartition(".")
+    return f"{key}: no such key; {suggestion(name, [str(k) for k in known], lambda near: f'{group}{dot}{near}')}"
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -48,8 +48,6 @@ def launch(job: Callable[[DictConfig], None], config: DictConfig) -> None:
     world_size = config.trainer.devices
     if world_size == "auto":
         world_size = device_count() or 1  # on a CPU, as in Lightning
-    if type(world_size) is not int or world_size < 1:
-        raise ConfigError(f'trainer.devices={world_size} must be "auto" or an integer of at least 1.')
     with tempfile.TemporaryDirectory() as logs:
         settings = LaunchConfig(
             min_nodes=1,

@@ -212,10 +212,14 @@ def main(arguments: list[str]) -> int:
                 app()
         except JobFailed as error:
             code = error.exit_code
-        except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+        except (HydraException, OmegaConfBaseException) as error:
             if wants_traceback:
                 raise
             complain(in_one_line(error))
+            code = 2
+        except (YAMLError, UnicodeDecodeError) as error:
+            where = given.config_dir or given.config_path or "lightning_zero.conf"
+            complain(f"a configuration file in {where} is damaged: {' '.join(str(error).split())}")
             code = 2
         except KeyboardInterrupt:
             code = 128 + signal.SIGINT

@@ -42,7 +42,7 @@ def check_names(given: Iterable[str], known: Iterable[str], what: str) -> None:
     known = list(known)
     for name in given:
         if name not in known:
-            raise TypeError(f"{what} has no option {name!r}: {suggestion(name, known)}")
+            raise TypeError(f"{what} has no option {name!r}: {suggestion(name, known, repr)}")
 
 
 def names_of_options(config: type) -> list[str]:

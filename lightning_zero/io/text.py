@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 
-def suggestion(name: str, known: Sequence[str]) -> str:
-    """For an unknown name, suggest a similar known name; otherwise list all known names."""
+def suggestion(name: str, known: Sequence[str], spell: Callable[[str], str] = str) -> str:
+    """For an unknown name, suggest a similar known name, formatted by ``spell``; otherwise list all known names."""
     near = difflib.get_close_matches(name, known, n=1)
-    return f"did you mean {near[0]!r}?" if near else f"there are {', '.join(known)}"
+    return f"did you mean {spell(near[0])}?" if near else f"there are {', '.join(known)}"
 
 
 def listed(names: Iterable[str], most: int = 5) -> str:

@@ -119,8 +119,6 @@ class LanguageModel(Supervised):
         float8: str | None = None,
     ) -> None:
         super().__init__("perplexity", Perplexity(), optimizer, warmup_steps)
-        if not prompt:
-            raise ValueError(f"prompt={prompt!r} must be a non-empty string, which sample() continues")
         self.save_hyperparameters(ignore=["optimizer"])  # a function, which torch.load(weights_only=True) rejects
         self.gpt = GPT(width, depth, heads, context, tied)
         self.prompt, self.float8 = prompt, float8
