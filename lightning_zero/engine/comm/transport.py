@@ -18,6 +18,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from lightning_zero.engine.plan.layout import ShardRanges
+
 # -- codecs ------------------------------------------------------------------------------------------------------------
 
 
@@ -117,7 +119,7 @@ Ranges = Sequence[tuple[int, int]]
 
 def are_equal(ranges: Ranges) -> bool:
     """Whether all slices have the same length."""
-    return len({stop - start for start, stop in ranges}) == 1
+    return ranges.are_equal if isinstance(ranges, ShardRanges) else len({stop - start for start, stop in ranges}) == 1
 
 
 def slices_of(flat: Tensor, ranges: Ranges) -> list[Tensor]:

@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import torch
 
@@ -245,11 +246,9 @@ class BucketLayout:
         return self._bounds[self._first_in_part], self._bounds[self._first_in_part + self.nodes]
 
     @cached_property
-    def part_ranges(self) -> list[tuple[int, int]]:
+    def part_ranges(self) -> Sequence[tuple[int, int]]:
         """``[start, stop)`` of the part of each rank in the group that gathers the bucket."""
-        bounds = self._bounds[:: self.nodes]
-        by_position = list(zip(bounds, bounds[1:]))
-        return by_position if self.order is None or self.nodes > 1 else [by_position[each] for each in self.order]
+        return ShardRanges(self._bounds[:: self.nodes], self.order if self.nodes == 1 else None)
 
     @property
     def ranges_in_part(self) -> list[tuple[int, int]]:
@@ -307,6 +306,33 @@ class BucketLayout:
         for segment, end in zip(self.segments, [*(other.start for other in self.segments[1:]), self.padded_numel]):
             sizes += [segment.numel, end - segment.stop]
         return sizes
+
+
+class ShardRanges(Sequence[tuple[int, int]]):
+    """``[start, stop)`` of each rank's slice, computed only on access, since there may be thousands of ranks.
+
+    Args:
+        bounds: the start of the slice at each position, and the end of the last one.
+        order: each rank's position; None if ranks are in order.
+
+    Attributes:
+        are_equal: whether all slices have the same length.
+    """
+
+    def __init__(self, bounds: Sequence[int], order: Sequence[int] | None) -> None:
+        self._bounds, self._order = bounds, order
+        self.are_equal = (
+            isinstance(bounds, range) or len({stop - start for start, stop in zip(bounds, bounds[1:])}) == 1
+        )
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, rank: Any) -> Any:
+        if isinstance(rank, slice):
+            return [self[number] for number in range(len(self))[rank]]
+        position = range(len(self))[rank] if self._order is None else self._order[rank]
+        return self._bounds[position], self._bounds[position + 1]
 
 
 def _align(numel: int) -> int:
