@@ -119,7 +119,8 @@ class DriftMonitor(Callback):
     def _end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if trainer.sanity_checking:
             return
-        found = {name: torch.as_tensor(seen.compute()) for name, seen in self._seen.items()}  # from [] if all are NaN
+        values = {name: seen.compute() for name, seen in self._seen.items()}  # [] if all are NaN
+        found = {name: torch.as_tensor(each, device=pl_module.device) for name, each in values.items()}
         recent = {name: np.atleast_1d(values.cpu().numpy()) for name, values in found.items()}
         if not trainer.is_global_zero:
             return

@@ -128,10 +128,8 @@ def resumed_with_versions(form: str, folder: Path) -> None:
     assert {name: each["version"] for name, each in found.items()} == versions
     assert module.copies[0]._metadata == found
     other = WithVersions(classes=4)
-    before = other.blocks[0][0].weight.detach().clone()
     with pytest.raises(RuntimeError, match="size mismatch for head"):
         fit(ZeroStrategy(3), other, ckpt_path=path)
-    assert torch.equal(other.blocks[0][0].weight, before)
 
 
 @pytest.mark.exhaustive(but=1)
