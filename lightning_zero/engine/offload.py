@@ -366,7 +366,13 @@ class Update(NamedTuple):
     dtype: torch.dtype  # dtype of step counts
 
     @classmethod
-    def of(cls, optimizer: Optimizer, group: dict[str, Any], device: torch.device) -> Update:
+    def of(
+        cls,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        device: torch.device,
+        own: dict[Any, Any] | None = None,
+    ) -> Update:
         """Make an update that runs on the CPU.
 
         For a module on another device, a fused kernel is the default, and ``capturable`` is left out, which the CPU
@@ -374,6 +380,7 @@ class Update(NamedTuple):
 
         Args:
             device: the module's device.
+            own: the result of ``of_no_parameter``, if known.
         """
         kind: Any = type(optimizer)
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -382,7 +389,7 @@ class Update(NamedTuple):
         if device.type != "cpu" and options.get("capturable"):
             options["capturable"] = False
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        own = tree_map_only(Tensor, Tensor.clone, of_no_parameter(optimizer.state))
+        own = tree_map_only(Tensor, Tensor.clone, of_no_parameter(optimizer.state) if own is None else own)
         return cls(kind, _without_hooks(kind), {**optimizer.__dict__, "state": own}, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
