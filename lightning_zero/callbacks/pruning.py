@@ -17,7 +17,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_zero.engine import ShardedTensor, process_group, shard_of
+from lightning_zero.engine import ShardedTensor, after_updates, process_group, shard_of
 from lightning_zero.io.text import listed
 
 _CHUNK = 2**22  # elements processed at a time, which bounds the memory for their magnitudes
@@ -195,11 +195,11 @@ class MagnitudePruning(Callback):
             self._masks[name] = _like(p, local.to(shard_of(p).device, copy=True))
 
     def _follow(self, trainer: Trainer, *_: Any, **__: Any) -> None:
-        """Register the hook after steps, also with optimizers that replace others in mid-run."""
+        """Register the hook after updates, also with optimizers that replace others in mid-run."""
         if trainer.optimizers is not self._followed:
             self._unfollow()
             for optimizer in trainer.optimizers:
-                self._handles.enter_context(optimizer.register_step_post_hook(self._set_all_to_zero))
+                self._handles.enter_context(after_updates(optimizer, self._set_to_zero))
             self._followed = trainer.optimizers
 
     on_train_batch_start = on_before_optimizer_step = _follow
@@ -225,9 +225,6 @@ class MagnitudePruning(Callback):
         for p in parameters:
             if (mask := masks.get(id(p))) is not None:
                 p.mul_(mask)
-
-    def _set_all_to_zero(self, optimizer: Optimizer, *_: Any) -> None:
-        self._set_to_zero([p for group in optimizer.param_groups for p in group["params"]])
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit":

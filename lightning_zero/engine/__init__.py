@@ -26,6 +26,7 @@ from lightning_zero.engine.init import deferred_param, quantised_layers
 from lightning_zero.engine.init.restore import consolidate
 from lightning_zero.engine.optim import compatibility
 from lightning_zero.engine.optim.kinds import as_made_of_tensors
+from lightning_zero.engine.optim.masters import after_updates
 from lightning_zero.engine.plan import layout, share
 from lightning_zero.engine.report import Report
 from lightning_zero.engine.runtime.schedule import Unit

@@ -328,8 +328,9 @@ def moves(stage: int) -> None:
     assert moved[1] == moved[0] and moved[0]["all_gather"] > 0 and world_size() == 2
 
 
-def test_pruning_adds_no_traffic_to_a_step_at_stage_3(run_on):
-    run_on(2, moves, stage=3)
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_pruning_adds_no_traffic_to_a_step(run_on, stage):
+    run_on(2, moves, stage=stage)
 
 
 def test_wrong_amounts_and_an_empty_choice_of_parameters_are_refused_before_training():

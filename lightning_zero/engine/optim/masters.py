@@ -11,13 +11,15 @@ from __future__ import annotations
 import dis
 import inspect
 import weakref
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.compat import call_first, running_steps
@@ -29,7 +31,7 @@ from lightning_zero.engine.optim.updating import count_update, gains_by_chunks, 
 from lightning_zero.engine.plan.layout import balanced_owners
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.gradient_shard import shard_of_all
-from lightning_zero.engine.state.slot import repartition, slot_of
+from lightning_zero.engine.state.slot import repartition, slot_of, slots_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
 from lightning_zero.engine.tensor.sharded_tree import gathered, in_parts, whole
 
@@ -46,6 +48,7 @@ class Masters:
         _masters_of[optimizer] = self
         self.states = MasterStates(optimizer, engine)
         self.is_closed = False
+        self.hooks_after_update: dict[int, Callable[[list[Tensor]], None]] = OrderedDict()
         self._replaced: list[list[Any]] | None = None  # in a step, or after one that raised: the module's parameters
         self._active: list[Master] = []
         self._signature: Any = None
@@ -158,9 +161,25 @@ class Masters:
     def _after_step(self) -> None:
         if self._replaced is not None:
             self.recover()
+            self._call_hooks()
             self.states.measure()
             for engine in self.states.engines:
                 engine.updated(self._buckets)
+
+    def _call_hooks(self) -> None:
+        """Call ``hooks_after_update``, which may write to shards before these are gathered."""
+        if not self.hooks_after_update:
+            return
+        buckets, groups = self._buckets, self.states.optimizer.param_groups
+        ordinary = [p for group in groups for p in group["params"] if slot_of(p) is None]
+        for bucket in buckets:
+            bucket.awaits_refresh = True
+        try:
+            for hook in list(self.hooks_after_update.values()):
+                hook([slot.parameter for bucket in buckets for slot in slots_of(bucket)] + ordinary)
+        finally:
+            for bucket in buckets:
+                bucket.awaits_refresh = False
 
     @property
     def _buckets(self) -> list[Bucket]:
@@ -279,6 +298,23 @@ def masters_of(optimizer: Optimizer, engine: OptimizedEngine) -> Masters:
         return Masters(optimizer, engine)
     masters.join(engine)
     return masters
+
+
+def after_updates(optimizer: Optimizer, hook: Callable[[list[Tensor]], None]) -> RemovableHandle:
+    """Register a hook to call after each update by an optimizer, before the new parameters are gathered.
+
+    If the hook writes to parameters elementwise (``p.mul_(mask)``), the gather also sends these writes to all ranks.
+
+    Args:
+        hook: called with the parameters that may have been updated. The hook must not read whole parameters.
+    """
+    if (masters := _masters_of.get(optimizer)) is None:
+        return optimizer.register_step_post_hook(
+            lambda *_: hook([p for group in optimizer.param_groups for p in group["params"]])
+        )
+    handle = RemovableHandle(masters.hooks_after_update)
+    masters.hooks_after_update[handle.id] = hook
+    return handle
 
 
 def give_owners(late: list[Bucket], buckets: list[Bucket], all_masters: list[Masters]) -> None:

@@ -100,6 +100,7 @@ class Bucket:
             that hold its parameters' sharded contents (see ``BucketSlot.enter_forward``). Empty once the parameters are
             ordinary.
         is_data_read: whether a module has read ``data`` of a parameter, through which it may have written values.
+        awaits_refresh: whether ``hooks_after_update`` are running, before ``refresh`` gathers the update's result.
     """
 
     def __init__(
@@ -124,6 +125,7 @@ class Bucket:
         self.dtype = parameters[0].dtype
         self.background, self.updates = updates, updates if residency.plan.is_offloaded else None
         self.update: BackgroundUpdate | None = None
+        self.awaits_refresh = False
         self.is_replicated, self._is_left = residency.plan.is_replicated, False
         self.state = BucketState.GATHERED if self.is_replicated else BucketState.SHARDED
         self.extensions = extensions
@@ -386,6 +388,11 @@ class Bucket:
         # through ``data``, which has its own version: the update must not look like a write by a module
         shown = self.full.data[self._shard] if writes_to_buffer else self.residency.copy
         self.update = BackgroundUpdate(begin(shown), writes_to_buffer, was_kept)
+
+    def correct_update(self, part: slice, values: Tensor) -> None:
+        """Copy new values of a range of the master weights to ``full``, if the last update wrote to ``full``."""
+        if self.update is not None and self.update.writes_to_buffer:
+            self.full.data[self._shard][part].copy_(values)
 
     def refresh(self) -> None:
         """After a change of the master weights, gather ``full`` again if it is filled.

@@ -163,7 +163,7 @@ class BucketSlot:
             return None
         if bucket.layout.world_size == 1:  # this rank has all master weights, in full precision
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
-        if bucket.full.dtype != dtype:
+        if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
         absence = bucket.rendezvous.absence
         if absence.ranks or (absence.is_turn and bucket.part is not None):
@@ -191,6 +191,9 @@ class BucketSlot:
         """After ``values`` were written to this rank's range of the parameter, update all copies of the range."""
         bucket = self.bucket
         bucket.residency.written(self.local_range, values)
+        if bucket.awaits_refresh:
+            bucket.correct_update(self.local_range, values)
+            return
         if bucket.part is not None:
             bucket.rendezvous.meet(f"a write to '{self.name}'")
             bucket.part.own[self.local_range].copy_(values)
