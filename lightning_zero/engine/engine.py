@@ -264,9 +264,6 @@ class Engine:
         self.schedule.install(module, plans)
         autograd_patches.install(self.schedule)
         regions = [CheckpointedModule(inner, activations) for inner in checkpointed]
-        self.join = Join(self.communicator, self.rendezvous, self.schedule, self.buckets)
-        if self.gathers:
-            join_generate(self.join, module)
         self.reducer = GradientReducer(
             self.units,
             self.schedule,
@@ -278,6 +275,9 @@ class Engine:
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
             reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
         )
+        self.join = Join(self.communicator, self.rendezvous, self.schedule, self.reducer, self.buckets)
+        if self.gathers:
+            join_generate(self.join, module)
         seed = torch.initial_seed() % 2**63  # of ``manual_seed`` or ``seed_everything``
         if config.rounding_options is not None:
             (seed,) = self.communicator.everyone.numbers_of(0, [seed], "the seed of stochastic rounding")

@@ -10,7 +10,7 @@ import torch
 import lightning_zero
 from lightning_zero.engine import Engine
 from tests.search.execution import execute
-from tests.search.programs import Backward, Check, Gradient, NewEngine, Program, Setup, Step, ZeroGrad
+from tests.search.programs import Backward, Check, Fail, Gradient, NewEngine, Program, Setup, Step, Uneven, ZeroGrad
 from tests.support.workers import rank
 
 A, B = ((("a",), ("a",)),), ((("b",), ("b",)),)
@@ -281,6 +281,20 @@ def test_ranks_that_use_a_tied_weight_in_different_forwards_do_not_wait_for_each
     )
     uses = ((("b", "a", "a", "a"), ("a",) * 4), (tuple(second.split(",")),) * 2)
     assert run_on(2, execute, program=Program(setup, (Backward(uses), Backward(uses), Check()))) == [None, None]
+
+
+@pytest.mark.exhaustive(but=1)
+@pytest.mark.parametrize(("ranks", "shard_within"), [(2, None), (4, 2)])
+@pytest.mark.parametrize("counts", [(2, 0, 0, 2), (0, 1, 1, 0)])
+def test_ranks_without_a_forward_after_a_backward_that_failed_stay_in_step(run_on, ranks, shard_within, counts):
+    """Only ranks that run a forward open a window, where a failed backward is cleaned up."""
+    owner_of = (0,) * 9
+    setup = replace(SETUP, ranks=ranks, stage=3, blocks=2, shard_within=shard_within, owner_of=owner_of)
+    ordinary = Backward(((("a", "a"),) * ranks,))
+    failed = Fail(at="backward", parts=("a", "a"), block=0)
+    program = Program(setup, (ordinary, failed, Uneven(counts[:ranks])))
+    found = run_on(ranks, execute, program=program)
+    assert found == [None] * ranks, "\n".join(filter(None, found))
 
 
 @pytest.mark.exhaustive(but=1)

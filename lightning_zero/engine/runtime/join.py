@@ -21,6 +21,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.failures import failure
 from lightning_zero.engine.comm.rendezvous import Absence, Rendezvous
 from lightning_zero.engine.compat import Patch
+from lightning_zero.engine.runtime.reducer import GradientReducer
 from lightning_zero.engine.runtime.schedule import Schedule
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
@@ -40,10 +41,16 @@ class Join:
     """
 
     def __init__(
-        self, communicator: Communicator, rendezvous: Rendezvous, schedule: Schedule, buckets: list[Bucket]
+        self,
+        communicator: Communicator,
+        rendezvous: Rendezvous,
+        schedule: Schedule,
+        reducer: GradientReducer,
+        buckets: list[Bucket],
     ) -> None:
         self._control = communicator.gathering
-        self._rendezvous, self._schedule, self.buckets = rendezvous, schedule, buckets
+        self._rendezvous, self._schedule, self._reducer = rendezvous, schedule, reducer
+        self.buckets = buckets
         self._leader = 0  # the first rank that runs in this turn
         self._position = 0  # index of the dataloader that this rank's current batch is from
         self._is_each_forward = False  # whether ``each_forward`` is running
@@ -89,6 +96,7 @@ class Join:
                 self._take(2 * self._position + 1)
 
     def _take(self, own: int) -> None:
+        self._reducer.abort()  # here, since absent ranks open no window
         self._end()
         while True:
             positions = self._control.gather_numbers(own, "the other ranks' next batch or forward")

@@ -19,7 +19,7 @@ from lightning_zero.engine.comm.counters import Phases
 from lightning_zero.engine.compat import current_autograd_node, current_graph_task, gradient_hooks, queue_callback
 from lightning_zero.engine.optim.optimizers import Hyperparameters
 from lightning_zero.engine.runtime.autograd_patches import with_hooks_of
-from lightning_zero.engine.runtime.schedule import Phase, Schedule, Unit, weakly
+from lightning_zero.engine.runtime.schedule import Phase, Schedule, Unit, in_backward, weakly
 from lightning_zero.engine.state.bucket_gradients import BucketGradients
 from lightning_zero.engine.state.gradient_shard import GradientShard
 from lightning_zero.engine.state.slot import BucketSlot, slots_of
@@ -370,8 +370,11 @@ class GradientReducer:
         return used
 
     def abort(self) -> None:
-        """Drop the gradients of a backward that raised an exception, so that the next backward does not add to them."""
-        if self._drop_failed():
+        """Drop the gradients of a backward that raised an exception, so that the next backward does not add to them.
+
+        Without effect inside of a backward, where a recomputation may open a window.
+        """
+        if not in_backward() and self._drop_failed():
             self._schedule.end_backward()
 
     def _drop_failed(self) -> bool:

@@ -89,8 +89,7 @@ class Windows:
             self._shared.communicator.control.copy_from_first(list(map(own_share, module.buffers())))
 
     def _open(self, *, is_step: bool) -> None:
-        if not in_backward():
-            self._reducer.abort()  # in case an exception ended the last backward
+        self._reducer.abort()
         if self._schedule.windows == 0:
             if not in_backward():
                 self._before()
