@@ -200,8 +200,6 @@ class OffloadConfig:
         activations: inputs of the modules that ``activation_checkpointing`` recomputes: ``"cpu"`` or None.
         path: a folder on a fast local disk, for ``"nvme"``; None for ``default_folder()``.
         fraction: share of the optimizer states and master weights to offload, starting with the last modules.
-        sub_group: number of master weights in one chunk of an update from disk. Three chunks are in host memory: one is
-            updated while the next is read and the previous one is written.
         overlap: False does all work synchronously instead of in the background; for debugging.
 
     Raises:
@@ -218,7 +216,6 @@ class OffloadConfig:
     activations: Literal["cpu"] | None = None
     path: str | Path | None = None
     fraction: float = field(default=1.0, metadata={"least": 0})
-    sub_group: int = field(default=2**24, metadata={"least": 1})
     overlap: bool = True
 
     def __post_init__(self) -> None:

@@ -221,7 +221,7 @@ class Engine:
         offload = self.config.offload
         if offload is not None and offload.optimizer == "nvme":
             assert offload.path is not None
-            self._swap = Swap(os.path.abspath(offload.path), offload.sub_group, simulation)
+            self._swap = Swap(os.path.abspath(offload.path), simulation)
         # At most a quarter of a small model should be reduced at once.
         share = share_of(module) // self.communicator.tensor.size
         try:
@@ -632,7 +632,7 @@ class Engine:
             self._optimizers.buckets = []
             self.background.close()
             if is_sharded and self._swap is not None:  # the next run reads the parameters
-                self._swap.leave_files()
+                self._swap.ring.close()
             else:
                 self._clear_disk()
         if error is not None:

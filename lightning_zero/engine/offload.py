@@ -1,12 +1,8 @@
 """Offloaded master weights and optimizer states: files on a disk, and updates in a background thread.
 
-A file holds the states of a rank's shard of one bucket::
-
-    | sub-group 0                          | sub-group 1                          | ...
-    | masters | exp_avg | exp_avg_sq | ... | masters | exp_avg | exp_avg_sq | ... |
-
-Since a sub-group holds all states of its elements, one read and one write suffice to update them (Rajbhandari et al.,
-"ZeRO-Infinity", SC 2021, section 5.2.2). Sub-groups are unrelated to the optimizer's parameter groups.
+A file holds all states of a rank's shard of one bucket, one field after another: the masters, ``exp_avg``, and so on.
+For its update the file is read into memory, where the masters are updated like those that stay there, and written back
+(Rajbhandari et al., "ZeRO-Infinity", SC 2021, section 5.2.2); meanwhile the next bucket's file is read.
 
 Updates run bucket by bucket, while the device computes. In Ren et al., "ZeRO-Offload", ATC 2021, section 4.3, the
 update starts after the whole backward pass, and training waits for the whole update. Here each bucket's update starts,
@@ -17,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -41,17 +37,15 @@ MASTERS, PARAMETERS = "the masters", "the parameters"
 
 
 class Swap:
-    """The files of an engine's buckets, in one folder, and buffers for updates of ``sub_group`` elements at a time.
+    """The files of an engine's buckets, in one folder, and buffers for their updates.
 
     With a simulation, no files are created.
     """
 
-    def __init__(self, folder: str, sub_group: int, simulation: Simulation | None = None) -> None:
+    def __init__(self, folder: str, simulation: Simulation | None = None) -> None:
         self._folder, self._files, self._simulation = folder, weakref.WeakSet[SwapFile](), simulation
-        self.sub_group = aligned(sub_group)  # rounded up, so that fields of any dtype are aligned
         executor: Callable[[int, str], Executor] = ThreadPoolExecutor if simulation is None else SameThread
-        self._ring_of = partial(Ring, executor=executor)
-        self._ring = self._ring_of(0)
+        self.ring = Ring(executor=executor)
         # Separate from the ring's threads: a task of this reader may wait for an update, which waits for the ring.
         self.reader = executor(2, "lightning_zero-fetch")
 
@@ -64,26 +58,15 @@ class Swap:
         return file
 
     def close(self) -> None:
-        """End the threads, and close all files."""
+        """End the threads, free the buffers and close all files."""
         self.reader.shutdown()
-        self._ring.close()
+        self.ring.close()
         for file in list(self._files):
             file.close()
 
-    def leave_files(self) -> None:
-        """Free the buffers; the files can be read until the tensors in them are deleted."""
-        self._ring = self._ring_of(0)
-
-    def ring(self, nbytes: int) -> Ring:
-        """The ring of buffers, enlarged if needed to hold extents of ``nbytes`` bytes."""
-        if nbytes > self._ring.nbytes:
-            self._ring = self._ring_of(0)  # free the old buffers first
-            self._ring = self._ring_of(nbytes)
-        return self._ring
-
 
 class DiskStates:
-    """Tensors of equal length, called fields, stored in a file, one sub-group after another.
+    """Tensors of equal length, called fields, stored in a file one after another.
 
     Args:
         dtype: the dtype of the master weights, which are the first field.
@@ -98,8 +81,9 @@ class DiskStates:
     ) -> None:
         self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
         self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
-        self.count = -(-numel // swap.sub_group)  # number of sub-groups
-        self._file = swap.open(sum(map(self._nbytes, range(self.count))))
+        *starts, nbytes = accumulate((aligned(numel * each.itemsize) for each in self.fields.values()), initial=0)
+        self._starts = dict(zip(self.fields, starts))
+        self.file = swap.open(nbytes)
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
         """Add missing fields, filled with zeros. Raises an OSError, and changes nothing, if the disk lacks space."""
@@ -107,84 +91,39 @@ class DiskStates:
             return
         new = DiskStates(self.swap, self.name, self.numel, self.dtype, {**self.fields, **fields})
         try:
-            for start, stop in map(self.range_of, range(self.count)):
-                for field in self.fields:
-                    new.write(field, start, self.read(field, start, stop))
+            for field in self.fields:
+                new.write(field, 0, self.read(field, 0, self.numel))
         except BaseException:
-            new.close()
+            new.file.close()
             raise
-        former, self._file, self.fields = self._file, new._file, new.fields
+        former, self.file, self.fields, self._starts = self.file, new.file, new.fields, new._starts
         former.close()
 
-    def close(self) -> None:
-        """Remove the file."""
-        self._file.close()
-
-    @property
-    def nbytes(self) -> int:
-        """The file's size."""
-        return self._file.nbytes
-
-    # -- by sub-group -----------------------------------------------------------------------------------------------
-
-    def extents(self) -> list[FileRange]:
-        """The extents of all sub-groups, in order."""
-        return [FileRange(self._file, index * self._nbytes(0), self._nbytes(index)) for index in range(self.count)]
-
-    def range_of(self, index: int) -> tuple[int, int]:
-        """The elements ``[start, stop)`` of a sub-group."""
-        return index * self.swap.sub_group, min((index + 1) * self.swap.sub_group, self.numel)
-
-    def _nbytes(self, index: int) -> int:
-        """Bytes of a sub-group. All sub-groups except the last have the same size."""
-        start, stop = self.range_of(index)
-        return sum(aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values())
-
-    def _offsets(self, index: int) -> dict[str, int]:
-        """Each field's offset in bytes within a sub-group."""
-        start, stop = self.range_of(index)
-        ends = accumulate((aligned((stop - start) * dtype.itemsize) for dtype in self.fields.values()), initial=0)
-        return dict(zip(self.fields, ends))
-
-    def views(self, index: int, memory: memoryview) -> dict[str, Tensor]:
-        """The fields of a sub-group, as 1-D tensors over the memory that contains the sub-group."""
-        start, stop = self.range_of(index)
-        offsets = self._offsets(index)
-        return {
-            field: torch.frombuffer(memory, dtype=dtype, count=stop - start, offset=offsets[field])
-            for field, dtype in self.fields.items()
-        }
-
-    # -- by range ---------------------------------------------------------------------------------------------------
+    def views(self, memory: memoryview) -> dict[str, Tensor]:
+        """The fields, as 1-D tensors over memory that contains the whole file."""
+        return {field: _over(memory, self._starts[field], self.numel, dtype) for field, dtype in self.fields.items()}
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
-        out = torch.empty(stop - start, dtype=self.fields[field], device="cpu")
-        for part, position, memory, elements in self._parts(field, start, stop):
-            self._file.read(memory, position)
-            out[part] = elements
-        return out
+        memory, position, elements = self._around(field, start, stop)
+        self.file.read(memory, position)
+        return elements.clone()
 
     def write(self, field: str, start: int, values: Tensor) -> None:
         """Write values to the elements of a field from ``start`` on."""
-        for part, position, memory, elements in self._parts(field, start, start + values.numel()):
-            if elements.nbytes < len(memory):
-                self._file.read(memory, position)  # preserves the bytes around the elements
-            elements.copy_(values[part])
-            self._file.write(memory, position)
+        memory, position, elements = self._around(field, start, start + values.numel())
+        if elements.nbytes < len(memory):
+            self.file.read(memory, position)  # preserves the bytes around the elements
+        elements.copy_(values)
+        self.file.write(memory, position)
 
-    def _parts(self, field: str, start: int, stop: int) -> Iterator[tuple[slice, int, memoryview, Tensor]]:
-        """Split ``[start, stop)`` by sub-group: yield (part, aligned file position, memory, the part in memory)."""
-        dtype, sub_group = self.fields[field], self.swap.sub_group
-        for index in range(start // sub_group, -(-stop // sub_group)):
-            first, last = self.range_of(index)
-            low, high = max(start, first), min(stop, last)
-            begin = (low - first) * dtype.itemsize // ALIGNMENT * ALIGNMENT
-            memory = aligned_memory(aligned((high - first) * dtype.itemsize) - begin)
-            offset = (low - first) * dtype.itemsize - begin
-            elements = torch.frombuffer(memory, dtype=dtype, count=high - low, offset=offset)
-            position = index * self._nbytes(0) + self._offsets(index)[field] + begin
-            yield slice(low - start, high - start), position, memory, elements
+    def _around(self, field: str, start: int, stop: int) -> tuple[memoryview, int, Tensor]:
+        """Memory for the elements and the bytes around them up to aligned positions, its position, and the elements."""
+        dtype = self.fields[field]
+        first = start * dtype.itemsize
+        begin = first // ALIGNMENT * ALIGNMENT
+        memory = aligned_memory(max(aligned(stop * dtype.itemsize) - begin, ALIGNMENT))
+        return memory, self._starts[field] + begin, _over(memory, first - begin, stop - start, dtype)
 
     def tensor(self, field: str, start: int, stop: int) -> LazyTensor:
         """A range of a field as a lazy tensor: each use reads values from the disk, and each write goes to the disk."""
@@ -194,6 +133,13 @@ class DiskStates:
 
         write = partial(self.write, field, start)
         return LazyTensor(f"{field} of {self.name}", (stop - start,), self.fields[field], read, write=write)
+
+
+def _over(memory: memoryview, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """A 1-D tensor over memory, from byte ``start`` on."""
+    if not numel:  # refused by ``frombuffer``
+        return torch.empty(0, dtype=dtype, device="cpu")
+    return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
 
 
 # -- updates -----------------------------------------------------------------------------------------------------------
@@ -276,24 +222,24 @@ class Updates:
 
 P = ParamSpec("P")
 
-OnSubGroup = Callable[[int, int, dict[str, Tensor]], None]
-"""Function of (start, stop, fields) that changes elements ``[start, stop)`` of a bucket's states in place."""
+Act = Callable[[dict[str, Tensor]], None]
+"""Function that changes the fields of a bucket's states in place."""
 
 
 class DiskUpdate:
-    """An update of states on a disk, which streams their sub-groups through memory.
+    """An update of states on a disk, which streams the files of buckets through memory.
 
     Attributes:
-        acts: by the states of a bucket, the function that changes each of their sub-groups.
+        acts: by the states of a bucket, the function that changes them.
         works: by the states of a bucket, the work on them, which ends when the result is on the disk.
     """
 
     def __init__(self, owner: Updates) -> None:
         self._owner = owner
-        self.acts: dict[DiskStates, OnSubGroup] = {}
+        self.acts: dict[DiskStates, Act] = {}
         self.works: dict[DiskStates, BackgroundWork] = {}
 
-    def add(self, states: DiskStates, act: OnSubGroup) -> BackgroundWork:
+    def add(self, states: DiskStates, act: Act) -> BackgroundWork:
         """Add the states of a bucket, before the update is started; return the work on them."""
         self.works[states] = BackgroundWork(self._owner)
         self.acts[states] = act  # at last, since Ctrl-C may come at any time
@@ -302,24 +248,16 @@ class DiskUpdate:
     def run(self) -> None:
         """Run the update; called in the thread of ``Updates``."""
         acts, self.acts = self.acts, {}
+        members = list(acts)
+
+        def act(number: int, memory: memoryview) -> None:
+            states = members[number]
+            acts.pop(states)(states.views(memory))  # at its end, the function and the gradients that it holds are freed
+
         try:
-            places = [(states, index) for states in acts for index in range(states.count)]
-            extents = [extent for states in acts for extent in states.extents()]
-
-            def on_sub_group(number: int, memory: memoryview) -> None:
-                states, index = places[number]
-                acts[states](*states.range_of(index), states.views(index, memory))
-                if index + 1 == states.count:
-                    del acts[states]  # free the function, which holds gradients
-
-            def on_written(number: int) -> None:
-                states, index = places[number]
-                if index + 1 == states.count:
-                    self.works[states].end()
-
-            if extents:
-                ring = places[0][0].swap.ring(max(extent.nbytes for extent in extents))
-                stream(extents, on_sub_group, ring, on_written=on_written)
+            if members:
+                extents = [FileRange(states.file, 0, states.file.nbytes) for states in members]
+                stream(extents, act, members[0].swap.ring, lambda number: self.works[members[number]].end())
             error = None
         except BaseException as raised:
             error = raised

@@ -88,7 +88,7 @@ class Offloaded(NamedTuple):
 
     Attributes:
         on_host: those in host memory.
-        largest: the largest part of a file that is in host memory at one time.
+        largest: the largest file, which an update reads into host memory.
         on_disk: those in files.
     """
 
@@ -100,11 +100,11 @@ class Offloaded(NamedTuple):
 def offloaded_in(buckets: Sequence[Bucket]) -> Offloaded:
     """Count the offloaded states of buckets."""
     at_rest = (part for bucket in buckets for part in bucket.residency.plan.at_rest())
-    files = [bucket.states for bucket in buckets if bucket.states is not None]
+    files = [bucket.states.file.nbytes for bucket in buckets if bucket.states is not None]
     return Offloaded(
         sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST),
-        max((extent.nbytes for states in files for extent in states.extents()), default=0),
-        sum(states.nbytes for states in files),
+        max(files, default=0),
+        sum(files),
     )
 
 

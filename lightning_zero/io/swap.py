@@ -1,7 +1,7 @@
 """Files for states offloaded to a disk, and a pipeline that reads, changes and writes them.
 
     file = SwapFile("/local/disk", 3 * 2**30)
-    stream([FileRange(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring(2**28))
+    stream([FileRange(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring())
 
 While ``act`` changes one extent in the calling thread, other threads write earlier extents and read later ones:
 
@@ -158,28 +158,28 @@ class SameThread(Executor):
 
 
 class Ring:
-    """Three buffers of the largest extent's size, used in turn, and the threads that read and write extents.
+    """Three buffers, used in turn and enlarged as needed, and the threads that read and write extents.
 
     Several threads read an extent, and several write it: disks are faster with several requests at once.
     """
 
-    def __init__(
-        self, nbytes: int, threads: int = 4, executor: Callable[[int, str], Executor] = ThreadPoolExecutor
-    ) -> None:
-        self.nbytes, self.threads = nbytes, threads
-        self._buffers = [huge_memory(max(nbytes, 1)) for _ in range(BUFFERS)]
+    def __init__(self, threads: int = 4, executor: Callable[[int, str], Executor] = ThreadPoolExecutor) -> None:
+        self.threads, self.buffers = threads, [memoryview(bytearray())] * BUFFERS
         # Two executors, so that reads and writes do not queue behind each other. Threads start when they are needed.
         self._readers = executor(threads, "lightning_zero-read")
         self._writers = executor(threads, "lightning_zero-write")
 
     def close(self) -> None:
-        """Stop the threads, and wait until they have ended. Garbage collection of the ring stops them, too."""
+        """Free the buffers; stop the threads, and wait until they have ended, as they do at garbage collection."""
         self._readers.shutdown()
         self._writers.shutdown()
+        self.buffers = [memoryview(bytearray())] * BUFFERS
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
         """Return the first ``nbytes`` of the buffer for the extent with number ``index``."""
-        return self._buffers[index % BUFFERS][:nbytes]
+        if len(self.buffers[index % BUFFERS]) < nbytes:
+            self.buffers[index % BUFFERS] = huge_memory(nbytes)
+        return self.buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, extent: FileRange, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
         """Start to read an extent into its buffer. The read waits until the writes in ``after`` have ended."""
@@ -214,7 +214,7 @@ def stream(
     """Read extents, change each in place, and write them back; after an error, no new reads and writes start.
 
     Args:
-        extents: ranges that do not overlap; none may be larger than a buffer of the ring.
+        extents: ranges that do not overlap.
         act: called in this thread with an extent's number and bytes; ``act`` may use these bytes until it returns.
         ring: a ring that no other ``stream`` is using.
         on_written: called in this thread with an extent's number after the extent was written, in order.

@@ -142,7 +142,7 @@ def disk_bandwidth(folder: str) -> float:
     if is_in_memory(folder):
         raise OSError(f"{folder} is on an in-memory file system")
     file = SwapFile(folder, _DISK_BYTES)
-    extents, ring = [FileRange(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring(_EXTENT)
+    extents, ring = [FileRange(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring()
     seconds = _seconds(lambda: stream(extents, lambda *_: None, ring), repeats=1)
     file.close()
     return 2 * _DISK_BYTES / seconds

@@ -78,7 +78,7 @@ def test_offload_reaches_the_strategy_at_every_stage(stage: str, tmp_path: Path)
     for arguments, meant in (
         (["offload=none"], None),
         (["offload=cpu", "stage.offload.fraction=0.5"], OffloadConfig("cpu", fraction=0.5)),
-        (["offload=nvme", path, "stage.offload.sub_group=64"], OffloadConfig("nvme", path=str(tmp_path), sub_group=64)),
+        (["offload=nvme", path, "stage.offload.fraction=0.5"], OffloadConfig("nvme", path=str(tmp_path), fraction=0.5)),
         (["stage.offload=cpu"], OffloadConfig("cpu")),
     ):
         config = composed(f'stage="{stage}"', *arguments, folder=tmp_path)

@@ -31,7 +31,7 @@ from tests.support.workers import rank, world_size
 BATCHES = 3
 learner = partial(Learner, partial(models.OddModel, rows=2), models.adam_with_large_eps, batches=BATCHES)
 
-ON_DISK = {"optimizer": "nvme", "path": "swap", "sub_group": 1}
+ON_DISK = {"optimizer": "nvme", "path": "swap"}
 SYSTEMS = ["ddp", "zero1", "zero2", "zero3"]
 SAVERS = {
     "ddp": lambda: "ddp",

@@ -150,7 +150,7 @@ def test_values_written_to_during_a_background_save_are_saved_as_they_were(run_o
 @pytest.mark.parametrize("name", WRITES)
 @pytest.mark.exhaustive
 def test_values_on_disk_written_to_during_a_background_save_are_saved_as_they_were(run_on, tmp_path, name):
-    offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 1}
+    offload = {"optimizer": "nvme", "parameters": "nvme"}
     run_on(2, saved_while_written, folder=tmp_path / "c.ckpt", stage=3, form="sharded", name=name, offload=offload)
 
 

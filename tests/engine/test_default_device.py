@@ -77,7 +77,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stage 3": {"stage": 3},
     "bf16": {"stage": 3, "compute_dtype": torch.bfloat16, "reduce_dtype": "bf16"},
     "on the CPU": {"stage": 3, "offload": {"optimizer": "cpu", "parameters": "cpu", "gradients": "cpu"}},
-    "on a disk": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "path": "swap", "sub_group": 8}},
+    "on a disk": {"stage": 3, "offload": {"optimizer": "nvme", "parameters": "nvme", "path": "swap"}},
 }
 
 

@@ -94,7 +94,7 @@ def test_many_passes_give_the_same_bytes_as_in_memory(tmp_path, monkeypatch, sma
     folder = folder_for(in_memory, tmp_path)
     files = [SwapFile(str(folder), 10 * ALIGNMENT + 123), SwapFile(str(folder), 7 * ALIGNMENT)]
     expected = [filled(file, os.urandom(file.nbytes)) for file in files]
-    ring, extents = Ring(size), [*extents_of(files[0], size), *extents_of(files[1], size)]
+    ring, extents = Ring(), [*extents_of(files[0], size), *extents_of(files[1], size)]
     seen: list[int] = []
 
     def act(index, memory):
@@ -110,7 +110,7 @@ def test_many_passes_give_the_same_bytes_as_in_memory(tmp_path, monkeypatch, sma
 
 def test_aligned_extents_on_a_disk_bypass_the_cache(tmp_path):
     file = SwapFile(str(tmp_path), 2**23)
-    stream(extents_of(file, 2**21), plus_one, Ring(2**21))
+    stream(extents_of(file, 2**21), plus_one, Ring())
     assert is_direct(file)
     assert contents(file) == b"\1" * 2**23
 
@@ -118,10 +118,10 @@ def test_aligned_extents_on_a_disk_bypass_the_cache(tmp_path):
 def test_passes_over_zero_one_or_two_extents_work(tmp_path):
     file = SwapFile(str(tmp_path), 2 * ALIGNMENT)
     for count in (0, 1, 2):
-        stream(extents_of(file, ALIGNMENT)[:count], plus_one, Ring(ALIGNMENT))
+        stream(extents_of(file, ALIGNMENT)[:count], plus_one, Ring())
     assert contents(file) == b"\2" * ALIGNMENT + b"\1" * ALIGNMENT
     empty = SwapFile(str(tmp_path), 0)
-    stream([FileRange(empty, 0, 0)], plus_one, Ring(0))
+    stream([FileRange(empty, 0, 0)], plus_one, Ring())
 
 
 # ----------------------------------------------------------------------------------------------------- at the same time
@@ -158,7 +158,7 @@ def test_the_next_extent_is_read_and_the_previous_one_written_while_one_is_chang
     file = SwapFile(str(tmp_path), count * ALIGNMENT)
     watched("read", -1)
     watched("write", +1)
-    stream(extents_of(file, ALIGNMENT), act, Ring(ALIGNMENT))
+    stream(extents_of(file, ALIGNMENT), act, Ring())
     monkeypatch.undo()
     assert contents(file) == b"\1" * file.nbytes
 
@@ -168,7 +168,7 @@ def test_an_extent_is_read_and_written_by_several_threads_at_once(tmp_path, monk
     for kind, barrier in together.items():
         before(monkeypatch, kind, barrier.wait)
     file = SwapFile(str(tmp_path), 24 * ALIGNMENT)
-    stream(extents_of(file, 8 * ALIGNMENT), plus_one, Ring(8 * ALIGNMENT, threads=4))
+    stream(extents_of(file, 8 * ALIGNMENT), plus_one, Ring(threads=4))
     monkeypatch.undo()
     assert contents(file) == b"\1" * file.nbytes
 
@@ -188,7 +188,7 @@ def test_each_extent_is_reported_once_its_new_contents_can_be_read(tmp_path, sma
         file.read(memoryview(room), index * len(room))
         found[index] = bytes(room)
 
-    stream(extents_of(file, 3 * ALIGNMENT), act, Ring(3 * ALIGNMENT), on_written=told)
+    stream(extents_of(file, 3 * ALIGNMENT), act, Ring(), on_written=told)
     assert found == dict.fromkeys(range(count), b"\1" * 3 * ALIGNMENT)
 
 
@@ -197,7 +197,7 @@ def test_an_extent_that_is_not_written_is_not_reported(tmp_path, monkeypatch, sm
     told: list[int] = []
     Failing(monkeypatch, "write", 3 * ALIGNMENT, 4 * ALIGNMENT)
     with pytest.raises(OSError, match="cannot be written"):
-        stream(extents_of(file, 2 * ALIGNMENT), plus_one, Ring(2 * ALIGNMENT), on_written=told.append)
+        stream(extents_of(file, 2 * ALIGNMENT), plus_one, Ring(), on_written=told.append)
     assert 1 not in told
 
 
@@ -208,7 +208,7 @@ def test_a_buffer_is_not_read_into_before_its_contents_are_written(tmp_path, mon
         before(monkeypatch, kind, lambda: time.sleep(delays.random() * 0.004))
     file = SwapFile(str(tmp_path), 80 * ALIGNMENT)
     for _ in range(3):
-        stream(extents_of(file, 4 * ALIGNMENT), plus_one, Ring(4 * ALIGNMENT, threads=3))
+        stream(extents_of(file, 4 * ALIGNMENT), plus_one, Ring(threads=3))
     monkeypatch.undo()
     assert contents(file) == b"\3" * file.nbytes
 
@@ -231,10 +231,10 @@ def memory_in_the_pipeline(folder, nbytes, count):
             memory[start : start + 1] = plus
         most = max(most, resident())
 
-    stream(extents_of(SwapFile(str(folder), 4 * ALIGNMENT), ALIGNMENT), act=lambda *_: None, ring=Ring(ALIGNMENT))
+    stream(extents_of(SwapFile(str(folder), 4 * ALIGNMENT), ALIGNMENT), act=lambda *_: None, ring=Ring())
     file = SwapFile(str(folder), count * nbytes)
     before = resident()
-    ring = Ring(nbytes)
+    ring = Ring()
     for _ in range(2):
         stream(extents_of(file, nbytes), act, ring)
     return most - before
@@ -254,7 +254,7 @@ def test_memory_is_three_buffers_however_many_extents_there_are(run_on, tmp_path
 
 def test_a_read_error_names_the_place_and_leaves_later_extents_unchanged(tmp_path, monkeypatch, small_slices):
     file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
-    ring, acted = Ring(2 * ALIGNMENT), []
+    ring, acted = Ring(), []
     failing = Failing(monkeypatch, "read", 11 * ALIGNMENT, 12 * ALIGNMENT)
 
     def act(index, memory):
@@ -275,7 +275,7 @@ def test_a_read_error_names_the_place_and_leaves_later_extents_unchanged(tmp_pat
 @pytest.mark.parametrize("at", [0, 5, 9])
 def test_a_write_error_names_the_place_and_ends_the_pass(tmp_path, monkeypatch, small_slices, at, code):
     file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
-    ring, acted = Ring(2 * ALIGNMENT), []
+    ring, acted = Ring(), []
     extents = extents_of(file, 2 * ALIGNMENT)
     failing = Failing(monkeypatch, "write", 2 * at * ALIGNMENT, (2 * at + 1) * ALIGNMENT, code)
 
@@ -300,7 +300,7 @@ def test_an_extent_whose_change_failed_stays_unchanged_and_earlier_ones_are_writ
         if index == 4:
             raise ZeroDivisionError("in the change")
 
-    ring = Ring(2 * ALIGNMENT)
+    ring = Ring()
     with pytest.raises(ZeroDivisionError, match="in the change"):
         stream(extents_of(file, 2 * ALIGNMENT), act, ring)
     assert contents(file) == b"\1" * 8 * ALIGNMENT + bytes(12 * ALIGNMENT)
@@ -323,7 +323,7 @@ def reserved_before(folder):
             (folder / "of others").write_bytes(bytes(2**20))
         assert raised.value.errno == errno.ENOSPC and free_bytes(folder) == 0
         for _ in range(2):
-            stream(extents_of(file, 2**17), plus_one, Ring(2**17))
+            stream(extents_of(file, 2**17), plus_one, Ring())
         assert contents(file) == b"\2" * 2**19
         file.close()
         assert free_bytes(folder) >= 2**19

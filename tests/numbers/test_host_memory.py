@@ -35,8 +35,7 @@ RANKS, UNITS, WIDTH = 2, 12, 1024
 UNIT = 4 * WIDTH * WIDTH  # bytes
 WHOLE = UNITS * UNIT
 SHARDS = WHOLE // RANKS
-SUB_GROUP = 2**18
-PIECES = 3 * 12 * SUB_GROUP  # bytes of three chunks, with a master and two moments for each element
+PIECES = 3 * 3 * UNIT // RANKS  # bytes of three units' files, with a master and two moments for each element
 OTHER = 3 * 2**20  # allocated or freed meanwhile by libraries and the measurement itself
 
 
@@ -199,7 +198,7 @@ def measure_on_disk(rank: int) -> dict[str, int]:
     module = make()
     optimizer = torch.optim.AdamW(module.parameters(), fused=True)
     names = names_in(optimizer, {id(p): name for name, p in module.named_parameters()})
-    offload = {"optimizer": "nvme", "parameters": "nvme", "path": "swap", "sub_group": SUB_GROUP}
+    offload = {"optimizer": "nvme", "parameters": "nvme", "path": "swap"}
     engine = Engine(module, [optimizer], units=[Block], offload=offload)
     at_rest = anonymous()
 
@@ -219,7 +218,7 @@ def measure_on_disk(rank: int) -> dict[str, int]:
         saver.finish()
 
     peaks = {"updating": peak_at(Update, "act", train), "saving": peak_at(Stream, "write", save)}
-    on_disk = sum(bucket.states._file.nbytes for bucket in engine.buckets if bucket.states is not None)
+    on_disk = sum(bucket.states.file.nbytes for bucket in engine.buckets if bucket.states is not None)
     engine.close(communicate=False)
     return {"at rest": at_rest - before, **{name: peak - before for name, peak in peaks.items()}, "on disk": on_disk}
 
@@ -312,7 +311,7 @@ def test_a_full_checkpoint_is_held_once_by_the_writing_rank_and_a_sharded_one_by
     assert first["sharded"] < UNIT + OTHER and second["sharded"] < UNIT + OTHER
 
 
-def test_with_states_on_a_disk_an_update_needs_three_chunks_in_addition_to_the_gradients(measured):
+def test_with_states_on_a_disk_an_update_needs_three_units_files_in_addition_to_the_gradients(measured):
     for found in (of_rank["on disk"] for of_rank in measured):
         assert found["on disk"] == 3 * SHARDS > 3 * PIECES
         assert found["at rest"] < OTHER, f"{found}: parameters are on the disk too"

@@ -24,7 +24,6 @@ from lightning_zero.engine.comm.asynchronous import is_synchronized, synchronize
 from lightning_zero.engine.config import OffloadConfig
 from lightning_zero.engine.offload import DiskStates, Update
 from lightning_zero.engine.optim import masters, optimizers, state
-from lightning_zero.io.disk import ALIGNMENT
 from lightning_zero.io.swap import SwapFile
 from tests.checkpoint import faults
 from tests.support import models
@@ -37,9 +36,9 @@ OFFLOADS = {
     "cpu, parameters too": {"optimizer": "cpu", "parameters": "cpu"},
     "cpu, gradients too": {"optimizer": "cpu", "gradients": "cpu"},
     "cpu, one after another": {"optimizer": "cpu", "overlap": False},
-    "disk": {"optimizer": "nvme", "sub_group": 1},
+    "disk": {"optimizer": "nvme"},
     "disk, parameters in memory": {"optimizer": "nvme", "parameters": "cpu"},
-    "disk, all else too": {"optimizer": "nvme", "gradients": "cpu", "parameters": "nvme", "sub_group": 1},
+    "disk, all else too": {"optimizer": "nvme", "gradients": "cpu", "parameters": "nvme"},
 }
 OF_OFFLOADING = tuple(f"lightning_zero-{name}" for name in ("fetch", "read", "update", "write"))  # threads
 EACH = pytest.mark.parametrize("offload", OFFLOADS)
@@ -710,7 +709,6 @@ def test_parameters_unfrozen_in_mid_run_train_as_without_offload(run_on, dtype, 
     [
         ({"optimizer": "gpu"}, "optimizer='gpu' must be 'cpu', 'nvme' or None"),
         ({"fraction": 1.5}, "fraction=1.5 must be a number from 0 to 1"),
-        ({"sub_group": 0}, "sub_group=0 must be an integer of at least 1"),
         ({"optimizer": None, "parameters": "cpu"}, "requires optimizer='cpu'"),
         ({"optimizer": "cpu", "parameters": "nvme", "path": "x"}, "requires optimizer='nvme'"),
     ],
@@ -868,28 +866,29 @@ def test_the_buffers_of_an_engine_are_freed_without_the_garbage_collector(run_on
     run_on(1, frees_all)
 
 
-def memory_of_an_update(sub_group: int) -> tuple[int, int]:
-    """Bytes of the buffers that transfer the states, and of the states, which are more than three times as large."""
-    module = nn.Sequential(*(nn.Linear(256, 256, bias=False) for _ in range(12)))
+def memory_of_an_update(width: int) -> tuple[int, int]:
+    """Bytes of the buffers that transfer the states, and of the states."""
+    module = nn.Sequential(*(nn.Linear(width, 256, bias=False) for _ in range(12)))
     optimizer = torch.optim.Adam(module.parameters())
-    engine = Engine(module, [optimizer], stage=3, offload={"optimizer": "nvme", "path": "swap", "sub_group": sub_group})
-    module(torch.randn(4, 256)).square().mean().backward()
+    engine = Engine(
+        module, [optimizer], stage=3, offload={"optimizer": "nvme", "path": "swap"}, units=[nn.Linear], unit_numel=0
+    )
+    sum(layer(torch.randn(4, width)).square().mean() for layer in module).backward()
     optimizer.step()
     synchronize()
     report = engine.report()
     assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
     swap = engine._swap
     assert swap is not None
-    buffers, states = 3 * swap.ring(0).nbytes, sum(bucket.states._file.nbytes for bucket in engine.buckets)
+    buffers, states = sum(map(len, swap.ring.buffers)), engine.offloaded().on_disk
     engine.close()
     return buffers, states
 
 
-def test_an_update_takes_three_sub_groups_of_memory_regardless_of_the_models_size(run_on):
-    ((buffers, states),) = run_on(1, memory_of_an_update, sub_group=8192)
-    assert buffers == 3 * 8192 * (4 + 4 + 4)  # a master and two moments per element
-    assert states == 12 * 256 * 256 * 12 and states > 3 * buffers
-    assert 8192 * 4 % ALIGNMENT == 0
+def test_an_update_takes_three_buckets_of_memory_regardless_of_the_models_size(run_on):
+    ((buffers, states),) = run_on(1, memory_of_an_update, width=128)
+    assert buffers == 3 * 256 * 128 * (4 + 4 + 4)  # a master and two moments per element
+    assert states == 4 * buffers
 
 
 def load_right_after_a_step(place: str) -> None:

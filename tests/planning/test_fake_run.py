@@ -100,7 +100,7 @@ def test_resilience_keeps_three_copies_of_a_ranks_states(stage, precision, bytes
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_states_in_files_take_as_many_bytes_as_their_elements(precision):
-    offload = {"optimizer": "nvme", "parameters": "nvme", "sub_group": 2**14, "path": "."}
+    offload = {"optimizer": "nvme", "parameters": "nvme", "path": "."}
     runs = [
         fake_run(partial(Net, width=256), torch.randn(4, 16, 256), ranks=2, stage=3, precision=precision, **options)
         for options in ({}, {"offload": offload}, {"offload": offload, "with_values": True})

@@ -109,7 +109,7 @@ class Execution:
         # Blocks are checkpointed, which are roots of engines of their own otherwise.
         checkpoints = setup.checkpoints and not setup.several
         activations = setup.activations if checkpoints else None
-        offload: dict[str, Any] = {"optimizer": setup.offloads_to, "activations": activations, "sub_group": 30}
+        offload: dict[str, Any] = {"optimizer": setup.offloads_to, "activations": activations}
         if setup.offload == "all":
             offload |= {"optimizer": "cpu", "gradients": "cpu"}
             if setup.stage == 3 and setup.shard_within is None:

@@ -54,7 +54,7 @@ def test_a_string_or_mapping_stands_for_an_offload_config(on_a_disk, tmp_path: P
         ("nvme", OffloadConfig(optimizer="nvme", path=default)),
         ({"optimizer": "nvme"}, OffloadConfig(optimizer="nvme", path=default)),
         ({"optimizer": "nvme", "path": str(tmp_path)}, OffloadConfig(optimizer="nvme", path=str(tmp_path))),
-        (OmegaConf.create({"parameters": "cpu", "sub_group": 4}), OffloadConfig(parameters="cpu", sub_group=4)),
+        (OmegaConf.create({"parameters": "cpu", "fraction": 0.5}), OffloadConfig(parameters="cpu", fraction=0.5)),
         (OffloadConfig(fraction=0.5), OffloadConfig(fraction=0.5)),
         (OffloadConfig(optimizer="nvme"), OffloadConfig(optimizer="nvme", path=default)),
     ):
@@ -98,7 +98,7 @@ def test_every_other_namespace_registers_the_offload_names(on_a_disk, stage):
 
 
 def moved(stage: int, place: str, path: str, **options: Any) -> ZeroStrategy:
-    return ZeroStrategy(stage, offload=OffloadConfig(place, path=path, sub_group=64, **options))
+    return ZeroStrategy(stage, offload=OffloadConfig(place, path=path, **options))
 
 
 @trained_once
@@ -261,7 +261,7 @@ def test_checkpoints_are_the_same_and_resume_with_or_without_offload(run_on, tmp
 
 def fabric_with_and_without(stage: int, path: str) -> None:
     found = []
-    for offload in (None, "cpu", {"optimizer": "nvme", "path": path, "sub_group": 64}):
+    for offload in (None, "cpu", {"optimizer": "nvme", "path": path}):
         fabric = make_fabric(lightning_zero.fabric.ZeroStrategy(stage, offload=offload))
         model, optimizer = set_up(fabric, Square)
         losses = train(fabric, model, optimizer, steps=4)

@@ -57,7 +57,6 @@ def test_lightnings_environment_variable_names_the_strategy_unless_the_trainer_d
         ),
         ({"offload": {"optimizer": "disk"}}, r"offload: optimizer='disk' must be 'cpu', 'nvme' or None"),
         ({"offload": {"fraction": 2}}, r"offload: fraction=2 must be a number from 0 to 1"),
-        ({"offload": {"sub_group": 0}}, r"offload: sub_group=0 must be an integer of at least 1"),
         ({"offload": {"parameters": "cpu"}, "stage": 2}, r"offload: parameters='cpu' requires stage 3: at stage 2"),
         (
             {"offload": {"parameters": "cpu", "optimizer": None}},

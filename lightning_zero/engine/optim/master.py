@@ -52,12 +52,6 @@ class Master:
         """Whether this rank updates the master: this rank owns elements of it, or the parameters are empty."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
-    def values(self) -> Tensor:
-        """The values to update; an empty tensor if the values are on a disk."""
-        if self.bucket.states is not None:
-            return torch.empty(0, dtype=self.tensor.dtype, device="cpu")
-        return self.tensor.detach()
-
     def stored(self, key: str) -> Tensor:
         """This master's optimizer state ``key``, which is on a disk, as a lazy tensor."""
         assert self.bucket.states is not None

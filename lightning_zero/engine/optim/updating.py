@@ -209,14 +209,13 @@ def _begin(
     Args:
         shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
     """
-    background, device = bucket.background, bucket.full.device
-    update = _BucketUpdate(optimizer, partial(bucket.phases, "update", bucket.unit_name), wanted, shown)
+    background, phase = bucket.background, partial(bucket.phases, "update", bucket.unit_name)
+    update = on_own_stream(bucket.full.device, _BucketUpdate(optimizer, phase, wanted, shown))
     if bucket.states is None:
-        return background.submit(on_own_stream(device, update.in_memory))
-    update.in_memory(only_empty=True)  # empty masters are in no sub-group
+        return background.submit(update)
     if background not in on_disk:
         on_disk[background] = DiskUpdate(background)
-    return on_disk[background].add(bucket.states, on_own_stream(device, update.on_disk))
+    return on_disk[background].add(bucket.states, update)
 
 
 class _BucketUpdate(NamedTuple):
@@ -227,45 +226,27 @@ class _BucketUpdate(NamedTuple):
     wanted: list[tuple[Update, Master, Tensor | None]]
     shown: Tensor | None
 
-    def in_memory(self, only_empty: bool = False) -> None:
+    def __call__(self, fields: Mapping[str, Tensor] | None = None) -> None:
+        """Update the masters. ``fields``: the bucket's masters and states, in memory, if they are kept on a disk."""
         states = self.optimizer.state
         for update, master, gradient in self.wanted:
-            if not only_empty or not master.tensor.numel():
-                values = master.values()
-                with self.phase():
-                    states[master.tensor] = updated(update, master, values, gradient, states.get(master.tensor, {}))
-                self._show(master.range, values)
-
-    def on_disk(self, start: int, stop: int, fields: dict[str, Tensor]) -> None:
-        """Update the elements ``[start, stop)`` of the bucket's shard; ``fields`` has their masters and states."""
-        states = self.optimizer.state
-        for update, master, gradient in self.wanted:
-            low, high = max(start, master.range.start), min(stop, master.range.stop)
-            if low >= high:
-                continue
-            inside, first = slice(low - start, high - start), master.range.start
-            values = fields[MASTERS][inside]
-            before = states.get(master.tensor, {})
-            known = {key: fields[key][inside] if key in fields else copied(value) for key, value in before.items()}
-            part = gradient[low - first : high - first] if gradient is not None else None
+            own = {key: field[master.range].view(master.tensor.shape) for key, field in (fields or {}).items()}
+            values, copy = own.pop(MASTERS, master.tensor.detach()), own.pop(PARAMETERS, None)
+            known = {key: own.get(key, value) for key, value in states.get(master.tensor, {}).items()}
             with self.phase():
-                after = updated(update, master, values, part, known)
+                after = updated(update, master, values, gradient, known)
             for key, value in after.items():
-                if key in fields and value is not known.get(key):
-                    fields[key][inside] = value
-                elif key not in fields and is_by_element(key, value, values.shape):
+                if key in own:
+                    if value is not own[key]:
+                        own[key].copy_(value)
+                    after[key] = master.stored(key)
+                elif fields is not None and is_by_element(key, value, values.shape):
                     raise RuntimeError(
                         f"{type(self.optimizer).__name__} has created the state {key!r} in a later step than the "
                         "others, so that no disk space is reserved for it. Write offload='cpu'."
                     )
-            self._show(slice(low, high), values)
-            if PARAMETERS in fields:
-                fields[PARAMETERS][inside] = values
-            if high == master.range.stop:  # only at the end, so that all sub-groups use the same step count
-                states[master.tensor] = {
-                    key: master.stored(key) if key in fields else value for key, value in after.items()
-                }
-
-    def _show(self, part: slice, values: Tensor) -> None:
-        if self.shown is not None:
-            self.shown[part].copy_(values.reshape(-1), non_blocking=True)
+            states[master.tensor] = after
+            if copy is not None:
+                copy.copy_(values)
+            if self.shown is not None:
+                self.shown[master.range].copy_(values.reshape(-1), non_blocking=True)

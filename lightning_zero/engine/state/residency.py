@@ -278,7 +278,7 @@ class Residency:
             on_disk, self.plan = self.states, replace(plan, copy=plan.copy or Medium.DISK)
             self.states = self.plan.reserve(on_disk.swap, on_disk.name, {})
             self._write(0, on_disk.read(MASTERS, 0, on_disk.numel).float())
-            on_disk.close()
+            on_disk.file.close()
             return
         self.plan = replace(plan, masters=Medium.DEVICE) if plan.masters in SHOWN else plan
         self._values = self._held(self._values.float())
