@@ -138,11 +138,6 @@ class EngineConfig:
                 f"compression: gradients={self.compression.gradients!r} and reduce_dtype={self.reduce_dtype} both "
                 "determine how gradients are sent. Leave one of the two out."
             )
-        if self.rounding_options is not None and offload.optimizer == "nvme":
-            raise ValueError(
-                f"With {self.rounding_options}, results of updates are rounded, which is not supported for states on a "
-                f"disk. Write offload='cpu', or leave {self.rounding_options} out."
-            )
         for option, is_set in (
             (f"offload: activations={activations!r} offloads", activations is not None),
             ("partition_activations=True divides", self.partition_activations),

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
-from itertools import accumulate
 from typing import Any, NamedTuple, ParamSpec
 
 import torch
@@ -49,11 +48,11 @@ class Swap:
         # Separate from the ring's threads: a task of this reader may wait for an update, which waits for the ring.
         self.reader = executor(2, "lightning_zero-fetch")
 
-    def open(self, nbytes: int) -> SwapFile:
-        """Create a file of this size. Raises an OSError if the disk lacks space."""
+    def open(self) -> SwapFile:
+        """Create an empty file."""
         if self._simulation is not None:
-            return SimulatedFile(nbytes, self._simulation.moves)  # type: ignore[return-value]
-        file = SwapFile(self._folder, nbytes)
+            return SimulatedFile(self._simulation.moves)  # type: ignore[return-value]
+        file = SwapFile(self._folder)
         self._files.add(file)
         return file
 
@@ -79,29 +78,24 @@ class DiskStates:
     def __init__(
         self, swap: Swap, name: str, numel: int, dtype: torch.dtype, fields: Mapping[str, torch.dtype]
     ) -> None:
-        self.swap, self.name, self.numel, self.dtype = swap, name, numel, dtype
-        self.fields: Mapping[str, torch.dtype] = {MASTERS: dtype, **fields}
-        *starts, nbytes = accumulate((aligned(numel * each.itemsize) for each in self.fields.values()), initial=0)
-        self._starts = dict(zip(self.fields, starts))
-        self.file = swap.open(nbytes)
+        self.swap, self.name, self.numel = swap, name, numel
+        self.fields: Mapping[str, torch.dtype] = {}
+        self._starts: Mapping[str, int] = {}
+        self.file = swap.open()
+        self.add_fields({MASTERS: dtype, **fields})
 
     def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
         """Add missing fields, filled with zeros. Raises an OSError, and changes nothing, if the disk lacks space."""
-        if all(field in self.fields for field in fields):
-            return
-        new = DiskStates(self.swap, self.name, self.numel, self.dtype, {**self.fields, **fields})
-        try:
-            for field in self.fields:
-                new.write(field, 0, self.read(field, 0, self.numel))
-        except BaseException:
-            new.file.close()
-            raise
-        former, self.file, self.fields, self._starts = self.file, new.file, new.fields, new._starts
-        former.close()
+        starts, nbytes = dict(self._starts), self.file.nbytes
+        for field, dtype in fields.items():
+            if field not in starts:
+                starts[field], nbytes = nbytes, nbytes + aligned(self.numel * dtype.itemsize)
+        self.file.reserve(nbytes)
+        self._starts, self.fields = starts, {**fields, **self.fields}
 
     def views(self, memory: memoryview) -> dict[str, Tensor]:
         """The fields, as 1-D tensors over memory that contains the whole file."""
-        return {field: _over(memory, self._starts[field], self.numel, dtype) for field, dtype in self.fields.items()}
+        return {key: _over(memory, self._starts[key], self.numel, dtype) for key, dtype in self.fields.items()}
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
@@ -362,51 +356,6 @@ class Update(NamedTuple):
             counts = {key: value for key, value in each.items() if isinstance(value, Tensor) and value.dim() == 0}
             each |= {key: value.to(self.dtype) for key, value in counts.items() if value.is_floating_point()}
         return after
-
-    def fields(self, dtype: torch.dtype, optimizer: Optimizer, group: dict[str, Any]) -> dict[str, torch.dtype]:
-        """The dtypes of states that have one value per element, by name: tried on one element.
-
-        Some optimizers make states not in ``step`` but when they are constructed, as torch's Adagrad did before 2.12.
-        Then the states are like those of the largest parameter of ``group``.
-        """
-        tried = torch.zeros(1, dtype=dtype, device="cpu")
-        try:
-            state = self.act(tried, torch.zeros_like(tried), {})
-        except KeyError:
-            known = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
-            if not known:
-                raise
-            example = max(known, key=Tensor.numel)  # preferably not a scalar, such as a step count
-            return {
-                key: torch.promote_types(value.dtype, dtype) if value.is_floating_point() else value.dtype
-                for key, value in optimizer.state[example].items()
-                if isinstance(value, Tensor) and value.shape == example.shape
-            }
-        return {key: value.dtype for key, value in state.items() if isinstance(value, Tensor) and value.shape == (1,)}
-
-
-def fields_by_parameter(
-    optimizers: Sequence[Optimizer],
-) -> Callable[[Iterable[Tensor], torch.dtype], dict[str, torch.dtype]]:
-    """Make a function of (parameters, master dtype) that returns the dtypes of elementwise states, by name."""
-    group_of = {
-        id(parameter): (optimizer, group)
-        for optimizer in optimizers
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    known: dict[tuple[int, torch.dtype], dict[str, torch.dtype]] = {}
-
-    def fields_of(parameters: Iterable[Tensor], dtype: torch.dtype) -> dict[str, torch.dtype]:
-        fields: dict[str, torch.dtype] = {}
-        for optimizer, group in {id(found[1]): found for p in parameters if (found := group_of.get(id(p)))}.values():
-            key = id(group), dtype
-            if key not in known:
-                known[key] = Update.of(optimizer, group, torch.device("cpu")).fields(dtype, optimizer, group)
-            fields.update(known[key])
-        return fields
-
-    return fields_of
 
 
 @cache

@@ -57,7 +57,7 @@ class SwapFile:
     """
 
     def __init__(self, folder: str, nbytes: int = 0) -> None:
-        self.path, self.nbytes = folder, nbytes
+        self.path, self.nbytes = folder, 0
         path = os.path.join(folder, f".lightning_zero-{new_label()}")
         try:
             make_private_folder(folder)
@@ -72,34 +72,40 @@ class SwapFile:
                 folder,
             ) from error
         self._closed = weakref.finalize(self, os.close, self._file)
-        self.reserve(nbytes)  # before, since glibc may have to write to the file through the cache
-        with suppress(OSError):  # in-memory file systems lack direct I/O
-            self._bypass_cache(True)
+        self.reserve(nbytes)
 
     def _bypass_cache(self, bypasses: bool) -> None:
         flags = fcntl.fcntl(self._file, fcntl.F_GETFL) & ~_DIRECT
         fcntl.fcntl(self._file, fcntl.F_SETFL, flags | _DIRECT if bypasses else flags)
 
     def reserve(self, nbytes: int) -> None:
-        """Set the size of a new file and allocate its blocks, so that no later write fails on a full disk.
+        """Change the size of the file, and allocate its blocks, so that no later write fails on a full disk.
 
         A system that cannot allocate blocks in advance must at least have the space now.
+
+        Raises:
+            OSError: if the disk lacks space; the file is then as before.
         """
-        free = free_bytes(self._file)
+        more, free = nbytes - self.nbytes, free_bytes(self._file)
+        self._bypass_cache(False)  # glibc may have to write to the file through the cache
         try:
-            if nbytes > free:  # an attempt would briefly fill the disk for all users
+            if more > free:  # an attempt would briefly fill the disk for all users
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             os.ftruncate(self._file, nbytes)
-            if nbytes and hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, 0, nbytes)
+            if more > 0 and hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(self._file, self.nbytes, more)
         except OSError as error:
-            os.ftruncate(self._file, 0)
+            os.ftruncate(self._file, self.nbytes)
             raise OSError(
                 error.errno,
-                f"{error.strerror}: {nbytes} bytes are required, {free} are available: free some space, or choose a "
+                f"{error.strerror}: {more} bytes are required, {free} are available: free some space, or choose a "
                 "folder on a larger disk",
                 self.path,
             ) from None
+        finally:
+            with suppress(OSError):  # in-memory file systems lack direct I/O
+                self._bypass_cache(True)
+        self.nbytes = nbytes
 
     def write(self, data: memoryview, position: int) -> None:
         """Write bytes at a position."""

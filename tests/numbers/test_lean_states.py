@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, Adagrad, Adam, AdamW, NAdam, Optimizer, RMSprop, Rprop
 
-from lightning_zero import OffloadConfig, ZeroStrategy
+from lightning_zero import ZeroStrategy
 from lightning_zero.engine import Engine
 from lightning_zero.engine.optim import updating
 from tests.support.models import OddModel
@@ -133,7 +133,8 @@ def test_all_stages_and_numbers_of_ranks_give_the_same_bits(run_on, optimizer, o
     dtypes = {value.dtype for state in reference[1]["state"].values() for value in state.values() if value.dim()}
     assert dtypes == {torch.float32 if options == "no masters" else BF16}
     everything = {"optimizer": "cpu", "gradients": "cpu", "parameters": "cpu"}
-    offloaded: list[Any] = [(1, 1, "cpu"), (2, 3, everything), (3, 2, "cpu")]
+    on_disk = {"optimizer": "nvme", "parameters": "nvme", "path": "swap"}
+    offloaded: list[Any] = [(1, 1, "cpu"), (2, 3, everything), (3, 2, "cpu"), (2, 3, on_disk)]
     for size, stage, offload in [*itertools.product((1, 2, 3), (1, 2, 3), [None]), *offloaded]:
         weights, state = run_on(size, trained, optimizer=optimizer, stage=stage, offload=offload, **OPTIONS[options])[0]
         same_values(weights, reference[0], f"weights of {size} ranks at stage {stage}")
@@ -418,9 +419,6 @@ def refuse(says: str, dtype: torch.dtype = BF16, optimizer: Any = None, codes: b
     same_values(module.state_dict(), before, "the module")
 
 
-NVME = OffloadConfig(optimizer="nvme", path=".")
-
-
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize(
     "case",
@@ -430,8 +428,6 @@ NVME = OffloadConfig(optimizer="nvme", path=".")
         {**NO_MASTERS, "dtype": torch.float32, "codes": True, "says": "the module's parameters are in float32. Write"},
         {**STATES, "optimizer": Adafactor, "says": "Adafactor cannot be used with state_dtype='bf16'"},
         {**NO_MASTERS, "optimizer": Adafactor, "says": "Adafactor cannot be used with masters=False"},
-        {**STATES, "offload": NVME, "says": "not supported for states on a disk. Write offload='cpu'"},
-        {**LEAN, "offload": NVME, "says": "or leave state_dtype='bf16' and masters=False out"},
     ],
     ids=str,
 )

@@ -46,8 +46,11 @@ class Simulation:
 class SimulatedFile:
     """A file with a size but no content. See ``SwapFile`` for the methods."""
 
-    def __init__(self, nbytes: int, moves: Callable[[int], None]) -> None:
-        self.nbytes, self._moves = nbytes, moves
+    def __init__(self, moves: Callable[[int], None]) -> None:
+        self.nbytes, self._moves = 0, moves
+
+    def reserve(self, nbytes: int) -> None:
+        self.nbytes = nbytes
 
     def read(self, into: memoryview, position: int) -> None:
         self._moves(len(into))

@@ -21,7 +21,7 @@ from lightning_zero.engine.config import (
     EngineConfig,
 )
 from lightning_zero.engine.init.sources import Source
-from lightning_zero.engine.offload import DiskStates, Swap, fields_by_parameter
+from lightning_zero.engine.offload import DiskStates, Swap
 from lightning_zero.engine.optim.compatibility import check_not_divided, kept_whole
 from lightning_zero.engine.plan.layout import BucketLayout, Placements, balanced_owners
 from lightning_zero.engine.plan.units import Owner, UnitPlan
@@ -57,7 +57,6 @@ class UnshardedBucket:
 
     parameters: list[nn.Parameter]
     plan: ResidencyPlan
-    fields: dict[str, torch.dtype]
     number: int
     unit_name: str
     shared: SharedByBuckets
@@ -71,9 +70,9 @@ class UnshardedBucket:
         self._full = without_memory(self.layout.padded_numel, self.plan.gathered_dtype, self.plan.device)
 
     def reserve(self, swap: Swap) -> None:
-        """Reserve disk space for the master weights and their optimizer states, if the plan puts them on a disk."""
+        """Reserve disk space for the master weights, if the plan puts them on a disk."""
         if self.plan.masters is Medium.DISK:
-            self._states = self.plan.reserve(swap, f"{self.unit_name} {self.number}", self.fields)
+            self._states = self.plan.reserve(swap, f"{self.unit_name} {self.number}")
 
     def shard(self, sources: list[Source]) -> Bucket:
         """Shard the parameters: each becomes a sharded tensor. Collective; must be called only once."""
@@ -152,7 +151,6 @@ def assign_to_buckets(
     kind_of = partial(_kind_of, config, is_kept_whole, compression, may_fuse, extension_of)
     parts = list(_parts(plans, optimizers, kind_of, numels, min(config.bucket_numel, most_numel)))
     owners = _owners_in(parts, ranks)
-    fields_of = fields_by_parameter(optimizers)
     units: list[list[UnshardedBucket]] = [[] for _ in plans]
     for number, (of_unit, kind, part) in enumerate(parts):
         named = [(name, shares[name]) for name, _ in part]
@@ -172,11 +170,9 @@ def assign_to_buckets(
             config=config,
         )
         parameters = [p for _, p in part]
-        has_fields = kind.trains and residency.is_offloaded and not kind.is_whole
-        fields = fields_of(parameters, residency.update_dtype) if has_fields else {}
         name, codec = plans[of_unit].name or "root", kind.gradient_codec
         extensions = [extension_of[p] for p in parameters if p in extension_of]
-        units[of_unit].append(UnshardedBucket(parameters, residency, fields, number, name, shared, codec, extensions))
+        units[of_unit].append(UnshardedBucket(parameters, residency, number, name, shared, codec, extensions))
     return units
 
 
@@ -324,7 +320,7 @@ def _split(
 
 
 def reserve_disk(swap: Swap, units: Sequence[Sequence[UnshardedBucket]], communicator: Communicator) -> None:
-    """Reserve disk space for all offloaded states; raise an OSError on every rank if a disk lacks space. Collective."""
+    """Reserve disk space for master weights; raise an OSError on every rank if a disk lacks space. Collective."""
     error = None
     try:
         for bucket in chain.from_iterable(units):

@@ -52,6 +52,12 @@ class Master:
         """Whether this rank updates the master: this rank owns elements of it, or the parameters are empty."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
+    def store(self, key: str, values: Tensor) -> None:
+        """Write this master's optimizer state ``key`` to the disk, where the update of another master may have it."""
+        assert self.bucket.states is not None
+        self.bucket.states.add_fields({key: values.dtype})
+        self.bucket.states.write(key, self.range.start, values)
+
     def stored(self, key: str) -> Tensor:
         """This master's optimizer state ``key``, which is on a disk, as a lazy tensor."""
         assert self.bucket.states is not None

@@ -21,9 +21,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.compat import call_first, running_steps
-from lightning_zero.engine.offload import DiskStates, Update, fields_by_parameter, of_no_parameter
+from lightning_zero.engine.offload import Update, of_no_parameter
 from lightning_zero.engine.optim.kinds import is_by_element
 from lightning_zero.engine.optim.master import Master, is_alone
 from lightning_zero.engine.optim.state import MasterStates, OptimizedEngine, StateMapping, States
@@ -221,19 +220,11 @@ class Masters:
             of_slot = {slot: master for master in masters for slot in master.slots}
             order = (of_slot.get(slots[p], p) if p in slots else p for p in kept)
             self._arranged.append(list(dict.fromkeys(order)))
-        make_room(self.states.optimizer)
         self._signature = self._state_of_groups(), signature[1]  # the version may have changed
 
     def _state_of_groups(self) -> Any:
-        """A value that changes if parameters move between groups, are added or removed, or options come into effect.
-
-        Which options are in effect determines the states for which ``make_room`` reserves space.
-        """
-        groups = self.states.optimizer.param_groups
-        options = [
-            [name for name, value in group.items() if isinstance(value, (int, float)) and value] for group in groups
-        ]
-        return [[id(p) for p in group["params"]] for group in groups], options, self.states.version
+        """A value that changes if parameters move between groups, are added or removed, or masters are replaced."""
+        return [[id(p) for p in group["params"]] for group in self.states.optimizer.param_groups], self.states.version
 
     def _gradient(self, master: Master) -> Tensor | None:
         gradients = [gradient for slot in master.slots if (gradient := slot.parameter.grad) is not None]
@@ -354,24 +345,3 @@ def _ignores_closure(kind: Any) -> bool:
     # one instruction may read two variables (Python 3.13)
     names = (each.argval if isinstance(each.argval, tuple) else (each.argval,) for each in dis.get_instructions(code))
     return not any("closure" in read for read in names)
-
-
-def make_room(optimizer: Optimizer) -> None:
-    """Reserve disk space for all states that an optimizer's update needs.
-
-    Raises:
-        OSError: if a disk lacks space.
-    """
-    members: dict[DiskStates, list[Tensor]] = {}
-    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-        slot = slot_of(parameter)
-        if slot is not None and slot.bucket.states is not None:
-            members.setdefault(slot.bucket.states, []).append(parameter)
-    if not members:
-        return  # no state is on a disk: return early, since this function may be called at every step
-    fields_of = fields_by_parameter([optimizer])
-    for states, parameters in members.items():
-        fields = fields_of(parameters, states.dtype)
-        if not fields.keys() <= states.fields.keys():
-            synchronize()
-            states.add_fields(fields)

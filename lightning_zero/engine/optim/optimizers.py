@@ -16,7 +16,7 @@ from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.optim.compatibility import check_not_divided, check_optimizers, kept_whole, warn_of_unknown
-from lightning_zero.engine.optim.masters import Masters, give_owners, make_room, masters_of
+from lightning_zero.engine.optim.masters import Masters, give_owners, masters_of
 from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.slot import slots_of
 
@@ -144,8 +144,6 @@ class Optimizers:
         """Replace the optimizers; see ``Engine.set_optimizers``."""
         check_optimizers(optimizers, self._config, ranks=self.communicator.everyone.size)
         self._check_not_divided(optimizers)
-        for optimizer in optimizers:
-            make_room(optimizer)
         before, known = self.masters, {masters.optimizer: masters for masters in self.masters}
         self.masters = [known.get(optimizer) or masters_of(optimizer, self) for optimizer in optimizers]
         if self.communicator.size > 1 and self.communicator.everyone.rank == 0:

@@ -210,7 +210,7 @@ def _begin(
         shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
     """
     background, phase = bucket.background, partial(bucket.phases, "update", bucket.unit_name)
-    update = on_own_stream(bucket.full.device, _BucketUpdate(optimizer, phase, wanted, shown))
+    update = on_own_stream(bucket.full.device, _BucketUpdate(optimizer, phase, wanted, shown).run)
     if bucket.states is None:
         return background.submit(update)
     if background not in on_disk:
@@ -226,7 +226,7 @@ class _BucketUpdate(NamedTuple):
     wanted: list[tuple[Update, Master, Tensor | None]]
     shown: Tensor | None
 
-    def __call__(self, fields: Mapping[str, Tensor] | None = None) -> None:
+    def run(self, fields: Mapping[str, Tensor] | None = None) -> None:
         """Update the masters. ``fields``: the bucket's masters and states, in memory, if they are kept on a disk."""
         states = self.optimizer.state
         for update, master, gradient in self.wanted:
@@ -235,16 +235,13 @@ class _BucketUpdate(NamedTuple):
             known = {key: own.get(key, value) for key, value in states.get(master.tensor, {}).items()}
             with self.phase():
                 after = updated(update, master, values, gradient, known)
-            for key, value in after.items():
-                if key in own:
-                    if value is not own[key]:
+            for key, value in after.items() if fields is not None else ():
+                if is_by_element(key, value, values.shape):
+                    if key not in own:  # a state that this update has made
+                        master.store(key, value)
+                    elif value is not own[key]:
                         own[key].copy_(value)
                     after[key] = master.stored(key)
-                elif fields is not None and is_by_element(key, value, values.shape):
-                    raise RuntimeError(
-                        f"{type(self.optimizer).__name__} has created the state {key!r} in a later step than the "
-                        "others, so that no disk space is reserved for it. Write offload='cpu'."
-                    )
             states[master.tensor] = after
             if copy is not None:
                 copy.copy_(values)

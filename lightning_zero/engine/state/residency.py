@@ -6,7 +6,7 @@ says where the master weights and the copy are; a ``Residency`` holds their valu
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -150,10 +150,9 @@ class ResidencyPlan:
         if self.copy is not None and self.copy not in SHOWN:
             yield "parameters", self.copy, shard * self.compute_dtype.itemsize
 
-    def reserve(self, swap: Swap, name: str, fields: Mapping[str, torch.dtype]) -> DiskStates:
-        """Reserve disk space for master weights and the given optimizer states. Raises OSError if space is short."""
-        if self.copy is Medium.DISK:
-            fields = {PARAMETERS: self.compute_dtype, **fields}
+    def reserve(self, swap: Swap, name: str) -> DiskStates:
+        """Reserve disk space for master weights and their copy. Raises OSError if space is short."""
+        fields = {PARAMETERS: self.compute_dtype} if self.copy is Medium.DISK else {}
         return DiskStates(swap, name, self.shard_numel, self.master_dtype, fields)
 
 
@@ -276,7 +275,7 @@ class Residency:
         plan = replace(self.plan, master_dtype=torch.float32)
         if self.states is not None:
             on_disk, self.plan = self.states, replace(plan, copy=plan.copy or Medium.DISK)
-            self.states = self.plan.reserve(on_disk.swap, on_disk.name, {})
+            self.states = self.plan.reserve(on_disk.swap, on_disk.name)
             self._write(0, on_disk.read(MASTERS, 0, on_disk.numel).float())
             on_disk.file.close()
             return
