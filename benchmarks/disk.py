@@ -77,7 +77,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     file = SwapFile(arguments.disk, arguments.size * MIB)
     nbytes = arguments.piece * MIB
     extents = [FileRange(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
-    ring = Ring(nbytes, arguments.threads)
+    ring = Ring(arguments.threads)
     for index in range(BUFFERS):
         ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
     move_all(extents, ring.write)

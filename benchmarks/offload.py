@@ -37,7 +37,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--steps", type=int, default=6, help="timed steps per round")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--sub-group", type=int, default=2**21, help="elements in a piece on the disk")
     parser.add_argument("--disk", type=Path, help="folder on the disk; default: the system's temporary folder")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # the parent starts workers with it
@@ -62,7 +61,7 @@ def work(arguments: argparse.Namespace) -> None:
     with device:  # a GPU initialises large models in seconds
         model = model_of(arguments.model, arguments.sequence)
     parameters = sum(p.numel() for p in model.parameters())
-    training = SYSTEMS[arguments.systems](model, Setting(device, dtype, arguments.disk, arguments.sub_group))
+    training = SYSTEMS[arguments.systems](model, Setting(device, dtype, arguments.disk))
     text = torch.randint(256, (arguments.batch, arguments.sequence + 1), device=device)
     seconds = []
     for _ in range(WARM_UP + arguments.steps):
@@ -88,7 +87,7 @@ def main() -> int:
         return 0
     systems = arguments.systems.split(",")
     rounds: dict[str, list[dict[str, Any]]] = {system: [] for system in systems}
-    chosen = ["--model", arguments.model, "--precision", arguments.precision, "--sub-group", str(arguments.sub_group)]
+    chosen = ["--model", arguments.model, "--precision", arguments.precision]
     chosen += ["--batch", str(arguments.batch), "--sequence", str(arguments.sequence), "--steps", str(arguments.steps)]
     for number, turn in in_turn(systems, arguments.rounds):
         for system in (each for each in turn if each in rounds):

@@ -20,18 +20,17 @@ from lightning_zero.zoo.gpt import GPT
 
 @dataclass(frozen=True)
 class Setting:
-    """The training device, the dtype of computation, and the folder and piece size for states on a disk."""
+    """The training device, the dtype of computation, and the folder for states on a disk."""
 
     device: torch.device
     dtype: torch.dtype
     disk: Path
-    sub_group: int
 
 
 def ours(model: GPT, setting: Setting, **offload: Any) -> Training:
     model.to(setting.dtype)  # the masters are fp32 all the same
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, fused=True)
-    elsewhere = {**offload, "path": setting.disk, "sub_group": setting.sub_group} if offload else None
+    elsewhere = {**offload, "path": setting.disk} if offload else None
     engine = Engine(model, [optimizer], stage=3, offload=elsewhere, device=setting.device)
 
     def step(tokens: Tensor, targets: Tensor) -> Tensor:
