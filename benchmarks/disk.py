@@ -78,9 +78,13 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     nbytes = arguments.piece * MIB
     extents = [FileRange(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
     ring = Ring(arguments.threads)
+
+    def write(index: int, extent: FileRange) -> list[Future[None]]:
+        return [ring.write(index, extent, lambda _: None)]
+
     for index in range(BUFFERS):
         ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
-    move_all(extents, ring.write)
+    move_all(extents, write)
     if not fcntl.fcntl(file._file, fcntl.F_GETFL) & os.O_DIRECT:
         raise SystemExit(
             f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
@@ -98,7 +102,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     def own_seconds() -> dict[str, float]:
         return {
             "read": timed(lambda: move_all(extents, ring.read)),
-            "write": timed(lambda: move_all(extents, ring.write)),
+            "write": timed(lambda: move_all(extents, write)),
             "both": timed(lambda: stream(extents, lambda *_: None, ring)),
         }
 

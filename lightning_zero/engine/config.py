@@ -186,8 +186,8 @@ class OffloadConfig:
 
     Args:
         optimizer: optimizer states and master weights: ``"cpu"`` keeps and updates them in host memory; ``"nvme"``
-            keeps them in a file on a local disk and updates them in host memory in chunks; None keeps them on the
-            device.
+            keeps them in files on a local disk and updates them in host memory, bucket by bucket; None keeps them on
+            the device.
         gradients: each rank's shard of the reduced gradients of parameters with offloaded optimizer states: ``"cpu"``,
             or None to leave it on the device until the update.
         parameters: each rank's shard of the parameters while they are not gathered (stage 3): ``"cpu"``, ``"nvme"`` or

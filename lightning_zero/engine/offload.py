@@ -28,23 +28,27 @@ from lightning_zero.engine.comm.simulation import SimulatedFile, Simulation
 from lightning_zero.engine.compat import tree_map_only, without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
-from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory
+from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory, huge_memory
 from lightning_zero.io.swap import FileRange, Ring, SameThread, SwapFile, stream
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
-"""Names of fields that are not optimizer states: the master weights (first), and their copy in the compute dtype."""
+"""Names of fields that are not optimizer states: the master weights, and their copy in the compute dtype."""
 
 
 class Swap:
     """The files of an engine's buckets, in one folder, and buffers for their updates.
 
-    With a simulation, no files are created.
+    With a simulation, no files are created, and a range of numbers takes the place of memory.
+
+    Attributes:
+        allocate: returns memory of a number of bytes, for a transfer.
     """
 
     def __init__(self, folder: str, simulation: Simulation | None = None) -> None:
         self._folder, self._files, self._simulation = folder, weakref.WeakSet[SwapFile](), simulation
         executor: Callable[[int, str], Executor] = ThreadPoolExecutor if simulation is None else SameThread
-        self.ring = Ring(executor=executor)
+        self.allocate: Callable[[int], Any] = aligned_memory if simulation is None else range
+        self.ring = Ring(executor=executor, allocate=huge_memory if simulation is None else range)
         # Separate from the ring's threads: a task of this reader may wait for an update, which waits for the ring.
         self.reader = executor(2, "lightning_zero-fetch")
 
@@ -68,56 +72,57 @@ class DiskStates:
     """Tensors of equal length, called fields, stored in a file one after another.
 
     Args:
-        dtype: the dtype of the master weights, which are the first field.
-        fields: dtypes of the other fields, by name. The attribute ``fields`` also contains the first field.
+        dtypes: the dtypes of the first fields, by name.
+
+    Attributes:
+        fields: the position in the file and the dtype of each field, by name.
 
     Raises:
         OSError: if the disk lacks space.
     """
 
-    def __init__(
-        self, swap: Swap, name: str, numel: int, dtype: torch.dtype, fields: Mapping[str, torch.dtype]
-    ) -> None:
+    def __init__(self, swap: Swap, name: str, numel: int, dtypes: Mapping[str, torch.dtype]) -> None:
         self.swap, self.name, self.numel = swap, name, numel
-        self.fields: Mapping[str, torch.dtype] = {}
-        self._starts: Mapping[str, int] = {}
+        self.fields: Mapping[str, tuple[int, torch.dtype]] = {}
         self.file = swap.open()
-        self.add_fields({MASTERS: dtype, **fields})
+        self.add_fields(dtypes)
 
-    def add_fields(self, fields: Mapping[str, torch.dtype]) -> None:
+    def add_fields(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Add missing fields, filled with zeros. Raises an OSError, and changes nothing, if the disk lacks space."""
-        starts, nbytes = dict(self._starts), self.file.nbytes
-        for field, dtype in fields.items():
-            if field not in starts:
-                starts[field], nbytes = nbytes, nbytes + aligned(self.numel * dtype.itemsize)
-        self.file.reserve(nbytes)
-        self._starts, self.fields = starts, {**fields, **self.fields}
+        fields, nbytes = dict(self.fields), self.file.nbytes
+        for field in dtypes.keys() - fields.keys():
+            fields[field], nbytes = (nbytes, dtypes[field]), nbytes + aligned(self.numel * dtypes[field].itemsize)
+        if nbytes > self.file.nbytes:
+            self.file.reserve(nbytes)
+        self.fields = fields
 
-    def views(self, memory: memoryview) -> dict[str, Tensor]:
+    def views(self, memory: memoryview | range) -> dict[str, Tensor]:
         """The fields, as 1-D tensors over memory that contains the whole file."""
-        return {key: _over(memory, self._starts[key], self.numel, dtype) for key, dtype in self.fields.items()}
+        return {key: _over(memory, start, self.numel, dtype) for key, (start, dtype) in self.fields.items()}
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
         memory, position, elements = self._around(field, start, stop)
         self.file.read(memory, position)
-        return elements.clone()
+        # small values are copied, since a process can map only about 65,000 pieces of memory
+        return elements.clone() if elements.nbytes < 2**20 else elements
 
     def write(self, field: str, start: int, values: Tensor) -> None:
         """Write values to the elements of a field from ``start`` on."""
         memory, position, elements = self._around(field, start, start + values.numel())
-        if elements.nbytes < len(memory):
-            self.file.read(memory, position)  # preserves the bytes around the elements
+        if elements.nbytes < len(memory):  # preserve the bytes around the elements
+            for edge in {0, len(memory) - ALIGNMENT}:
+                self.file.read(memory[edge : edge + ALIGNMENT], position + edge)
         elements.copy_(values)
         self.file.write(memory, position)
 
-    def _around(self, field: str, start: int, stop: int) -> tuple[memoryview, int, Tensor]:
-        """Memory for the elements and the bytes around them up to aligned positions, its position, and the elements."""
-        dtype = self.fields[field]
-        first = start * dtype.itemsize
+    def _around(self, field: str, start: int, stop: int) -> tuple[Any, int, Tensor]:
+        """Memory for elements, extended to aligned positions; its position in the file; the elements."""
+        position, dtype = self.fields[field]
+        first, last = (number * dtype.itemsize for number in (start, stop))
         begin = first // ALIGNMENT * ALIGNMENT
-        memory = aligned_memory(max(aligned(stop * dtype.itemsize) - begin, ALIGNMENT))
-        return memory, self._starts[field] + begin, _over(memory, first - begin, stop - start, dtype)
+        memory = self.swap.allocate(aligned(last) - begin if stop > start else 0)
+        return memory, position + begin, _over(memory, first - begin, stop - start, dtype)
 
     def tensor(self, field: str, start: int, stop: int) -> LazyTensor:
         """A range of a field as a lazy tensor: each use reads values from the disk, and each write goes to the disk."""
@@ -126,13 +131,13 @@ class DiskStates:
             return self.read(field, start + low, start + high)
 
         write = partial(self.write, field, start)
-        return LazyTensor(f"{field} of {self.name}", (stop - start,), self.fields[field], read, write=write)
+        return LazyTensor(f"{field} of {self.name}", (stop - start,), self.fields[field][1], read, write=write)
 
 
-def _over(memory: memoryview, start: int, numel: int, dtype: torch.dtype) -> Tensor:
+def _over(memory: memoryview | range, start: int, numel: int, dtype: torch.dtype) -> Tensor:
     """A 1-D tensor over memory, from byte ``start`` on."""
-    if not numel:  # refused by ``frombuffer``
-        return torch.empty(0, dtype=dtype, device="cpu")
+    if not numel or isinstance(memory, range):  # ``frombuffer`` refuses to make an empty tensor
+        return torch.empty(numel, dtype=dtype, device="cpu")
     return torch.frombuffer(memory, dtype=dtype, count=numel, offset=start)
 
 
@@ -236,7 +241,7 @@ class DiskUpdate:
     def add(self, states: DiskStates, act: Act) -> BackgroundWork:
         """Add the states of a bucket, before the update is started; return the work on them."""
         self.works[states] = BackgroundWork(self._owner)
-        self.acts[states] = act  # at last, since Ctrl-C may come at any time
+        self.acts[states] = act  # last, since Ctrl-C may come at any time
         return self.works[states]
 
     def run(self) -> None:
@@ -246,7 +251,7 @@ class DiskUpdate:
 
         def act(number: int, memory: memoryview) -> None:
             states = members[number]
-            acts.pop(states)(states.views(memory))  # at its end, the function and the gradients that it holds are freed
+            acts.pop(states)(states.views(memory))  # ``pop``: the function, which holds gradients, is freed as it ends
 
         try:
             if members:
@@ -303,7 +308,7 @@ class Update(NamedTuple):
         optimizer: Optimizer,
         group: dict[str, Any],
         device: torch.device,
-        own: dict[Any, Any] | None = None,
+        own: dict[Any, Any],
     ) -> Update:
         """Make an update that runs on the CPU.
 
@@ -312,7 +317,7 @@ class Update(NamedTuple):
 
         Args:
             device: the module's device.
-            own: the result of ``of_no_parameter``, if known.
+            own: the result of ``of_no_parameter``.
         """
         kind: Any = type(optimizer)
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
@@ -321,8 +326,8 @@ class Update(NamedTuple):
         if device.type != "cpu" and options.get("capturable"):
             options["capturable"] = False
         dtype = torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-        own = tree_map_only(Tensor, Tensor.clone, of_no_parameter(optimizer.state) if own is None else own)
-        return cls(kind, _without_hooks(kind), {**optimizer.__dict__, "state": own}, options, dtype)
+        attributes = {**optimizer.__dict__, "state": tree_map_only(Tensor, Tensor.clone, own)}
+        return cls(kind, _without_hooks(kind), attributes, options, dtype)
 
     def act(self, values: Tensor, gradient: Tensor | None, state: dict[str, Any]) -> dict[str, Any]:
         """Update one tensor and its state in place, as the optimizer's ``step`` does; return the state.

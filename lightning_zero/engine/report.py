@@ -11,6 +11,7 @@ import torch
 from lightning_zero.engine.plan.layout import Placements, replicated_bytes
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.state.residency import Medium
+from lightning_zero.io.swap import BUFFERS
 
 
 @dataclass(frozen=True)
@@ -88,12 +89,12 @@ class Offloaded(NamedTuple):
 
     Attributes:
         on_host: those in host memory.
-        largest: the largest file, which an update reads into host memory.
+        in_transfer: those of the largest files that an update may have in host memory at one time.
         on_disk: those in files.
     """
 
     on_host: int
-    largest: int
+    in_transfer: int
     on_disk: int
 
 
@@ -103,7 +104,7 @@ def offloaded_in(buckets: Sequence[Bucket]) -> Offloaded:
     files = [bucket.states.file.nbytes for bucket in buckets if bucket.states is not None]
     return Offloaded(
         sum(nbytes for _, medium, nbytes in at_rest if medium is Medium.HOST),
-        max(files, default=0),
+        sum(sorted(files)[-BUFFERS:]),
         sum(files),
     )
 

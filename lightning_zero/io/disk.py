@@ -17,7 +17,7 @@ def aligned_memory(nbytes: int) -> memoryview:
     The memory is shared with forked processes, as the target of ``O_DIRECT`` reads must be: with private memory, a
     child process might get the very page that the disk is writing to (see open(2)).
     """
-    return memoryview(mmap.mmap(-1, nbytes))
+    return memoryview(mmap.mmap(-1, nbytes) if nbytes else bytearray())
 
 
 _MADV_WIPEONFORK = 18  # a Linux constant; Python has no name for it
@@ -29,7 +29,7 @@ def huge_memory(nbytes: int) -> memoryview:
     Huge pages require private memory. Forked processes see zeros in this memory, so they keep no pages alive, and
     the system never copies a page that the disk is writing to.
     """
-    if not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not nbytes or not hasattr(mmap, "MADV_HUGEPAGE"):
         return aligned_memory(nbytes)
     memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     try:

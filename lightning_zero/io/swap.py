@@ -169,22 +169,28 @@ class Ring:
     Several threads read an extent, and several write it: disks are faster with several requests at once.
     """
 
-    def __init__(self, threads: int = 4, executor: Callable[[int, str], Executor] = ThreadPoolExecutor) -> None:
-        self.threads, self.buffers = threads, [memoryview(bytearray())] * BUFFERS
-        # Two executors, so that reads and writes do not queue behind each other. Threads start when they are needed.
+    def __init__(
+        self,
+        threads: int = 4,
+        executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
+        allocate: Callable[[int], Any] = huge_memory,
+    ) -> None:
+        self.threads, self._allocate, self.buffers = threads, allocate, [allocate(0)] * BUFFERS
+        # Three executors, so that reads and writes do not queue behind each other. Threads start when they are needed.
         self._readers = executor(threads, "lightning_zero-read")
         self._writers = executor(threads, "lightning_zero-write")
+        self._ends = executor(1, "lightning_zero-written")
 
     def close(self) -> None:
-        """Free the buffers; stop the threads, and wait until they have ended, as they do at garbage collection."""
-        self._readers.shutdown()
-        self._writers.shutdown()
-        self.buffers = [memoryview(bytearray())] * BUFFERS
+        """Stop the threads, and wait until they have ended; free the buffers. So does garbage collection."""
+        for executor in (self._readers, self._writers, self._ends):
+            executor.shutdown()
+        self.buffers = [self._allocate(0)] * BUFFERS
 
     def buffer(self, index: int, nbytes: int) -> memoryview:
         """Return the first ``nbytes`` of the buffer for the extent with number ``index``."""
         if len(self.buffers[index % BUFFERS]) < nbytes:
-            self.buffers[index % BUFFERS] = huge_memory(nbytes)
+            self.buffers[index % BUFFERS] = self._allocate(nbytes)
         return self.buffers[index % BUFFERS][:nbytes]
 
     def read(self, index: int, extent: FileRange, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
@@ -196,9 +202,16 @@ class Ring:
 
         return self._in_slices(self._readers, read, index, extent)
 
-    def write(self, index: int, extent: FileRange) -> list[Future[None]]:
-        """Start to write an extent from its buffer."""
-        return self._in_slices(self._writers, extent.file.write, index, extent)
+    def write(self, index: int, extent: FileRange, then: Callable[[int], object]) -> Future[None]:
+        """Start to write an extent from its buffer. After that, ``then`` is called with the extent's number."""
+        slices = self._in_slices(self._writers, extent.file.write, index, extent)
+
+        def end() -> None:
+            wait(slices)
+            _wait(slices)
+            then(index)
+
+        return self._ends.submit(end)
 
     def _in_slices(
         self, executor: Executor, call: Callable[[memoryview, int], None], index: int, extent: FileRange
@@ -223,37 +236,27 @@ def stream(
         extents: ranges that do not overlap.
         act: called in this thread with an extent's number and bytes; ``act`` may use these bytes until it returns.
         ring: a ring that no other ``stream`` is using.
-        on_written: called in this thread with an extent's number after the extent was written, in order.
+        on_written: called in another thread with an extent's number after the extent was written, in order.
     """
     reads: deque[list[Future[None]]] = deque()  # reads of the next extents
-    writes: deque[list[Future[None]]] = deque()  # the latest writes; all earlier ones succeeded
-    written = 0
-
-    def report(*, is_last: bool) -> None:
-        """Report the earliest writes that have ended or, at last, all writes; raise their errors."""
-        nonlocal written
-        while writes and (is_last or all(write.done() for write in writes[0])):
-            _wait(writes[0])
-            writes.popleft()
-            on_written(written)
-            written += 1
-
+    writes: deque[Future[None]] = deque()  # the latest writes; all earlier ones succeeded
     try:
         for index, extent in enumerate(extents[:BUFFERS]):
             reads.append(ring.read(index, extent))
         for index, extent in enumerate(extents):
             _wait(reads[0])
             reads.popleft()
-            report(is_last=False)
+            while writes and writes[0].done():
+                writes.popleft().result()
             act(index, ring.buffer(index, extent.nbytes))
-            writes.append(ring.write(index, extent))
+            writes.append(ring.write(index, extent, on_written))
             if index + BUFFERS < len(extents):
-                reads.append(ring.read(index + BUFFERS, extents[index + BUFFERS], after=writes[-1]))
-        report(is_last=True)
+                reads.append(ring.read(index + BUFFERS, extents[index + BUFFERS], after=[writes[-1]]))
+        _wait(writes)
     finally:  # wait until no thread uses the ring
         for future in chain.from_iterable(reads):
             future.cancel()
-        wait([*chain.from_iterable(reads), *chain.from_iterable(writes)])
+        wait([*chain.from_iterable(reads), *writes])
 
 
 def _wait(futures: Iterable[Future[None]]) -> None:

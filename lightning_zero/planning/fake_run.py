@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from lightning_zero.checkpoint.saving import entry_of
 from lightning_zero.checkpoint.trees import identity
 from lightning_zero.engine import Ledger, compat, deferred_param, process_group, quantised_layers, tensor_parallel
-from lightning_zero.io.swap import BUFFERS
 from lightning_zero.planning.timeline import Event
 from lightning_zero.planning.tracking import Observer
 from lightning_zero.strategies.lightning_internals import should_accumulate
@@ -125,7 +124,7 @@ class _PlannedZero(_Planned):
 
     def offloaded(self) -> tuple[int, int, int]:
         """Bytes in the host's memory that ``ledger`` counts as parameters, other bytes there, and bytes on a disk."""
-        on_host, largest, on_disk = self.engine.offloaded()
+        on_host, in_transfer, on_disk = self.engine.offloaded()
         kept = 0
         if self.options.resilience is not None:  # type: ignore[attr-defined]
             leaves = compat.tree_leaves(self.checkpoints.state_to_keep())  # type: ignore[attr-defined]
@@ -133,7 +132,7 @@ class _PlannedZero(_Planned):
             entries = {identity(leaf): entry_of(leaf, rank) for leaf in leaves if isinstance(leaf, Tensor)}
             # two generations in shared memory, and the copy from which a save writes
             kept = 3 * sum(entry.nbytes for entry in entries.values())
-        return on_host, BUFFERS * largest + kept, on_disk
+        return on_host, in_transfer + kept, on_disk
 
     def most_loaded(self, rank: int) -> int:
         """The rank that holds the most elements; ``rank`` if no rank holds more."""

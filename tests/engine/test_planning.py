@@ -1,4 +1,4 @@
-"""The host memory that is available, and the disk space that is reserved for each state of an optimizer."""
+"""The host memory that is available, and the files of optimizer states on a disk."""
 
 from __future__ import annotations
 

@@ -192,6 +192,18 @@ def test_each_extent_is_reported_once_its_new_contents_can_be_read(tmp_path, sma
     assert found == dict.fromkeys(range(count), b"\1" * 3 * ALIGNMENT)
 
 
+def test_an_extent_is_reported_while_the_next_one_is_changed(tmp_path):
+    """A forward may be waiting for it."""
+    file, told = SwapFile(str(tmp_path), 5 * ALIGNMENT), [threading.Event() for _ in range(5)]
+
+    def act(index, memory):
+        assert index == 0 or told[index - 1].wait(SECONDS)
+        plus_one(index, memory)
+
+    stream(extents_of(file, ALIGNMENT), act, Ring(), on_written=lambda index: told[index].set())
+    assert all(event.is_set() for event in told) and contents(file) == b"\1" * file.nbytes
+
+
 def test_an_extent_that_is_not_written_is_not_reported(tmp_path, monkeypatch, small_slices):
     file = SwapFile(str(tmp_path), 4 * ALIGNMENT)
     told: list[int] = []

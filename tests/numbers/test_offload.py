@@ -858,6 +858,22 @@ def test_a_failed_update_is_reported_by_its_own_engine_only(run_on):
     run_on(1, one_engine_of_two_fails)
 
 
+def with_an_empty_frozen_parameter(offload: str) -> None:
+    module, optimizer = prepare(Recipe(Wide))
+    module.register_parameter("empty", nn.Parameter(torch.empty(0, 3), requires_grad=False))
+    engine = Engine(module, [optimizer], stage=3, offload=option(offload, 3))
+    module(*batch(0)).backward()
+    optimizer.step()
+    assert engine.full_state_dict()["empty"].shape == (0, 3)
+    engine.close()
+    assert module.empty.shape == (0, 3)
+
+
+@EACH
+def test_a_frozen_parameter_may_be_empty(run_on, offload):
+    run_on(2, with_an_empty_frozen_parameter, offload=offload)
+
+
 @pytest.mark.parametrize("when", ["read", "write"])
 def test_a_disk_failure_is_reported(run_on, when):
     run_on(1, fails, when=when)

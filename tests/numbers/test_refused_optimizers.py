@@ -177,7 +177,7 @@ def test_an_unknown_optimizer_declared_to_need_whole_parameters_trains_as_under_
 
 
 def refuse_on_a_disk() -> None:
-    refuse(stage=3, kind=Adafactor, says="in parts.*offload='cpu'", offload="nvme")
+    refuse(stage=3, kind=Adafactor, says="whole parameters.*offload='cpu'", offload="nvme")
 
 
 def test_an_optimizer_of_whole_parameters_is_refused_with_disk_offload(run_on):

@@ -117,6 +117,13 @@ def test_states_in_files_take_as_many_bytes_as_their_elements(precision):
     assert 0.85 * gathers < moved - 2 * runs[1].disk_bytes < 0.95 * gathers
 
 
+def test_a_plan_needs_no_memory_for_states_on_a_disk():
+    """A unit's states take 2 TB here."""
+    offload = {"optimizer": "nvme", "parameters": "nvme", "path": "."}
+    run = fake_run(partial(Net, width=2**18), torch.randn(1, 2**18), ranks=1, stage=3, offload=offload)
+    assert run.disk_bytes >= 12 * run.parameters > 2**43
+
+
 def hold_whole_parameters(stage: int, offload: str | None) -> dict[str, int]:
     watch = Watch()
     trainer = make_trainer(ZeroStrategy(stage=stage, offload=offload, unit_numel=0), callbacks=[watch], max_steps=2)

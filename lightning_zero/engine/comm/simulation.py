@@ -6,7 +6,7 @@ are correct.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
@@ -52,10 +52,10 @@ class SimulatedFile:
     def reserve(self, nbytes: int) -> None:
         self.nbytes = nbytes
 
-    def read(self, into: memoryview, position: int) -> None:
+    def read(self, into: Sized, position: int) -> None:
         self._moves(len(into))
 
-    def write(self, data: memoryview, position: int) -> None:
+    def write(self, data: Sized, position: int) -> None:
         self._moves(len(data))
 
     def close(self) -> None:

@@ -154,8 +154,8 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
     if chunked is not None and _rule(known, declared) is not False:
         raise TypeError(
             f"{name} cannot be used with {chunked}: it needs whole parameters"
-            f"{f' ({known.why})' if known is not None else ''}, but updates are made in parts. Use an elementwise "
-            f"optimizer ({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {chunked} out{also}."
+            f"{f' ({known.why})' if known is not None else ''}. Use an elementwise optimizer "
+            f"({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {chunked} out{also}."
         )
     if _has_overrides(optimizer):
         raise TypeError(

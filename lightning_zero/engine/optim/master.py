@@ -52,13 +52,13 @@ class Master:
         """Whether this rank updates the master: this rank owns elements of it, or the parameters are empty."""
         return self.tensor.numel() > 0 or all(slot.share.own_shape.numel() == 0 for slot in self.slots)
 
-    def store(self, key: str, values: Tensor) -> None:
-        """Write this master's optimizer state ``key`` to the disk, where the update of another master may have it."""
+    def write_state(self, key: str, values: Tensor) -> None:
+        """Write the optimizer state ``key`` to the disk, in a field that may have to be added."""
         assert self.bucket.states is not None
         self.bucket.states.add_fields({key: values.dtype})
         self.bucket.states.write(key, self.range.start, values)
 
-    def stored(self, key: str) -> Tensor:
+    def state_on_disk(self, key: str) -> Tensor:
         """This master's optimizer state ``key``, which is on a disk, as a lazy tensor."""
         assert self.bucket.states is not None
         return self.bucket.states.tensor(key, self.range.start, self.range.stop)

@@ -117,7 +117,7 @@ class MasterStates:
                 offset = part.range.start - master.range.start
                 kept = slice(offset, offset + part.tensor.numel())
                 self.by_master[part.tensor] = {
-                    key: part.stored(key)
+                    key: part.state_on_disk(key)
                     if isinstance(value, LazyTensor)
                     else value[kept].clone()
                     if is_by_element(key, value, master.tensor.shape)
@@ -400,7 +400,7 @@ class MasterStates:
             dtype = plan.state_dtype_of(dtype)
         if on_disk is not None:
             on_disk.add_fields({key: dtype})
-        entry = torch.empty(own.shape, dtype=dtype, device=own.device) if on_disk is None else master.stored(key)
+        entry = torch.empty(own.shape, dtype=dtype, device=own.device) if on_disk is None else master.state_on_disk(key)
         for value, slot in zip(values, master.slots):
             part = _initial(key, slot, group) if value.is_meta else local_range_of(value.detach(), slot)
             if on_disk is None:

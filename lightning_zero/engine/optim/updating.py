@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -210,40 +210,42 @@ def _begin(
         shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
     """
     background, phase = bucket.background, partial(bucket.phases, "update", bucket.unit_name)
-    update = on_own_stream(bucket.full.device, _BucketUpdate(optimizer, phase, wanted, shown).run)
+    act = on_own_stream(bucket.full.device, partial(_update, optimizer, phase, wanted, shown))
     if bucket.states is None:
-        return background.submit(update)
+        return background.submit(act)
     if background not in on_disk:
         on_disk[background] = DiskUpdate(background)
-    return on_disk[background].add(bucket.states, update)
+    return on_disk[background].add(bucket.states, act)
 
 
-class _BucketUpdate(NamedTuple):
-    """The update of a bucket's masters. ``wanted`` lists (update, master, gradient)."""
+def _update(
+    optimizer: Optimizer,
+    phase: Callable[[], AbstractContextManager[Any]],
+    wanted: list[tuple[Update, Master, Tensor | None]],
+    shown: Tensor | None,
+    fields: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Update masters of a bucket.
 
-    optimizer: Optimizer
-    phase: Callable[[], AbstractContextManager[Any]]
-    wanted: list[tuple[Update, Master, Tensor | None]]
-    shown: Tensor | None
-
-    def run(self, fields: Mapping[str, Tensor] | None = None) -> None:
-        """Update the masters. ``fields``: the bucket's masters and states, in memory, if they are kept on a disk."""
-        states = self.optimizer.state
-        for update, master, gradient in self.wanted:
-            own = {key: field[master.range].view(master.tensor.shape) for key, field in (fields or {}).items()}
-            values, copy = own.pop(MASTERS, master.tensor.detach()), own.pop(PARAMETERS, None)
-            known = {key: own.get(key, value) for key, value in states.get(master.tensor, {}).items()}
-            with self.phase():
-                after = updated(update, master, values, gradient, known)
-            for key, value in after.items() if fields is not None else ():
-                if is_by_element(key, value, values.shape):
-                    if key not in own:  # a state that this update has made
-                        master.store(key, value)
-                    elif value is not own[key]:
-                        own[key].copy_(value)
-                    after[key] = master.stored(key)
-            states[master.tensor] = after
-            if copy is not None:
-                copy.copy_(values)
-            if self.shown is not None:
-                self.shown[master.range].copy_(values.reshape(-1), non_blocking=True)
+    Args:
+        wanted: each master's update, the master, and its gradient.
+        fields: the bucket's masters and states, in memory, if they are kept on a disk.
+    """
+    for update, master, gradient in wanted:
+        own = {key: field[master.range] for key, field in (fields or {}).items()}
+        values, copy = own.pop(MASTERS, master.tensor.detach()), own.pop(PARAMETERS, None)
+        known = {key: own.get(key, value) for key, value in optimizer.state.get(master.tensor, {}).items()}
+        with phase():
+            after = updated(update, master, values, gradient, known)
+        for key, value in after.items() if fields is not None else ():
+            if is_by_element(key, value, values.shape):
+                if key not in own:  # a state that this update has made
+                    master.write_state(key, value)
+                elif value is not own[key]:
+                    own[key].copy_(value)
+                after[key] = master.state_on_disk(key)
+        optimizer.state[master.tensor] = after
+        if copy is not None:
+            copy.copy_(values)
+        if shown is not None:
+            shown[master.range].copy_(values.reshape(-1), non_blocking=True)

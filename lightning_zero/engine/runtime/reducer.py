@@ -372,7 +372,7 @@ class GradientReducer:
     def abort(self) -> None:
         """Drop the gradients of a backward that raised an exception, so that the next backward does not add to them.
 
-        Without effect inside of a backward, where a recomputation may open a window.
+        Without effect within a backward, where a recomputation may open a window.
         """
         if not in_backward() and self._drop_failed():
             self._schedule.end_backward()

@@ -152,8 +152,8 @@ class ResidencyPlan:
 
     def reserve(self, swap: Swap, name: str) -> DiskStates:
         """Reserve disk space for master weights and their copy. Raises OSError if space is short."""
-        fields = {PARAMETERS: self.compute_dtype} if self.copy is Medium.DISK else {}
-        return DiskStates(swap, name, self.shard_numel, self.master_dtype, fields)
+        copy = {PARAMETERS: self.compute_dtype} if self.copy is Medium.DISK else {}
+        return DiskStates(swap, name, self.shard_numel, {MASTERS: self.master_dtype, **copy})
 
 
 class Residency:
