@@ -153,10 +153,6 @@ class EngineConfig:
         return self.offload is not None and self.offload.optimizer is not None
 
     @property
-    def offloads_to_disk(self) -> bool:
-        return self.offload is not None and self.offload.optimizer == "nvme"
-
-    @property
     def rounding_options(self) -> str | None:
         """The options by which results of updates are rounded stochastically; None if they are not rounded."""
         options = {"state_dtype='bf16'": self.state_dtype is not None, "masters=False": not self.masters}

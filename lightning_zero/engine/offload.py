@@ -124,14 +124,15 @@ class DiskStates:
         memory = self.swap.allocate(aligned(last) - begin if stop > start else 0)
         return memory, position + begin, _over(memory, first - begin, stop - start, dtype)
 
-    def tensor(self, field: str, start: int, stop: int) -> LazyTensor:
+    def tensor(self, field: str, part: slice, shape: torch.Size | None = None) -> LazyTensor:
         """A range of a field as a lazy tensor: each use reads values from the disk, and each write goes to the disk."""
 
         def read(low: int, high: int) -> Tensor:
-            return self.read(field, start + low, start + high)
+            return self.read(field, part.start + low, part.start + high)
 
-        write = partial(self.write, field, start)
-        return LazyTensor(f"{field} of {self.name}", (stop - start,), self.fields[field][1], read, write=write)
+        write, (_, dtype) = partial(self.write, field, part.start), self.fields[field]
+        shape = torch.Size([part.stop - part.start]) if shape is None else shape
+        return LazyTensor(f"{field} of {self.name}", shape, dtype, read, write=write)
 
 
 def _over(memory: memoryview | range, start: int, numel: int, dtype: torch.dtype) -> Tensor:

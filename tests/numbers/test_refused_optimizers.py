@@ -176,14 +176,6 @@ def test_an_unknown_optimizer_declared_to_need_whole_parameters_trains_as_under_
     run_on(2, train_both, stage=stage, optimizer=by_the_mean, whole_parameters=declared)
 
 
-def refuse_on_a_disk() -> None:
-    refuse(stage=3, kind=Adafactor, says="whole parameters.*offload='cpu'", offload="nvme")
-
-
-def test_an_optimizer_of_whole_parameters_is_refused_with_disk_offload(run_on):
-    run_on(2, refuse_on_a_disk)
-
-
 def muon_and_sign_descent(model: nn.Module) -> Any:
     """A known optimizer of whole parameters, and an unknown elementwise one."""
     return Together(Muon(matrices(model), lr=0.02), SignDescent(others(model)))

@@ -82,6 +82,8 @@ def clip_value(parameters: Any) -> None:
     nn.utils.clip_grad_value_(parameters, 1e-3)
 
 
+ON_DISK = {"optimizer": "nvme", "path": "swap"}
+
 CROSSED: list[Any] = [
     pytest.param(Recipe(Layered, whole.lars, micro_batches=3), {}, id="accumulation"),
     pytest.param(Recipe(Layered, whole.muon_and_adamw, clip=clip_value), {}, id="clipping"),
@@ -89,6 +91,9 @@ CROSSED: list[Any] = [
     pytest.param(Recipe(Layered, whole.muon_and_adamw), {"offload": "cpu", "overlap": False}, id="offload in step"),
     pytest.param(Recipe(Layered, whole.muon_of_mixed_groups), {"offload": "cpu"}, id="offload of mixed groups"),
     pytest.param(Recipe(Layered, whole.soap), {"offload": "cpu"}, id="offload of counts in groups"),
+    pytest.param(Recipe(Layered, whole.adafactor), {"offload": ON_DISK}, id="offload to a disk"),
+    pytest.param(Recipe(Layered, whole.muon_of_mixed_groups), {"offload": ON_DISK}, id="mixed groups on a disk"),
+    pytest.param(Recipe(Layered, whole.soap), {"offload": ON_DISK}, id="counts in groups on a disk"),
     pytest.param(Recipe(Layered, whole.adafactor), {"unit_numel": 0}, id="single units"),
     pytest.param(Recipe(Layered, whole.adafactor), {"bucket_numel": 300}, id="split units"),
     pytest.param(Recipe(Layered, whole.adafactor), {"activation_checkpointing": "units"}, id="recomputing"),
@@ -133,7 +138,7 @@ def skip_a_layer(stage: int, optimizer: Callable[[nn.Module], Any], offload: str
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [whole.adafactor, whole.came], ids=lambda optimizer: optimizer.__name__)
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, "cpu", ON_DISK], ids=str)
 def test_layers_may_be_skipped_depending_on_the_data(run_on, stage, optimizer, offload):
     run_on(2, skip_a_layer, stage=stage, optimizer=optimizer, offload=offload)
 
@@ -296,7 +301,7 @@ def give_late(stage: int, offload: str | None, how: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, "cpu", ON_DISK], ids=str)
 @pytest.mark.parametrize("how", ["a late optimizer", "add_param_group", "exchanged"])
 def test_optimizers_and_parameter_groups_may_be_added_after_the_engine_is_created(run_on, stage, offload, how):
     run_on(2, give_late, stage=stage, offload=offload, how=how)
@@ -399,7 +404,7 @@ def unfreeze(stage: int, offload: str | None) -> None:
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize("offload", [None, "cpu"])
+@pytest.mark.parametrize("offload", [None, "cpu", ON_DISK], ids=str)
 def test_a_layer_may_be_unfrozen_in_mid_run(run_on, stage, offload):
     run_on(2, unfreeze, stage=stage, offload=offload)
 

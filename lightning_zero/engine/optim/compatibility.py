@@ -148,14 +148,11 @@ def _check(optimizer: Optimizer, config: EngineConfig, ranks: int) -> None:
             "that parameter's gradient and state alone, pass ZeroStrategy(whole_parameters=True): each parameter is "
             f"then updated by one rank. Otherwise {instead}."
         )
-    chunked, also = config.rounding_options, ""
-    if chunked is None and config.offloads_to_disk:
-        chunked, also = "offload='nvme'", "; offload='cpu' is possible"
-    if chunked is not None and _rule(known, declared) is not False:
+    if config.rounding_options is not None and _rule(known, declared) is not False:
         raise TypeError(
-            f"{name} cannot be used with {chunked}: it needs whole parameters"
+            f"{name} cannot be used with {config.rounding_options}: it needs whole parameters"
             f"{f' ({known.why})' if known is not None else ''}. Use an elementwise optimizer "
-            f"({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {chunked} out{also}."
+            f"({', '.join(sorted(TORCHS_ELEMENTWISE))}), or leave {config.rounding_options} out."
         )
     if _has_overrides(optimizer):
         raise TypeError(

@@ -56,12 +56,12 @@ class Master:
         """Write the optimizer state ``key`` to the disk, in a field that may have to be added."""
         assert self.bucket.states is not None
         self.bucket.states.add_fields({key: values.dtype})
-        self.bucket.states.write(key, self.range.start, values)
+        self.bucket.states.write(key, self.range.start, values.reshape(-1))
 
     def state_on_disk(self, key: str) -> Tensor:
         """This master's optimizer state ``key``, which is on a disk, as a lazy tensor."""
         assert self.bucket.states is not None
-        return self.bucket.states.tensor(key, self.range.start, self.range.stop)
+        return self.bucket.states.tensor(key, self.range, self.tensor.shape)
 
     def part_of(self, slot: BucketSlot) -> slice:
         """The range of a slot's segment within this master's flattened tensor."""

@@ -287,7 +287,7 @@ class MasterStates:
         if master is None or not slot.local_numel:
             return ShardedTensor(slot, torch.empty(0, dtype=entry, device=slot.device), keep=self)
         if (on_disk := slot.bucket.states) is not None:
-            return ShardedTensor(slot, on_disk.tensor(key, slot.local_range.start, slot.local_range.stop), keep=self)
+            return ShardedTensor(slot, on_disk.tensor(key, slot.local_range), keep=self)
         part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
         return ShardedTensor(slot, part, keep=self)
 

@@ -232,7 +232,7 @@ def _update(
         fields: the bucket's masters and states, in memory, if they are kept on a disk.
     """
     for update, master, gradient in wanted:
-        own = {key: field[master.range] for key, field in (fields or {}).items()}
+        own = {key: field[master.range].view(master.tensor.shape) for key, field in (fields or {}).items()}
         values, copy = own.pop(MASTERS, master.tensor.detach()), own.pop(PARAMETERS, None)
         known = {key: own.get(key, value) for key, value in optimizer.state.get(master.tensor, {}).items()}
         with phase():

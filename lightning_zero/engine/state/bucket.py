@@ -438,7 +438,11 @@ class Bucket:
             for segment, value in zip(self.layout.segments, values):
                 flat[segment.start : segment.stop].copy_(value.reshape(-1))
         plan, what = replace(self.residency.plan, layout=self.layout), f"unit {self.unit_name or 'root'!r}"
-        self.residency, self.part = shard(flat, plan, None, self.communicator, what, self.ledger)
+        former = self.states
+        states = plan.reserve(former.swap, former.name) if former is not None else None
+        self.residency, self.part = shard(flat, plan, states, self.communicator, what, self.ledger)
+        if former is not None:
+            former.file.close()
         self._buffer.masters.clear()
 
     # -- the end ----------------------------------------------------------------------------------------------------

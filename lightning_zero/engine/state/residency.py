@@ -209,7 +209,7 @@ class Residency:
 
     def at_rest(self, part: slice) -> Tensor:
         """Like ``part``, but if the master weights are on a disk, a lazy tensor that is read when used."""
-        return self._values[part] if self.states is None else self.states.tensor(MASTERS, part.start, part.stop)
+        return self._values[part] if self.states is None else self.states.tensor(MASTERS, part)
 
     def leaf(self, part: slice) -> Tensor:
         """Like ``part``, but if the master weights are on a disk, a meta tensor of the same shape."""
