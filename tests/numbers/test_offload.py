@@ -111,7 +111,7 @@ def is_as_without(recipe: Recipe, stage: int, offload: str, **options: Any) -> N
 
 
 @pytest.mark.exhaustive(but=2)
-@pytest.mark.behaviour("The numbers", '`offload="cpu"` and `"nvme"`: what may be offloaded at the stage changes no number')
+@pytest.mark.behaviour("The numbers", '`offload="cpu"` and `"nvme"`: whatever is offloaded, no number changes')
 @EACH
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
