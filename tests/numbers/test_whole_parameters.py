@@ -248,8 +248,9 @@ def same_states(stage: int, optimizer: Callable[[nn.Module], Any], **options: An
     [each for each in OPTIMIZERS + LOW_BIT if each is not whole.muon_and_adamw],
     ids=lambda optimizer: optimizer.__name__,
 )
-def test_state_dicts_of_whole_parameter_optimizers_equal_ddps_and_can_be_loaded(run_on, stage, optimizer):
-    run_on(2, same_states, stage=stage, optimizer=optimizer)
+@pytest.mark.parametrize("offload", [None, ON_DISK], ids=str)
+def test_state_dicts_of_whole_parameter_optimizers_equal_ddps_and_can_be_loaded(run_on, stage, optimizer, offload):
+    run_on(2, same_states, stage=stage, optimizer=optimizer, offload=offload)
 
 
 # ---------------------------------------------------------------------------------------------------------- added late

@@ -55,19 +55,24 @@ class Master:
     def write_state(self, key: str, values: Tensor) -> None:
         """Write the optimizer state ``key`` to the disk, in a field that may have to be added."""
         assert self.bucket.states is not None
-        self.bucket.states.add_fields({key: values.dtype})
-        self.bucket.states.write(key, self.range.start, values.reshape(-1))
+        self.bucket.states.add_fields({field_of(key, values.dtype): values.dtype})
+        self.bucket.states.write(field_of(key, values.dtype), self.range.start, values.reshape(-1))
 
-    def state_on_disk(self, key: str) -> Tensor:
+    def state_on_disk(self, key: str, dtype: torch.dtype) -> Tensor:
         """This master's optimizer state ``key``, which is on a disk, as a lazy tensor."""
         assert self.bucket.states is not None
-        return self.bucket.states.tensor(key, self.range, self.tensor.shape)
+        return self.bucket.states.tensor(field_of(key, dtype), self.range, self.tensor.shape)
 
     def part_of(self, slot: BucketSlot) -> slice:
         """The range of a slot's segment within this master's flattened tensor."""
         if slot.local_numel == 0:
             return slice(0, 0)
         return slice(slot.local_range.start - self.range.start, slot.local_range.stop - self.range.start)
+
+
+def field_of(key: str, dtype: torch.dtype) -> str:
+    """The field on a disk for an optimizer state, which may have another dtype for large parameters (bitsandbytes)."""
+    return f"{key}: {dtype}"
 
 
 def is_whole(bucket: Bucket) -> bool:

@@ -31,7 +31,7 @@ from lightning_zero.engine.optim.kinds import (
     resolved,
     tensors_in,
 )
-from lightning_zero.engine.optim.master import Master, is_alone, runs_of
+from lightning_zero.engine.optim.master import Master, field_of, is_alone, runs_of
 from lightning_zero.engine.state.slot import BucketSlot, OwnedSlot, slot_of
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor, local_range_of
@@ -117,7 +117,7 @@ class MasterStates:
                 offset = part.range.start - master.range.start
                 kept = slice(offset, offset + part.tensor.numel())
                 self.by_master[part.tensor] = {
-                    key: part.state_on_disk(key)
+                    key: part.state_on_disk(key, value.dtype)
                     if isinstance(value, LazyTensor)
                     else value[kept].clone()
                     if is_by_element(key, value, master.tensor.shape)
@@ -287,7 +287,7 @@ class MasterStates:
         if master is None or not slot.local_numel:
             return ShardedTensor(slot, torch.empty(0, dtype=entry, device=slot.device), keep=self)
         if (on_disk := slot.bucket.states) is not None:
-            return ShardedTensor(slot, on_disk.tensor(key, slot.local_range), keep=self)
+            return ShardedTensor(slot, on_disk.tensor(field_of(key, entry), slot.local_range), keep=self)
         part = self.by_master[master.tensor][key].reshape(-1)[master.part_of(slot)]
         return ShardedTensor(slot, part, keep=self)
 
@@ -399,14 +399,18 @@ class MasterStates:
             dtype = plan.update_dtype if casts else torch.promote_types(first.dtype, plan.update_dtype)
             dtype = plan.state_dtype_of(dtype)
         if on_disk is not None:
-            on_disk.add_fields({key: dtype})
-        entry = torch.empty(own.shape, dtype=dtype, device=own.device) if on_disk is None else master.state_on_disk(key)
+            on_disk.add_fields({field_of(key, dtype): dtype})
+        entry = (
+            torch.empty(own.shape, dtype=dtype, device=own.device)
+            if on_disk is None
+            else master.state_on_disk(key, dtype)
+        )
         for value, slot in zip(values, master.slots):
             part = _initial(key, slot, group) if value.is_meta else local_range_of(value.detach(), slot)
             if on_disk is None:
                 entry.view(-1)[master.part_of(slot)] = part
             elif slot.local_numel:
-                on_disk.write(key, slot.local_range.start, part)
+                on_disk.write(field_of(key, dtype), slot.local_range.start, part)
         return entry
 
 

@@ -26,9 +26,10 @@ from lightning_zero.engine.config import LOW_PRECISION
 from lightning_zero.engine.offload import MASTERS, PARAMETERS, DiskUpdate, Update, Updates, on_own_stream
 from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 from lightning_zero.engine.optim.kinds import copied, is_by_element
-from lightning_zero.engine.optim.master import Master
+from lightning_zero.engine.optim.master import Master, field_of
 from lightning_zero.engine.plan.layout import BucketLayout
 from lightning_zero.engine.state.bucket import Bucket
+from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 
 GROUP_KEY = "stochastic_rounding"
 """The entry of param groups with the seed and the number of updates, so that checkpoints contain both."""
@@ -234,16 +235,20 @@ def _update(
     for update, master, gradient in wanted:
         own = {key: field[master.range].view(master.tensor.shape) for key, field in (fields or {}).items()}
         values, copy = own.pop(MASTERS, master.tensor.detach()), own.pop(PARAMETERS, None)
-        known = {key: own.get(key, value) for key, value in optimizer.state.get(master.tensor, {}).items()}
+        before = optimizer.state.get(master.tensor, {})
+        known = {
+            key: own[field_of(key, value.dtype)] if isinstance(value, LazyTensor) else value
+            for key, value in before.items()
+        }
         with phase():
             after = updated(update, master, values, gradient, known)
         for key, value in after.items() if fields is not None else ():
             if is_by_element(key, value, values.shape):
-                if key not in own:  # a state that this update has made
+                if (field := field_of(key, value.dtype)) not in own:  # a state that this update has made
                     master.write_state(key, value)
-                elif value is not own[key]:
-                    own[key].copy_(value)
-                after[key] = master.state_on_disk(key)
+                elif value is not own[field]:
+                    own[field].copy_(value)
+                after[key] = master.state_on_disk(key, value.dtype)
         optimizer.state[master.tensor] = after
         if copy is not None:
             copy.copy_(values)
