@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -72,6 +73,7 @@ def execute_in_trainer(program: Program) -> str | None:
     """
     from lightning_zero import ZeroStrategy
 
+    program = replace(program, setup=replace(program.setup, several=False))  # a strategy has one engine
     module = ProgramModule(program)
     loader = DataLoader(torch.zeros(STEPS * program.setup.ranks, 1), batch_size=1)
     strategy = ZeroStrategy(**module.execution.engine_options)
