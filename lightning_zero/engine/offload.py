@@ -90,8 +90,9 @@ class DiskStates:
     def add_fields(self, dtypes: Mapping[str, torch.dtype]) -> None:
         """Add missing fields, filled with zeros. Raises an OSError, and changes nothing, if the disk lacks space."""
         fields, nbytes = dict(self.fields), self.file.nbytes
-        for field in dtypes.keys() - fields.keys():
-            fields[field], nbytes = (nbytes, dtypes[field]), nbytes + aligned(self.numel * dtypes[field].itemsize)
+        for field, dtype in dtypes.items():
+            if field not in fields:
+                fields[field], nbytes = (nbytes, dtype), nbytes + aligned(self.numel * dtype.itemsize)
         if nbytes > self.file.nbytes:
             self.file.reserve(nbytes)
         self.fields = fields

@@ -393,25 +393,19 @@ class MasterStates:
 
     def _cut_entry(self, key: str, master: Master, group: dict[str, Any], values: list[Tensor], casts: bool) -> Tensor:
         """A master's entry by element: this rank's parts of ``values``, the entries of the master's parameters."""
-        own, first, on_disk, plan = master.tensor, values[0], master.bucket.states, master.bucket.residency.plan
+        first, plan = values[0], master.bucket.residency.plan
         dtype = first.dtype
         if first.is_floating_point():
             dtype = plan.update_dtype if casts else torch.promote_types(first.dtype, plan.update_dtype)
             dtype = plan.state_dtype_of(dtype)
-        if on_disk is not None:
-            on_disk.add_fields({field_of(key, dtype): dtype})
-        entry = (
-            torch.empty(own.shape, dtype=dtype, device=own.device)
-            if on_disk is None
-            else master.state_on_disk(key, dtype)
-        )
+        entry = torch.empty(master.tensor.shape, dtype=dtype, device=master.device)
         for value, slot in zip(values, master.slots):
             part = _initial(key, slot, group) if value.is_meta else local_range_of(value.detach(), slot)
-            if on_disk is None:
-                entry.view(-1)[master.part_of(slot)] = part
-            elif slot.local_numel:
-                on_disk.write(field_of(key, dtype), slot.local_range.start, part)
-        return entry
+            entry.view(-1)[master.part_of(slot)] = part
+        if master.bucket.states is None:
+            return entry
+        master.write_state(key, entry)
+        return master.state_on_disk(key, dtype)
 
 
 class _Unread:
