@@ -1,11 +1,11 @@
-"""Bandwidth of the pipeline between disk and memory, compared with dd with O_DIRECT on the same file.
+"""Bandwidth between disk and memory of offloaded states, compared with dd with O_DIRECT on the same files.
 
     python benchmarks/disk.py
     python benchmarks/disk.py --disk FOLDER --size 4096 --piece 256 --rounds 5
 
 Measured are reading alone, writing alone, and both at once with no computation in between, as in an update of states on
-a disk. dd has the same block size, reads to /dev/null and writes from /dev/zero. The two alternate, and the order
-changes every round. The whole file is written once beforehand, so that no measurement includes unwritten blocks.
+a disk. Each file is one block of dd, which reads to /dev/null and writes from /dev/zero. The two alternate, and the
+order changes every round. All files are written once beforehand, so that no measurement includes unwritten blocks.
 """
 
 import argparse
@@ -17,13 +17,14 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from common import REPOSITORY, describe, in_turn, markdown_table, write_results
 
-from lightning_zero.io.swap import BUFFERS, FileRange, Ring, SwapFile, stream
+from lightning_zero.io.disk import huge_memory
+from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile
 
 MIB = 2**20
 
@@ -37,13 +38,12 @@ def parse_arguments() -> argparse.Namespace:
         help="folder on the disk; default: the system's temporary folder",
     )
     parser.add_argument("--size", type=int, default=2048, help="MiB read, and MiB written, per measurement")
-    parser.add_argument("--piece", type=int, default=64, help="MiB per piece, and per block of dd")
-    parser.add_argument("--threads", type=int, default=4, help="threads that read a piece, and as many that write one")
+    parser.add_argument("--piece", type=int, default=64, help="MiB per file, and per block of dd")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--output", type=Path, default=REPOSITORY / "benchmarks" / "results", help="where results go")
     arguments = parser.parse_args()
-    if arguments.rounds < 1 or arguments.piece < 1 or arguments.threads < 1 or arguments.size % arguments.piece:
-        parser.error("--rounds, --piece and --threads must be at least 1, and --size a multiple of --piece")
+    if arguments.rounds < 1 or arguments.piece < 1 or arguments.size % arguments.piece:
+        parser.error("--rounds and --piece must be at least 1, and --size a multiple of --piece")
     return arguments
 
 
@@ -62,49 +62,34 @@ def timed(act: Callable[[], object]) -> float:
     return time.perf_counter() - started
 
 
-def move_all(extents: list[FileRange], move: Callable[[int, FileRange], list[Future[None]]]) -> None:
-    """Read into or write from a ring's buffers, as the pipeline does."""
-    begun = [move(index, piece) for index, piece in enumerate(extents[:BUFFERS])]
-    for index in range(len(extents)):
-        for part in begun[index]:
-            part.result()
-        if index + BUFFERS < len(extents):
-            begun.append(move(index + BUFFERS, extents[index + BUFFERS]))
-
-
 def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Seconds per round for both systems, by operation: reading, writing, and both."""
-    file = SwapFile(arguments.disk, arguments.size * MIB)
     nbytes = arguments.piece * MIB
-    extents = [FileRange(file, start, nbytes) for start in range(0, file.nbytes, nbytes)]
-    ring = Ring(arguments.threads)
-
-    def write(index: int, extent: FileRange) -> list[Future[None]]:
-        return [ring.write(index, extent, lambda _: None)]
-
-    for index in range(BUFFERS):
-        ring.buffer(index, nbytes)[:] = os.urandom(nbytes)
-    move_all(extents, write)
-    if not fcntl.fcntl(file._file, fcntl.F_GETFL) & os.O_DIRECT:
+    files = [SwapFile(arguments.disk, nbytes) for _ in range(arguments.size // arguments.piece)]
+    buffers, memory = Buffers(), huge_memory(nbytes)
+    memory[:] = os.urandom(nbytes)
+    for file in files:
+        file.write(memory, 0)
+    if not fcntl.fcntl(files[0]._file, fcntl.F_GETFL) & os.O_DIRECT:
         raise SystemExit(
             f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
         )
 
-    block = [f"bs={arguments.piece}M", f"count={len(extents)}"]
-
-    path = f"/proc/{os.getpid()}/fd/{file._file}"  # the file has no name
+    block = [f"bs={arguments.piece}M", "count=1"]
 
     def dd_seconds() -> dict[str, float]:
-        read = dd(f"if={path}", "of=/dev/null", "iflag=direct", *block)
-        write = dd("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc", *block)
+        paths = [f"/proc/{os.getpid()}/fd/{file._file}" for file in files]  # the files have no names
+        read = sum(dd(f"if={path}", "of=/dev/null", "iflag=direct", *block) for path in paths)
+        write = sum(dd("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc", *block) for path in paths)
         return {"read": read, "write": write, "both": read + write}
 
     def own_seconds() -> dict[str, float]:
-        return {
-            "read": timed(lambda: move_all(extents, ring.read)),
-            "write": timed(lambda: move_all(extents, write)),
-            "both": timed(lambda: stream(extents, lambda *_: None, ring)),
-        }
+        with ThreadPoolExecutor(BUFFERS) as threads:
+            return {
+                "read": timed(lambda: [file.read(memory, 0) for file in files]),
+                "write": timed(lambda: [file.write(memory, 0) for file in files]),
+                "both": timed(lambda: [*threads.map(lambda file: buffers.change(file, lambda _: None), files)]),
+            }
 
     systems = [("dd", dd_seconds), ("lightning_zero", own_seconds)]
     seconds: dict[str, dict[str, list[float]]] = {
@@ -116,7 +101,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 seconds[what][name].append(taken)
         last = {what: {name: of[-1] for name, of in pair.items()} for what, pair in seconds.items()}
         print(f"round {number + 1}: {last}", flush=True)
-    file.close()
+    for file in files:
+        file.close()
     return seconds
 
 
@@ -131,10 +117,9 @@ def main() -> None:
         cells = [f"{statistics.median(of):.0f} ({of[0]:.0f} - {of[-1]:.0f})" for of in speeds.values()]
         rows.append([what, *cells, f"{ratios[what]:.2f}"])
     lines = [
-        f"A file of {arguments.size} MiB in extents of {arguments.piece} MiB, past the cache; {arguments.threads} "
-        f"threads read and {arguments.threads} write. MB/s: medians of {arguments.rounds} rounds (lowest - highest). "
-        "`both`: all of it is read, handed to a function that does nothing, and written back, at the same time; dd "
-        "reads all and then writes all. `x dd`: dd's median time over ours.",
+        f"{arguments.size} MiB in files of {arguments.piece} MiB, past the cache. MB/s: medians of {arguments.rounds} "
+        f"rounds (lowest - highest). `both`: {BUFFERS} threads read files, hand them to a function that does nothing, "
+        "and write them back; dd reads all and then writes all. `x dd`: dd's median time over ours.",
         "",
         *markdown_table(["what", "dd", "lightning_zero", "x dd"], rows),
     ]

@@ -63,10 +63,9 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import InOrder, whole_tensors
+from lightning_zero.engine.streaming import whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
-from lightning_zero.engine.tensor.wrapper import read_by
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
@@ -511,9 +510,8 @@ class Engine:
             with (
                 self.rendezvous.met("the module's state dict"),
                 closing(whole_tensors(sharded, _AHEAD_BYTES)) as values,
-                read_by(InOrder(values)),
             ):
-                return walk(state, leaf)
+                return walk(state, lambda tensor: leaf(next(values) if is_sharded(tensor) else tensor))
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.
@@ -632,7 +630,7 @@ class Engine:
             self._optimizers.buckets = []
             self.background.close()
             if is_sharded and self._swap is not None:  # the next run reads the parameters
-                self._swap.ring.close()
+                self._swap.buffers.free.clear()
             else:
                 self._clear_disk()
         if error is not None:

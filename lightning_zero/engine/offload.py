@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
@@ -29,14 +29,14 @@ from lightning_zero.engine.compat import tree_map_only, without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory, huge_memory
-from lightning_zero.io.swap import FileRange, Ring, SameThread, SwapFile, stream
+from lightning_zero.io.swap import BUFFERS, Buffers, SameThread, SwapFile
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """Names of fields that are not optimizer states: the master weights, and their copy in the compute dtype."""
 
 
 class Swap:
-    """The files of an engine's buckets, in one folder, and buffers for their updates.
+    """The files of an engine's buckets, in one folder, and buffers in which they are updated.
 
     With a simulation, no files are created, and a range of numbers takes the place of memory.
 
@@ -48,8 +48,7 @@ class Swap:
         self._folder, self._files, self._simulation = folder, weakref.WeakSet[SwapFile](), simulation
         executor: Callable[[int, str], Executor] = ThreadPoolExecutor if simulation is None else SameThread
         self.allocate: Callable[[int], Any] = aligned_memory if simulation is None else range
-        self.ring = Ring(executor=executor, allocate=huge_memory if simulation is None else range)
-        # Separate from the ring's threads: a task of this reader may wait for an update, which waits for the ring.
+        self.buffers = Buffers(huge_memory if simulation is None else range)
         self.reader = executor(2, "lightning_zero-fetch")
 
     def open(self) -> SwapFile:
@@ -63,7 +62,7 @@ class Swap:
     def close(self) -> None:
         """End the threads, free the buffers and close all files."""
         self.reader.shutdown()
-        self.ring.close()
+        self.buffers.free.clear()
         for file in list(self._files):
             file.close()
 
@@ -97,9 +96,13 @@ class DiskStates:
             self.file.reserve(nbytes)
         self.fields = fields
 
-    def views(self, memory: memoryview | range) -> dict[str, Tensor]:
-        """The fields, as 1-D tensors over memory that contains the whole file."""
-        return {key: _over(memory, start, self.numel, dtype) for key, (start, dtype) in self.fields.items()}
+    def change(self, act: Callable[[dict[str, Tensor]], None]) -> None:
+        """Change all fields: ``act`` gets them as 1-D tensors, which it changes in place. See ``Buffers.change``."""
+
+        def change(memory: memoryview | range) -> None:
+            act({key: _over(memory, start, self.numel, dtype) for key, (start, dtype) in self.fields.items()})
+
+        self.swap.buffers.change(self.file, change)
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
@@ -147,17 +150,19 @@ def _over(memory: memoryview | range, start: int, numel: int, dtype: torch.dtype
 
 
 class Updates:
-    """A thread that runs updates of master weights, in the order in which they are submitted.
+    """Threads that update master weights: one, or several that each read and write states on a disk.
 
     With a simulation, updates run at once, in the calling thread.
     """
 
-    def __init__(self, overlap: bool = True, gradients: bool = False, simulation: Simulation | None = None) -> None:
-        self._simulation = simulation
+    def __init__(
+        self, overlap: bool = True, gradients: bool = False, threads: int = 1, simulation: Simulation | None = None
+    ) -> None:
+        self._simulation, self._threads = simulation, threads
         self.overlap = overlap and simulation is None  # if False, ``optimizer.step`` waits until all updates are done
         self.gradients = gradients  # whether gradients are kept in host memory
-        self._copier: Updates | None = None  # a second thread, since updates may wait for its copies
-        self._thread: ThreadPoolExecutor | None = None
+        self._copier: Updates | None = None  # another thread, since updates may wait for its copies
+        self._executor: ThreadPoolExecutor | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, simulation: Simulation | None) -> Updates:
@@ -165,27 +170,24 @@ class Updates:
         offload = config.offload
         if offload is None:
             return cls(simulation=simulation)
-        return cls(config.overlap and offload.overlap, offload.gradients is not None, simulation)
+        threads = BUFFERS if offload.optimizer == "nvme" else 1
+        return cls(config.overlap and offload.overlap, offload.gradients is not None, threads, simulation)
 
     def submit(self, act: Callable[[], None]) -> BackgroundWork:
-        """Run a function in the thread, after all functions submitted earlier; return a ``BackgroundWork`` for it."""
+        """Run a function in a thread; functions begin in the order of calls. Return a ``BackgroundWork`` for it."""
         work = BackgroundWork(self)
 
         def run() -> None:
             with suppress(Exception), work:  # ``work.wait()`` raises the error
                 act()
 
-        self._begin([work], run, work.end)
-        return work
-
-    def _begin(self, works: Iterable[BackgroundWork], run: Callable[[], None], end: Callable[[], None]) -> None:
         try:
-            for work in works:
-                work.await_always()
+            work.await_always()
             self._put(run)
         except BaseException:  # Ctrl-C: nothing must wait for a function that may not be in the queue
-            self._put(end)
+            self._put(work.end)
             raise
+        return work
 
     def to_host(self, sources: list[Tensor]) -> tuple[list[Tensor], BackgroundWork]:
         """Start to copy gradients to host memory; return the copies, and the work to wait for before reading them."""
@@ -199,75 +201,25 @@ class Updates:
         self._copier = self._copier or Updates()
         return targets, self._copier.submit(on_own_stream(device, copy))
 
-    def start(self, update: DiskUpdate) -> None:
-        """Run an update of states on a disk in the thread, after all functions submitted earlier."""
-        self._begin(update.works.values(), update.run, update.end)
-
     def _put(self, run: Callable[[], None]) -> None:
         if self._simulation is not None:
             with self._simulation.on_host():
                 run()
             return
         # The interpreter waits for it at exit: a thread that computes while it shuts down would crash the process.
-        self._thread = self._thread or ThreadPoolExecutor(1, "lightning_zero-update")
-        self._thread.submit(run)
+        self._executor = self._executor or ThreadPoolExecutor(self._threads, "lightning_zero-update")
+        self._executor.submit(run)
 
     def close(self) -> None:
-        """Finish all updates, and end the thread."""
+        """Finish all updates, and end the threads."""
         if self._copier is not None:
             self._copier.close()
-        if self._thread is not None:
-            self._thread.shutdown()
-            self._thread = None
+        if self._executor is not None:
+            self._executor.shutdown()
+            self._executor = None
 
 
 P = ParamSpec("P")
-
-Act = Callable[[dict[str, Tensor]], None]
-"""Function that changes the fields of a bucket's states in place."""
-
-
-class DiskUpdate:
-    """An update of states on a disk, which streams the files of buckets through memory.
-
-    Attributes:
-        acts: by the states of a bucket, the function that changes them.
-        works: by the states of a bucket, the work on them, which ends when the result is on the disk.
-    """
-
-    def __init__(self, owner: Updates) -> None:
-        self._owner = owner
-        self.acts: dict[DiskStates, Act] = {}
-        self.works: dict[DiskStates, BackgroundWork] = {}
-
-    def add(self, states: DiskStates, act: Act) -> BackgroundWork:
-        """Add the states of a bucket, before the update is started; return the work on them."""
-        self.works[states] = BackgroundWork(self._owner)
-        self.acts[states] = act  # last, since Ctrl-C may come at any time
-        return self.works[states]
-
-    def run(self) -> None:
-        """Run the update; called in the thread of ``Updates``."""
-        acts, self.acts = self.acts, {}
-        members = list(acts)
-
-        def act(number: int, memory: memoryview) -> None:
-            states = members[number]
-            acts.pop(states)(states.views(memory))  # ``pop``: the function, which holds gradients, is freed as it ends
-
-        try:
-            if members:
-                extents = [FileRange(states.file, 0, states.file.nbytes) for states in members]
-                stream(extents, act, members[0].swap.ring, lambda number: self.works[members[number]].end())
-            error = None
-        except BaseException as raised:
-            error = raised
-        self.end(error)
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Mark the work that has not ended as done, or as failed."""
-        for work in self.works.values():
-            work.end(error)
 
 
 def on_own_stream(device: torch.device, act: Callable[P, None]) -> Callable[P, None]:

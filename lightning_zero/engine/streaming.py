@@ -22,7 +22,6 @@ from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import inner_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import gathered
-from lightning_zero.engine.tensor.wrapper import read_by
 
 # -- peft's adapters, merged into one layer's weights at a time, without changing the layer ----------------------------
 
@@ -202,20 +201,6 @@ def whole_tensors(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor,
             with suppress(RuntimeError):
                 wait()
         ledger.add("gathered", -held)
-
-
-class InOrder:
-    """Reader of sharded tensors that are read in the order of a stream, each once."""
-
-    def __init__(self, values: Iterator[Tensor]) -> None:
-        self._values = values
-
-    def whole(self, _: Any) -> Tensor:
-        with read_by(None):
-            return next(self._values)
-
-    def states(self, _: Any) -> dict[Any, dict[str, Any]]:
-        raise NotImplementedError("the stream has no optimizer states")
 
 
 def _begin(tensor: Tensor) -> Callable[[], Tensor]:

@@ -1,13 +1,13 @@
-"""Files for states offloaded to a disk, and a pipeline that reads, changes and writes them.
+"""Files for states offloaded to a disk, and buffers in which threads change the contents of files.
 
-    file = SwapFile("/local/disk", 3 * 2**30)
-    stream([FileRange(file, start, 2**28) for start in range(0, 3 * 2**30, 2**28)], act, Ring())
+    file, buffers = SwapFile("/local/disk", 2**30), Buffers()
+    buffers.change(file, act)
 
-While ``act`` changes one extent in the calling thread, other threads write earlier extents and read later ones:
+While one thread changes a file's contents, others write the contents of an earlier file and read those of a later one:
 
-    buffer 0 | read 0 | act 0 | write 0       | read 3 | act 3 | ...
-    buffer 1 | read 1         | act 1 | write 1        | read 4 | ...
-    buffer 2 | read 2                 | act 2 | write 2         | ...
+    thread 0 | read a | change a | write a            | read d   | ...
+    thread 1          | read b   | change b | write b            | ...
+    thread 2                     | read c   | change c | write c | ...
 """
 
 from __future__ import annotations
@@ -16,19 +16,17 @@ import errno
 import fcntl
 import os
 import resource
+import threading
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from contextlib import suppress
-from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
-from lightning_zero.io.disk import aligned, free_bytes, huge_memory, make_private_folder
+from lightning_zero.io.disk import free_bytes, huge_memory, make_private_folder
 from lightning_zero.io.labels import new_label
 
 BUFFERS = 3  # at any time, one is filled, one is changed and one is written
-SLICE = 2**20  # smallest part of an extent, in bytes, that is worth a separate thread
 _DIRECT = getattr(os, "O_DIRECT", 0)  # some operating systems lack direct I/O
 
 
@@ -143,14 +141,6 @@ class SwapFile:
         self._file = -1  # the system may reuse the closed descriptor
 
 
-class FileRange(NamedTuple):
-    """A range of a file that is processed as a unit; ideally ``nbytes`` is a multiple of ``disk.ALIGNMENT``."""
-
-    file: SwapFile
-    position: int
-    nbytes: int
-
-
 class SameThread(Executor):
     """An executor without threads: ``submit`` runs the function at once."""
 
@@ -163,103 +153,36 @@ class SameThread(Executor):
         return done
 
 
-class Ring:
-    """Three buffers, used in turn and enlarged as needed, and the threads that read and write extents.
+class Buffers:
+    """A buffer for each thread that changes files, enlarged as needed.
 
-    Several threads read an extent, and several write it: disks are faster with several requests at once.
+    Attributes:
+        free: the buffers that no thread is using.
     """
 
-    def __init__(
-        self,
-        threads: int = 4,
-        executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
-        allocate: Callable[[int], Any] = huge_memory,
-    ) -> None:
-        self.threads, self._allocate, self.buffers = threads, allocate, [allocate(0)] * BUFFERS
-        # Three executors, so that reads and writes do not queue behind each other. Threads start when they are needed.
-        self._readers = executor(threads, "lightning_zero-read")
-        self._writers = executor(threads, "lightning_zero-write")
-        self._ends = executor(1, "lightning_zero-written")
+    def __init__(self, allocate: Callable[[int], Any] = huge_memory) -> None:
+        self._allocate, self.free = allocate, list[Any]()
+        self._reading, self._changing = threading.Lock(), threading.Lock()
 
-    def close(self) -> None:
-        """Stop the threads, and wait until they have ended; free the buffers. So does garbage collection."""
-        for executor in (self._readers, self._writers, self._ends):
-            executor.shutdown()
-        self.buffers = [self._allocate(0)] * BUFFERS
+    def change(self, file: SwapFile, act: Callable[[Any], object]) -> None:
+        """Read a file, change its contents in memory, and write them back. For up to ``BUFFERS`` threads at once.
 
-    def buffer(self, index: int, nbytes: int) -> memoryview:
-        """Return the first ``nbytes`` of the buffer for the extent with number ``index``."""
-        if len(self.buffers[index % BUFFERS]) < nbytes:
-            self.buffers[index % BUFFERS] = self._allocate(nbytes)
-        return self.buffers[index % BUFFERS][:nbytes]
+        Args:
+            act: called with the contents, which it changes in place. The calls of several threads do not overlap.
 
-    def read(self, index: int, extent: FileRange, after: Sequence[Future[None]] = ()) -> list[Future[None]]:
-        """Start to read an extent into its buffer. The read waits until the writes in ``after`` have ended."""
-
-        def read(memory: memoryview, position: int) -> None:
-            wait(after)
-            extent.file.read(memory, position)
-
-        return self._in_slices(self._readers, read, index, extent)
-
-    def write(self, index: int, extent: FileRange, then: Callable[[int], object]) -> Future[None]:
-        """Start to write an extent from its buffer. After that, ``then`` is called with the extent's number."""
-        slices = self._in_slices(self._writers, extent.file.write, index, extent)
-
-        def end() -> None:
-            wait(slices)
-            _wait(slices)
-            then(index)
-
-        return self._ends.submit(end)
-
-    def _in_slices(
-        self, executor: Executor, call: Callable[[memoryview, int], None], index: int, extent: FileRange
-    ) -> list[Future[None]]:
-        memory = self.buffer(index, extent.nbytes)
-        size = aligned(max(SLICE, -(-extent.nbytes // self.threads)))
-        return [
-            executor.submit(call, memory[start : start + size], extent.position + start)
-            for start in range(0, extent.nbytes, size)
-        ]
-
-
-def stream(
-    extents: Sequence[FileRange],
-    act: Callable[[int, memoryview], object],
-    ring: Ring,
-    on_written: Callable[[int], object] = lambda index: None,
-) -> None:
-    """Read extents, change each in place, and write them back; after an error, no new reads and writes start.
-
-    Args:
-        extents: ranges that do not overlap.
-        act: called in this thread with an extent's number and bytes; ``act`` may use these bytes until it returns.
-        ring: a ring that no other ``stream`` is using.
-        on_written: called in another thread with an extent's number after the extent was written, in order.
-    """
-    reads: deque[list[Future[None]]] = deque()  # reads of the next extents
-    writes: deque[Future[None]] = deque()  # the latest writes; all earlier ones succeeded
-    try:
-        for index, extent in enumerate(extents[:BUFFERS]):
-            reads.append(ring.read(index, extent))
-        for index, extent in enumerate(extents):
-            _wait(reads[0])
-            reads.popleft()
-            while writes and writes[0].done():
-                writes.popleft().result()
-            act(index, ring.buffer(index, extent.nbytes))
-            writes.append(ring.write(index, extent, on_written))
-            if index + BUFFERS < len(extents):
-                reads.append(ring.read(index + BUFFERS, extents[index + BUFFERS], after=[writes[-1]]))
-        _wait(writes)
-    finally:  # wait until no thread uses the ring
-        for future in chain.from_iterable(reads):
-            future.cancel()
-        wait([*chain.from_iterable(reads), *writes])
-
-
-def _wait(futures: Iterable[Future[None]]) -> None:
-    """Wait for the futures in order; raise the error of the first failed future."""
-    for future in futures:
-        future.result()
+        Raises:
+            Exception: what ``act`` raises; the file is then unchanged.
+            OSError: if the file cannot be read, and is then unchanged, or cannot be written.
+        """
+        buffer = self.free.pop() if self.free else self._allocate(0)
+        try:
+            if len(buffer) < file.nbytes:
+                buffer = self._allocate(file.nbytes)
+            contents = buffer[: file.nbytes]
+            with self._reading:  # otherwise the first file would be read at a third of the disk's speed
+                file.read(contents, 0)
+            with self._changing:  # which uses all processor cores
+                act(contents)
+            file.write(contents, 0)
+        finally:
+            self.free.append(buffer)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -17,13 +18,13 @@ from torch.utils.benchmark import Timer
 
 from lightning_zero.engine import Communicator, layout, process_group
 from lightning_zero.io.disk import is_in_memory
-from lightning_zero.io.swap import FileRange, Ring, SwapFile, stream
+from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile
 from lightning_zero.planning.timeline import Resources
 
 _SIZES = (2**14, 2**24)
 """Sizes in bytes of the shard that a rank sends."""
 
-_DISK_BYTES, _EXTENT = 2**27, 2**24
+_DISK_BYTES, _FILE_BYTES = 2**27, 2**24
 
 
 def measure(ranks: int = 2, device: str = "cpu") -> tuple[Resources, dict[str, Any]]:
@@ -134,15 +135,17 @@ def host_memory() -> int:
 
 
 def disk_bandwidth(folder: str) -> float:
-    """Bytes per second, read plus written, that the pipeline for offloaded states achieves in a folder.
+    """Bytes per second, read plus written, that updates of offloaded states achieve in a folder.
 
     Raises:
-        OSError: if the folder is on an in-memory file system, or a file of 128 MiB cannot be created in it.
+        OSError: if the folder is on an in-memory file system, or files of 128 MiB in all cannot be created in it.
     """
     if is_in_memory(folder):
         raise OSError(f"{folder} is on an in-memory file system")
-    file = SwapFile(folder, _DISK_BYTES)
-    extents, ring = [FileRange(file, start, _EXTENT) for start in range(0, _DISK_BYTES, _EXTENT)], Ring()
-    seconds = _seconds(lambda: stream(extents, lambda *_: None, ring), repeats=1)
-    file.close()
+    files, buffers = [SwapFile(folder, _FILE_BYTES) for _ in range(_DISK_BYTES // _FILE_BYTES)], Buffers()
+    with ThreadPoolExecutor(BUFFERS) as threads:
+        change_all = partial(threads.map, lambda file: buffers.change(file, lambda _: None), files)
+        seconds = _seconds(lambda: [*change_all()], repeats=1)
+    for file in files:
+        file.close()
     return 2 * _DISK_BYTES / seconds

@@ -10,14 +10,14 @@ import subprocess
 import textwrap
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from mmap import PAGESIZE
 from pathlib import Path
 
 import pytest
 
-from lightning_zero.io import swap
 from lightning_zero.io.disk import ALIGNMENT, free_bytes
-from lightning_zero.io.swap import BUFFERS, FileRange, Ring, SwapFile, stream
+from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
 from tests.support.warm import warm_python
@@ -27,15 +27,15 @@ SECONDS = 20
 """Seconds after which a wait for another thread fails."""
 
 
-@pytest.fixture
-def small_slices(monkeypatch):
-    """Divide small extents among threads, too."""
-    monkeypatch.setattr(swap, "SLICE", ALIGNMENT)
+def files_in(folder, nbytes, count):
+    return [SwapFile(str(folder), nbytes) for _ in range(count)]
 
 
-def extents_of(file, nbytes):
-    """A whole file in extents of one size; the last may be smaller."""
-    return [FileRange(file, start, min(nbytes, file.nbytes - start)) for start in range(0, file.nbytes, nbytes)]
+def change_all(buffers, files, act):
+    """Change files in as many threads as there are buffers. Return the errors, None for each file without one."""
+    with ThreadPoolExecutor(BUFFERS) as threads:
+        changes = [threads.submit(buffers.change, file, act) for file in files]
+    return [change.exception() for change in changes]
 
 
 def contents(file):
@@ -49,33 +49,20 @@ def filled(file, data):
     return data
 
 
-def plus_one(index, memory):
+def plus_one(memory):
     memory[:] = bytes(memory).translate(bytes(range(1, 256)) + b"\0")
 
 
-def before(monkeypatch, method, act):
-    """Do something before each call of a method of `SwapFile`."""
-    real = getattr(SwapFile, method)
-
-    def call(file, memory, position):
-        act()
-        return real(file, memory, position)
-
-    monkeypatch.setattr(SwapFile, method, call)
-
-
 class Failing:
-    """Lets the system calls that `SwapFile` reads or writes with fail, at positions within a range, while set to."""
+    """Lets the system calls that `SwapFile` reads or writes with fail for one file, while set to."""
 
-    def __init__(self, monkeypatch, method, start, stop, code=errno.EIO):
-        self.on, self.calls, self.began = True, 0, threading.Event()
+    def __init__(self, monkeypatch, method, file, code=errno.EIO):
+        self.on = True
         name = {"read": "preadv", "write": "pwrite"}[method]
         real = getattr(os, name)
 
         def call(descriptor, memory, position):
-            if self.on and start <= position < stop:
-                self.calls += 1
-                self.began.set()
+            if self.on and descriptor == file._file:
                 raise OSError(code, os.strerror(code))
             return real(descriptor, memory, position)
 
@@ -87,175 +74,125 @@ class Failing:
 
 @FOLDERS
 @pytest.mark.parametrize("is_refused", [False, True], ids=["direct", "cached"])
-@pytest.mark.parametrize("size", [4 * ALIGNMENT, 4 * ALIGNMENT + 3, 5000, 777])
-def test_many_passes_give_the_same_bytes_as_in_memory(tmp_path, monkeypatch, small_slices, in_memory, is_refused, size):
+@pytest.mark.parametrize("size", [4 * ALIGNMENT, 4 * ALIGNMENT + 3, 5000, 777, 0])
+def test_many_passes_give_the_same_bytes_as_in_memory(tmp_path, monkeypatch, in_memory, is_refused, size):
     if is_refused:
         refuse_direct(monkeypatch)
     folder = folder_for(in_memory, tmp_path)
-    files = [SwapFile(str(folder), 10 * ALIGNMENT + 123), SwapFile(str(folder), 7 * ALIGNMENT)]
-    expected = [filled(file, os.urandom(file.nbytes)) for file in files]
-    ring, extents = Ring(), [*extents_of(files[0], size), *extents_of(files[1], size)]
-    seen: list[int] = []
-
-    def act(index, memory):
-        seen.append(index)
-        plus_one(index, memory)
-
-    for number in range(5):
-        stream(extents if number % 2 else extents[::-1], act, ring)
-    assert seen == [*range(len(extents))] * 5
+    files = [SwapFile(str(folder), number * size) for number in (1, 3, 2, 1, 5, 1, 2)]
+    expected, buffers = [filled(file, os.urandom(file.nbytes)) for file in files], Buffers()
+    for _ in range(5):
+        assert not any(change_all(buffers, files, plus_one))
+        files, expected = files[::-1], expected[::-1]
     step = bytes((byte + 5) % 256 for byte in range(256))
     assert [contents(file) for file in files] == [data.translate(step) for data in expected]
 
 
-def test_aligned_extents_on_a_disk_bypass_the_cache(tmp_path):
-    file = SwapFile(str(tmp_path), 2**23)
-    stream(extents_of(file, 2**21), plus_one, Ring())
-    assert is_direct(file)
-    assert contents(file) == b"\1" * 2**23
-
-
-def test_passes_over_zero_one_or_two_extents_work(tmp_path):
-    file = SwapFile(str(tmp_path), 2 * ALIGNMENT)
-    for count in (0, 1, 2):
-        stream(extents_of(file, ALIGNMENT)[:count], plus_one, Ring())
-    assert contents(file) == b"\2" * ALIGNMENT + b"\1" * ALIGNMENT
-    empty = SwapFile(str(tmp_path), 0)
-    stream([FileRange(empty, 0, 0)], plus_one, Ring())
+def test_aligned_files_on_a_disk_bypass_the_cache(tmp_path):
+    files = files_in(tmp_path, 2**21, 4)
+    change_all(Buffers(), files, plus_one)
+    assert all(map(is_direct, files))
+    assert [contents(file) for file in files] == [b"\1" * 2**21] * 4
 
 
 # ----------------------------------------------------------------------------------------------------- at the same time
 
 
-def test_the_next_extent_is_read_and_the_previous_one_written_while_one_is_changed(tmp_path, monkeypatch):
+def test_the_next_file_is_read_and_the_previous_one_written_while_one_is_changed(tmp_path, monkeypatch):
     """Each of the three waits until the other two have begun, which would never happen if they ran in sequence."""
-    count, began = 8, {}
+    files, began = files_in(tmp_path, ALIGNMENT, 8), {}
     for kind in ("read", "act", "write"):
-        began[kind] = [threading.Event() for _ in range(count)]
+        began[kind] = [threading.Event() for _ in files]
 
     def together(index, but):
         others = {"read": index + 1, "act": index, "write": index - 1}
         for kind, number in others.items():
-            if kind != but and 0 <= number < count:
+            if kind != but and 0 <= number < len(files):
                 assert began[kind][number].wait(SECONDS), f"{kind} {number} has not begun during {but} {others[but]}"
 
     def watched(kind, offset):
         real = getattr(SwapFile, kind)
 
         def call(file, memory, position):
-            number = position // ALIGNMENT
+            number = files.index(file)
             began[kind][number].set()
             together(number + offset, kind)
             return real(file, memory, position)
 
         monkeypatch.setattr(SwapFile, kind, call)
 
-    def act(index, memory):
+    turns = iter(range(len(files)))
+
+    def act(memory):
+        index = next(turns)
         began["act"][index].set()
         together(index, "act")
-        plus_one(index, memory)
+        plus_one(memory)
 
-    file = SwapFile(str(tmp_path), count * ALIGNMENT)
     watched("read", -1)
     watched("write", +1)
-    stream(extents_of(file, ALIGNMENT), act, Ring())
+    assert not any(change_all(Buffers(), files, act))
     monkeypatch.undo()
-    assert contents(file) == b"\1" * file.nbytes
+    assert [contents(file) for file in files] == [b"\1" * ALIGNMENT] * len(files)
 
 
-def test_an_extent_is_read_and_written_by_several_threads_at_once(tmp_path, monkeypatch, small_slices):
-    together = {kind: threading.Barrier(4, timeout=SECONDS) for kind in ("read", "write")}
-    for kind, barrier in together.items():
-        before(monkeypatch, kind, barrier.wait)
-    file = SwapFile(str(tmp_path), 24 * ALIGNMENT)
-    stream(extents_of(file, 8 * ALIGNMENT), plus_one, Ring(threads=4))
-    monkeypatch.undo()
-    assert contents(file) == b"\1" * file.nbytes
-
-
-def test_each_extent_is_reported_once_its_new_contents_can_be_read(tmp_path, small_slices):
-    count = 9
-    file = SwapFile(str(tmp_path), count * 3 * ALIGNMENT)
-    found: dict[int, bytes] = {}
-
-    def act(index, memory):
-        assert len(found) >= index - BUFFERS + 1  # the extent that had the same buffer has been reported
-        plus_one(index, memory)
-
-    def told(index):
-        assert index == len(found)
-        room = bytearray(3 * ALIGNMENT)
-        file.read(memoryview(room), index * len(room))
-        found[index] = bytes(room)
-
-    stream(extents_of(file, 3 * ALIGNMENT), act, Ring(), on_written=told)
-    assert found == dict.fromkeys(range(count), b"\1" * 3 * ALIGNMENT)
-
-
-def test_an_extent_is_reported_while_the_next_one_is_changed(tmp_path):
-    """A forward may be waiting for it."""
-    file, told = SwapFile(str(tmp_path), 5 * ALIGNMENT), [threading.Event() for _ in range(5)]
-
-    def act(index, memory):
-        assert index == 0 or told[index - 1].wait(SECONDS)
-        plus_one(index, memory)
-
-    stream(extents_of(file, ALIGNMENT), act, Ring(), on_written=lambda index: told[index].set())
-    assert all(event.is_set() for event in told) and contents(file) == b"\1" * file.nbytes
-
-
-def test_an_extent_that_is_not_written_is_not_reported(tmp_path, monkeypatch, small_slices):
-    file = SwapFile(str(tmp_path), 4 * ALIGNMENT)
-    told: list[int] = []
-    Failing(monkeypatch, "write", 3 * ALIGNMENT, 4 * ALIGNMENT)
-    with pytest.raises(OSError, match="cannot be written"):
-        stream(extents_of(file, 2 * ALIGNMENT), plus_one, Ring(), on_written=told.append)
-    assert 1 not in told
-
-
-def test_a_buffer_is_not_read_into_before_its_contents_are_written(tmp_path, monkeypatch, small_slices):
+def test_files_are_read_one_at_a_time_and_changed_one_at_a_time(tmp_path, monkeypatch):
     """The disk delays each operation by a random time."""
-    delays = random.Random(0)
-    for kind in ("read", "write"):
-        before(monkeypatch, kind, lambda: time.sleep(delays.random() * 0.004))
-    file = SwapFile(str(tmp_path), 80 * ALIGNMENT)
+    delays, real = random.Random(0), SwapFile.read
+    running = {"read": 0, "act": 0}
+
+    def alone(kind):
+        running[kind] += 1
+        time.sleep(delays.random() * 0.002)
+        assert running[kind] == 1
+        running[kind] -= 1
+
+    def read(file, memory, position):
+        alone("read")
+        real(file, memory, position)
+
+    def act(memory):
+        alone("act")
+        plus_one(memory)
+
+    monkeypatch.setattr(SwapFile, "read", read)
+    files, buffers = files_in(tmp_path, ALIGNMENT, 30), Buffers()
     for _ in range(3):
-        stream(extents_of(file, 4 * ALIGNMENT), plus_one, Ring(threads=3))
+        assert not any(change_all(buffers, files, act))
     monkeypatch.undo()
-    assert contents(file) == b"\3" * file.nbytes
+    assert [contents(file) for file in files] == [b"\3" * ALIGNMENT] * len(files)
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def memory_in_the_pipeline(folder, nbytes, count):
-    """The most bytes that the pipeline adds to this process's memory."""
+def memory_in_use(folder, nbytes, count):
+    """The most bytes that changes of files add to this process's memory."""
 
     def resident():
         return int(Path("/proc/self/statm").read_text().split()[1]) * PAGESIZE
 
     most = 0
 
-    def act(index, memory):
+    def act(memory):
         nonlocal most
-        plus = bytes([index % 255 + 1])
         for start in range(0, nbytes, 2**16):
-            memory[start : start + 1] = plus
+            memory[start : start + 1] = b"1"
         most = max(most, resident())
 
-    stream(extents_of(SwapFile(str(folder), 4 * ALIGNMENT), ALIGNMENT), act=lambda *_: None, ring=Ring())
-    file = SwapFile(str(folder), count * nbytes)
+    change_all(Buffers(), files_in(folder, ALIGNMENT, BUFFERS), lambda _: None)
+    files, buffers = files_in(folder, nbytes, count), Buffers()
     before = resident()
-    ring = Ring()
     for _ in range(2):
-        stream(extents_of(file, nbytes), act, ring)
+        change_all(buffers, files, act)
+    assert len(buffers.free) == BUFFERS
     return most - before
 
 
-def test_memory_is_three_buffers_however_many_extents_there_are(run_on, tmp_path):
+def test_memory_is_three_buffers_however_many_files_there_are(run_on, tmp_path):
     nbytes = 2**23
-    (few,) = run_on(1, memory_in_the_pipeline, folder=tmp_path, nbytes=nbytes, count=3)
-    (many,) = run_on(1, memory_in_the_pipeline, folder=tmp_path, nbytes=nbytes, count=30)
+    (few,) = run_on(1, memory_in_use, folder=tmp_path, nbytes=nbytes, count=3)
+    (many,) = run_on(1, memory_in_use, folder=tmp_path, nbytes=nbytes, count=30)
     other = 2 * 2**20  # the threads' stacks, and Python's allocations
     assert BUFFERS * nbytes - other < few < BUFFERS * nbytes + other
     assert many < BUFFERS * nbytes + other
@@ -264,60 +201,36 @@ def test_memory_is_three_buffers_however_many_extents_there_are(run_on, tmp_path
 # ------------------------------------------------------------------------------------------------------ what goes wrong
 
 
-def test_a_read_error_names_the_place_and_leaves_later_extents_unchanged(tmp_path, monkeypatch, small_slices):
-    file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
-    ring, acted = Ring(), []
-    failing = Failing(monkeypatch, "read", 11 * ALIGNMENT, 12 * ALIGNMENT)
-
-    def act(index, memory):
-        acted.append(index)
-        plus_one(index, memory)
-
-    with pytest.raises(OSError, match=f"cannot be read at byte {11 * ALIGNMENT} .Input/output error") as raised:
-        stream(extents_of(file, 2 * ALIGNMENT), act, ring)
-    assert raised.value.errno == errno.EIO and raised.value.filename == str(tmp_path)
-    assert acted == [0, 1, 2, 3, 4], "the extent could not be read, and those after it were not to be begun"
-    failing.on = False
-    assert contents(file) == b"\1" * 10 * ALIGNMENT + bytes(10 * ALIGNMENT)
-    stream(extents_of(file, 2 * ALIGNMENT)[5:], act, ring)
-    assert contents(file) == b"\1" * file.nbytes
-
-
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
+@pytest.mark.parametrize("method", ["read", "write"])
 @pytest.mark.parametrize("at", [0, 5, 9])
-def test_a_write_error_names_the_place_and_ends_the_pass(tmp_path, monkeypatch, small_slices, at, code):
-    file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
-    ring, acted = Ring(), []
-    extents = extents_of(file, 2 * ALIGNMENT)
-    failing = Failing(monkeypatch, "write", 2 * at * ALIGNMENT, (2 * at + 1) * ALIGNMENT, code)
-
-    def act(index, memory):
-        if index == min(at + 2, len(extents) - 1):
-            assert at >= 8 or failing.began.wait(SECONDS)
-        acted.append(index)
-        plus_one(index, memory)
-
-    with pytest.raises(OSError, match=f"cannot be written at byte {2 * at * ALIGNMENT} ") as raised:
-        stream(extents, act, ring)
-    assert raised.value.errno == code and raised.value.filename == str(tmp_path)
-    done = len(acted)
-    assert acted == [*range(done)] and at < done <= at + BUFFERS, "the next buffers at most were changed meanwhile"
+def test_an_error_of_the_disk_names_the_place_and_the_other_files_are_changed(tmp_path, monkeypatch, method, at, code):
+    files, buffers = files_in(tmp_path, 2 * ALIGNMENT, 10), Buffers()
+    failing = Failing(monkeypatch, method, files[at], code)
+    errors = change_all(buffers, files, plus_one)
+    assert [number for number, error in enumerate(errors) if error is not None] == [at]
+    assert isinstance(errors[at], OSError) and errors[at].errno == code and errors[at].filename == str(tmp_path)
+    done = {"read": "read", "write": "written"}[method]
+    assert f"cannot be {done} at byte 0 ({os.strerror(code)})" in str(errors[at])
+    failing.on = False
+    assert [contents(file)[:1] for file in files] == [b"\0" if number == at else b"\1" for number in range(10)]
+    assert not any(change_all(buffers, files, plus_one)), "the buffers serve again"
 
 
-def test_an_extent_whose_change_failed_stays_unchanged_and_earlier_ones_are_written(tmp_path, small_slices):
-    file = SwapFile(str(tmp_path), 20 * ALIGNMENT)
+def test_a_file_whose_change_failed_stays_unchanged(tmp_path):
+    files, buffers = files_in(tmp_path, 2 * ALIGNMENT, 6), Buffers()
+    filled(files[4], b"\7" * 2 * ALIGNMENT)
 
-    def act(index, memory):
-        plus_one(index, memory)
-        if index == 4:
+    def act(memory):
+        is_failing = bytes(memory[:1]) == b"\7"
+        plus_one(memory)
+        if is_failing:
             raise ZeroDivisionError("in the change")
 
-    ring = Ring()
-    with pytest.raises(ZeroDivisionError, match="in the change"):
-        stream(extents_of(file, 2 * ALIGNMENT), act, ring)
-    assert contents(file) == b"\1" * 8 * ALIGNMENT + bytes(12 * ALIGNMENT)
-    stream(extents_of(file, 2 * ALIGNMENT), plus_one, ring)
-    assert contents(file) == b"\2" * 8 * ALIGNMENT + b"\1" * 12 * ALIGNMENT
+    errors = change_all(buffers, files, act)
+    assert [type(error) for error in errors] == [type(None)] * 4 + [ZeroDivisionError, type(None)]
+    assert [contents(file)[:1] for file in files] == [b"\1"] * 4 + [b"\7", b"\1"]
+    assert not any(change_all(buffers, files, plus_one))
 
 
 def reserved_before(folder):
@@ -335,7 +248,7 @@ def reserved_before(folder):
             (folder / "of others").write_bytes(bytes(2**20))
         assert raised.value.errno == errno.ENOSPC and free_bytes(folder) == 0
         for _ in range(2):
-            stream(extents_of(file, 2**17), plus_one, Ring())
+            Buffers().change(file, plus_one)
         assert contents(file) == b"\2" * 2**19
         file.close()
         assert free_bytes(folder) >= 2**19

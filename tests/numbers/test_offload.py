@@ -919,7 +919,7 @@ def memory_of_an_update(width: int) -> tuple[int, int]:
     assert report.at_rest.get("host", 0) == 0 == report.at_rest.get("optimizer", 0)
     swap = engine._swap
     assert swap is not None
-    buffers, states = sum(map(len, swap.ring.buffers)), engine.offloaded().on_disk
+    buffers, states = sum(map(len, swap.buffers.free)), engine.offloaded().on_disk
     engine.close()
     return buffers, states
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from lightning_zero.engine.comm.asynchronous import BackgroundWork
 from lightning_zero.engine.compat import FakeTensor
 from lightning_zero.engine.config import LOW_PRECISION
-from lightning_zero.engine.offload import MASTERS, PARAMETERS, DiskUpdate, Update, Updates, on_own_stream
+from lightning_zero.engine.offload import MASTERS, PARAMETERS, Update, on_own_stream
 from lightning_zero.engine.optim.compatibility import is_torchs_elementwise
 from lightning_zero.engine.optim.kinds import copied, is_by_element
 from lightning_zero.engine.optim.master import Master, field_of
@@ -185,38 +185,28 @@ def update_offloaded(
         buckets: each bucket's masters, each preceded by the number of its group.
         own: the entries of the optimizer's state that belong to no parameter, from before the step.
     """
-    on_disk: dict[Updates, DiskUpdate] = {}
-    try:
-        for bucket, masters in buckets.items():
-            device, groups = bucket.full.device, optimizer.param_groups
-            numbers = {number for number, _ in masters}
-            update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
-            wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
-            bucket.update_in_background(partial(_begin, optimizer, bucket, wanted, on_disk))
-    finally:
-        for background, update in on_disk.items():
-            background.start(update)
+    for bucket, masters in buckets.items():
+        device, groups = bucket.full.device, optimizer.param_groups
+        numbers = {number for number, _ in masters}
+        update_of = {number: Update.of(optimizer, groups[number], device, own) for number in numbers}
+        wanted = [(update_of[number], master, gradients[master]) for number, master in masters if master.is_here]
+        bucket.update_in_background(partial(_begin, optimizer, bucket, wanted))
 
 
 def _begin(
     optimizer: Optimizer,
     bucket: Bucket,
     wanted: list[tuple[Update, Master, Tensor | None]],
-    on_disk: dict[Updates, DiskUpdate],
     shown: Tensor | None,
 ) -> BackgroundWork:
-    """Start to update the masters of a bucket, or add them to an update of states on a disk.
+    """Start to update the masters of a bucket.
 
     Args:
         shown: another tensor to write the new values to, or None; see ``Bucket.update_in_background``.
     """
-    background, phase = bucket.background, partial(bucket.phases, "update", bucket.unit_name)
+    phase = partial(bucket.phases, "update", bucket.unit_name)
     act = on_own_stream(bucket.full.device, partial(_update, optimizer, phase, wanted, shown))
-    if bucket.states is None:
-        return background.submit(act)
-    if background not in on_disk:
-        on_disk[background] = DiskUpdate(background)
-    return on_disk[background].add(bucket.states, act)
+    return bucket.background.submit(act if bucket.states is None else partial(bucket.states.change, act))
 
 
 def _update(
