@@ -272,7 +272,9 @@ class Engine:
             reduce_dtype=config.reduce_dtype,
             in_flight=config.reduction_buffers if config.overlap else 0,
             # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
-            reduces_every_backward=self.placements.gradients.is_sharded or self.communicator.tensor.size > 1,
+            reduces_every_backward=self.placements.gradients.is_sharded
+            or self.communicator.tensor.size > 1
+            or not any(bucket.layout.is_sharded for bucket in self.buckets),
         )
         self.join = Join(self.communicator, self.rendezvous, self.schedule, self.reducer, self.buckets)
         if self.gathers:
@@ -359,7 +361,7 @@ class Engine:
     @property
     def gathers(self) -> bool:
         """Whether a forward communicates with the other ranks."""
-        return self.communicator.size > 1 and not all(unit.stays for unit in self.units)
+        return any(bucket.layout.is_sharded and not bucket.is_replicated for bucket in self.buckets)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

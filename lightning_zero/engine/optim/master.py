@@ -82,7 +82,7 @@ def is_whole(bucket: Bucket) -> bool:
 
 def is_alone(bucket: Bucket) -> bool:
     """Whether a bucket is on a single rank without offload, so that its optimizer updates ordinary whole tensors."""
-    return bucket.layout.world_size == 1 and bucket.updates is None
+    return not bucket.layout.is_sharded and bucket.updates is None
 
 
 def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
@@ -100,7 +100,7 @@ def runs_of(slots: list[BucketSlot]) -> list[list[BucketSlot]]:
         ends, segments = -1, bucket.layout.segments  # ``ends``: index of the segment that would continue the run
         for slot in sorted(members, key=lambda slot: slot.index):
             start = segments[slot.index].start
-            apart = bucket.layout.is_whole or bucket.layout.world_size == 1
+            apart = bucket.layout.is_whole or not bucket.layout.is_sharded
             if slot.index != ends or segments[ends - 1].stop != start or apart:
                 runs.append([])
             runs[-1].append(slot)

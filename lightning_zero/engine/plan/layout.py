@@ -207,6 +207,11 @@ class BucketLayout:
         return replace(self, owners=tuple(owners), padded_to=self.padded_numel)
 
     @property
+    def is_sharded(self) -> bool:
+        """Whether several ranks share the bucket."""
+        return self.world_size > 1
+
+    @property
     def is_whole(self) -> bool:
         """Whether each segment has one owner."""
         return self.owners is not None

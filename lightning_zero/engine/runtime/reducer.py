@@ -92,8 +92,7 @@ class GradientReducer:
     Args:
         in_flight: maximum number of reductions, each with its own buffer, that run at one time; 0 to wait for each
             reduction right after starting it.
-        reduces_every_backward: whether gradients are reduced even under ``no_sync``; False at stage 1
-            without tensor parallelism, where they accumulate locally.
+        reduces_every_backward: whether gradients are reduced even under ``no_sync``; if False, they accumulate locally.
 
     Attributes:
         hyperparameters: compared between ranks at the end of each backward that reduces gradients.
@@ -242,7 +241,7 @@ class GradientReducer:
             )
             # Without ``synchronise``, stage 1 does not reduce gradients, unless some ``p.grad`` is already sharded by
             # an earlier reduction: a local gradient cannot be added to a sharded one.
-            must = self.synchronise or self._reduces_every_backward or self._communicator.size == 1
+            must = self.synchronise or self._reduces_every_backward
             self._synchronises = must or self._shows_reduced(leaf)
             for gradients in self._gradients:
                 gradients.crosses = self.synchronise

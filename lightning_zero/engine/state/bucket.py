@@ -406,7 +406,7 @@ class Bucket:
             return
         update = self.update
         is_kept = update.was_kept if update is not None and update.writes_to_buffer else self._is_kept
-        if self.layout.world_size == 1 and update is not None and not is_kept:
+        if not self.layout.is_sharded and update is not None and not is_kept:
             self.state = BucketState.STALE
             return
         self.gather(refresh=True)

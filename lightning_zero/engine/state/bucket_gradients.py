@@ -51,7 +51,7 @@ class BucketGradients:
         self._codec = bucket.gradient_codec or Cast(sent)
         # gradients of more elements are copied to the flat buffer when they arrive
         self._most_waiting = _SMALL
-        if bucket.communicator.size == 1 or layout.numel <= min(_SMALL * len(layout.segments), _SMALL_BUCKET):
+        if not layout.is_sharded or layout.numel <= min(_SMALL * len(layout.segments), _SMALL_BUCKET):
             self._most_waiting = layout.numel
         self.flat: Tensor | None = None
         self._waiting: dict[int, Tensor] = {}  # gradients that are not in the buffer yet, by parameter index
@@ -212,7 +212,7 @@ class BucketGradients:
         """
         self._turn_to_current_stream()
         taken = self._take_local()
-        if self.bucket.communicator.size == 1:
+        if not self.bucket.layout.is_sharded:
             waiting, self._waiting = self._waiting, {}
             self._filled = [False] * len(self._filled)
             self._streams.clear()

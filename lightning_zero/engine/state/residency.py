@@ -83,7 +83,7 @@ class ResidencyPlan:
         is_cast = master_dtype != compute_dtype or extension_dtype is not None
         is_replicated = not placements.parameters.is_sharded
         # With one rank, the shard is the full bucket: a separate gathered buffer would be a second copy.
-        if layout.world_size == 1 and parameters_on is None and (not is_cast or offloaded_to is not None):
+        if not layout.is_sharded and parameters_on is None and (not is_cast or offloaded_to is not None):
             is_replicated = True
         at_rest = Medium.BUFFER if is_replicated else Medium.PART if layout.nodes > 1 else Medium.DEVICE
         masters = offloaded_to or (Medium.DEVICE if is_cast else at_rest)

@@ -161,7 +161,7 @@ class BucketSlot:
         bucket = self.bucket
         if self.share.is_divided:
             return None
-        if bucket.layout.world_size == 1:  # this rank has all master weights, in full precision
+        if not bucket.layout.is_sharded:  # this rank has all master weights, in full precision
             return self.local_parameter().view(self.shape).to(self.device, self.dtype).to(dtype)
         if bucket.full.dtype != dtype or bucket.awaits_refresh:
             return None
@@ -201,12 +201,12 @@ class BucketSlot:
         if bucket.extensions:
             bucket.rendezvous.meet(f"a write to '{self.name}'")
             bucket.encode_again()
-        elif bucket.is_ready and not (bucket.is_in_buffer and bucket.layout.world_size == 1):
+        elif bucket.is_ready and not (bucket.is_in_buffer and not bucket.layout.is_sharded):
             bucket.segment_view(self.index).copy_(self.collect_share(values))
 
     def collect(self, local: Tensor) -> Tensor:
         """Gather the full tensor of which ``local`` is this rank's range. Collective."""
-        if self.share.is_divided and self.bucket.layout.world_size == 1:
+        if self.share.is_divided and not self.bucket.layout.is_sharded:
             self.bucket.rendezvous.meet(f"'{self.name}'")
         return self.bucket.communicator.tensor.whole(self.collect_share(local), self.share)
 
@@ -217,7 +217,7 @@ class BucketSlot:
     def begin_share(self, local: Tensor) -> Callable[[], Tensor]:
         """Begin ``collect_share``; the result ends it."""
         bucket, local = self.bucket, local.to(self.device)
-        if bucket.layout.world_size == 1:
+        if not bucket.layout.is_sharded:
             return partial(local.view, self.share.own_shape)
         bucket.rendezvous.meet(f"'{self.name}'")
         flat = local.new_empty(self.share.own_shape.numel())
