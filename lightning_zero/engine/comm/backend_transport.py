@@ -13,11 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_zero.engine.comm.process_group import (
-    ProcessGroup,
-    backend_name,
-    rank,
-)
+from lightning_zero.engine.comm.process_group import ProcessGroup, backend_name, rank
 from lightning_zero.engine.comm.transport import (
     Cast,
     Chain,

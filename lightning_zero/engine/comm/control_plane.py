@@ -17,12 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_zero.engine.comm.counters import Counters
-from lightning_zero.engine.comm.cross_memory.small_messages import (
-    CONTROL_TAG,
-    SmallMessages,
-    bytes_of,
-    tensor_of,
-)
+from lightning_zero.engine.comm.cross_memory.small_messages import CONTROL_TAG, SmallMessages, bytes_of, tensor_of
 from lightning_zero.engine.comm.failures import Watch
 from lightning_zero.engine.comm.process_group import ProcessGroup, all_gather_objects, broadcast_coalesced
 

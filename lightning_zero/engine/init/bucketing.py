@@ -15,11 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.transport import Codec, Quantised
-from lightning_zero.engine.config import (
-    LOW_PRECISION,
-    CompressionConfig,
-    EngineConfig,
-)
+from lightning_zero.engine.config import LOW_PRECISION, CompressionConfig, EngineConfig
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload import DiskStates, Swap
 from lightning_zero.engine.optim.compatibility import check_not_divided, kept_whole

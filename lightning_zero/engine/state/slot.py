@@ -14,12 +14,7 @@ from torch import Tensor, nn
 
 from lightning_zero.engine.comm.asynchronous import synchronize
 from lightning_zero.engine.comm.tensor_parallel import Placed, is_dtensor
-from lightning_zero.engine.compat import (
-    accumulation_hooks,
-    gradient_hooks,
-    set_accumulation_hooks,
-    set_gradient_hooks,
-)
+from lightning_zero.engine.compat import accumulation_hooks, gradient_hooks, set_accumulation_hooks, set_gradient_hooks
 from lightning_zero.engine.offload import Updates
 from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import exchange, exchange_memory, set_contents
