@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import os
-import socket
 import threading
 import time
 import weakref
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -391,45 +388,3 @@ def refuse_on(refusing: int) -> None:
 @pytest.mark.parametrize("refusing", [0, 1, 2])
 def test_no_rank_uses_shared_memory_if_one_rank_may_not_read(run_on, refusing):
     run_on(3, refuse_on, refusing=refusing)
-
-
-def unix_sockets_that_listen() -> set[str]:
-    """The inodes of this process's Unix sockets to which other processes may connect."""
-    own = {os.readlink(entry.path) for entry in os.scandir("/proc/self/fd") if os.path.islink(entry.path)}
-    lines = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
-    accepts = 0x10000
-    listening = {inode for _, _, _, flags, _, _, inode, *_ in lines if int(flags, 16) & accepts}
-    return {inode for inode in listening if f"socket:[{inode}]" in own}
-
-
-def connect_among_strangers() -> None:
-    """Others know the names of the ranks' sockets while the ranks connect: the system lists them."""
-    from lightning_zero.engine.comm.cross_memory import exchange
-
-    real, before = exchange._are_readable, unix_sockets_that_listen()
-
-    def with_strangers(probe: torch.Tensor, told: list[Any]) -> bool:
-        assert unix_sockets_that_listen() == before
-        for _, name, *_ in told:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
-                stranger.connect(name)
-                ends = socket.socketpair()
-                socket.send_fds(stranger, [bytes(16) + b"1"], [end.fileno() for end in ends])
-                stranger.send(b"")
-        return real(probe, told)
-
-    try:
-        exchange._are_readable = with_strangers
-        transport = neighbours()
-    finally:
-        exchange._are_readable = real
-    full = torch.full((world_size(), 100_003), float(rank()))
-    wait(transport.gather(list(full)))
-    assert full[:, 0].tolist() == [float(other) for other in range(world_size())]
-    dist.barrier()
-    transport.close()
-
-
-@SIZES
-def test_no_socket_listens_and_messages_of_strangers_are_ignored(run_on, size):
-    run_on(size, connect_among_strangers)

@@ -149,7 +149,7 @@ def test_a_gloo_error_says_which_rank_was_lost(monkeypatch, text):
 def while_ranks_connect():
     def act():
         if rank() == 1:
-            exchange._are_readable = lambda *_: time.sleep(0.3) or die()
+            exchange._connect_to = lambda *_: time.sleep(0.3) or die()
         with cross_memory():
             Engine(nn.Linear(4, 4), stage=3)
 

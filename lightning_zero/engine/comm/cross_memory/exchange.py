@@ -14,7 +14,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from datetime import timedelta
-from itertools import chain
 from typing import Any
 
 import torch
@@ -42,7 +41,7 @@ from lightning_zero.engine.comm.transport import (
 )
 
 _ADDRESS = struct.Struct("<q")
-_PATIENCE = 30.0  # timeout for exchanging sockets, in seconds
+_PATIENCE = 30.0  # timeout for connecting, in seconds
 _CHUNK = 2**15  # elements added up at a time: they fit into the cache, and torch adds them on one core
 
 _transports_of_process: weakref.WeakSet[CrossMemoryTransport] = weakref.WeakSet()
@@ -207,59 +206,54 @@ def connect(
         The transport; None on every rank if any rank cannot read the memory of another rank in its group.
     """
     probe = torch.randint(2**62, (8,), generator=torch.Generator().manual_seed(os.getpid()), device="cpu")
-    secret = os.urandom(16)
     with ExitStack() as stack:
         said = None
         with suppress(OSError):
             if process_memory.is_supported():
-                mailbox = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
-                mailbox.settimeout(_PATIENCE)
-                mailbox.bind("")  # the system chooses a name, without a file
+                listener = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+                listener.bind("")  # the system chooses a name, without a file
+                listener.listen(socket.SOMAXCONN)
                 process_memory.let_read(os.getppid())
-                said = os.getpid(), mailbox.getsockname(), secret, probe.data_ptr(), probe.tolist()
+                said = os.getpid(), listener.getsockname(), probe.data_ptr(), probe.tolist()
         every = exchange_objects(said)
-        told, place = [every[each] for each in here], here.index(rank)
-        others = [other for other in range(len(here)) if other != place]
-        lines: dict[int, list[socket.socket]] = {}
-        is_readable = False
+        told, place, size = [every[each] for each in here], here.index(rank), len(here)
+        lines, is_connected = {}, False
         with suppress(OSError):
-            is_readable = None not in every and _are_readable(probe, told)
-        if all(exchange_objects(is_readable)):
-            with suppress(OSError):
-                for other in others[place:]:
-                    _, name, secret_of_other, *_ = told[other]
-                    lines[other] = _send_lines(name, secret_of_other + str(place).encode())
-                while len(lines) < len(others):
-                    message, files, _, _ = socket.recv_fds(mailbox, 32, 2)
-                    received = [socket.socket(fileno=file) for file in files]
-                    if message.startswith(secret):  # other processes may send something, too
-                        lines[int(message[len(secret) :])] = received
-        for line in chain.from_iterable(lines.values()):
-            stack.enter_context(line)
-        if not all(exchange_objects(len(lines) == len(others))):
+            if None not in every and _are_readable(probe, told):
+                lines = _connect_to([name for _, name, _, _ in told[:place]], place, stack)
+                is_connected = True
+        if not all(exchange_objects(is_connected)):
             process_memory.let_read(0)
             return None
+        processes = [process for process, _, _, _ in told]
+        while len(lines) < 2 * (size - 1):  # all ranks have connected, so accepting does not block
+            line, _ = listener.accept()
+            process, _, _ = struct.unpack("3i", line.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if process in processes:  # other processes may connect, too
+                lines[tuple(map(int, line.recv(32).split()))] = line
         stack.pop_all()
-        mailbox.close()
-    return CrossMemoryTransport(place, [(other, told[other][0], *lines[other]) for other in others], timeout)
-
-
-def _send_lines(name: bytes, message: bytes) -> list[socket.socket]:
-    """Make two pairs of connected sockets, send one end of each to another process's mailbox, and return the others."""
-    pairs = [socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET) for _ in range(2)]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        sender.settimeout(_PATIENCE)
-        sender.connect(name)
-        socket.send_fds(sender, [message], [theirs.fileno() for _, theirs in pairs])
-    for _, theirs in pairs:
-        theirs.close()
-    return [own for own, _ in pairs]
+        listener.close()
+    others = [other for other in range(size) if other != place]
+    peers = [(other, processes[other], lines[other, 0], lines[other, 1]) for other in others]
+    return CrossMemoryTransport(place, peers, timeout)
 
 
 def _are_readable(probe: Tensor, told: list[Any]) -> bool:
     """Whether the memory of each process has the values that the process has sent."""
-    for process, _, _, address, expected in told:
+    for process, _, address, expected in told:
         process_memory.read_memory(process, address, found := torch.empty_like(probe))
         if found.tolist() != expected:
             return False
     return True
+
+
+def _connect_to(names: list[bytes], rank: int, stack: ExitStack) -> dict[tuple[int, ...], socket.socket]:
+    """Connect two sockets to each lower rank, keyed by (rank, number); both ends of a socket have the same number."""
+    lines: dict[tuple[int, ...], socket.socket] = {}
+    for other, name in enumerate(names):
+        for number in range(2):
+            lines[other, number] = line = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            stack.enter_context(line).settimeout(_PATIENCE)
+            line.connect(name)
+            line.send(f"{rank} {number}".encode())
+    return lines
