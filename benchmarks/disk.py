@@ -1,11 +1,12 @@
-"""Bandwidth between disk and memory of offloaded states, compared with dd with O_DIRECT on the same files.
+"""Bandwidth between disk and memory of offloaded states, compared with dd with O_DIRECT.
 
     python benchmarks/disk.py
     python benchmarks/disk.py --disk FOLDER --size 4096 --piece 256 --rounds 5
 
 Measured are reading alone, writing alone, and both at once with no computation in between, as in an update of states on
-a disk. Each file is one block of dd, which reads to /dev/null and writes from /dev/zero. The two alternate, and the
-order changes every round. All files are written once beforehand, so that no measurement includes unwritten blocks.
+a disk. dd reads one file of the same size to /dev/null and writes it from /dev/zero, in blocks of the size of our
+files. The two alternate, and the order changes every round. All files are written once beforehand, so that no
+measurement includes unwritten blocks.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from typing import Any
 from common import REPOSITORY, describe, in_turn, markdown_table, write_results
 
 from lightning_zero.io.disk import huge_memory
-from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile
+from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile, Turn
 
 MIB = 2**20
 
@@ -66,21 +67,23 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
     """Seconds per round for both systems, by operation: reading, writing, and both."""
     nbytes = arguments.piece * MIB
     files = [SwapFile(arguments.disk, nbytes) for _ in range(arguments.size // arguments.piece)]
+    of_dd = SwapFile(arguments.disk, arguments.size * MIB)
     buffers, memory = Buffers(), huge_memory(nbytes)
     memory[:] = os.urandom(nbytes)
-    for file in files:
+    for number, file in enumerate(files):
         file.write(memory, 0)
+        of_dd.write(memory, number * nbytes)
     if not fcntl.fcntl(files[0]._file, fcntl.F_GETFL) & os.O_DIRECT:
         raise SystemExit(
             f"{arguments.disk}: this file system refuses to be written past its cache, which dd is asked to"
         )
 
-    block = [f"bs={arguments.piece}M", "count=1"]
+    block = [f"bs={arguments.piece}M", f"count={len(files)}"]
+    path = f"/proc/{os.getpid()}/fd/{of_dd._file}"  # the file has no name
 
     def dd_seconds() -> dict[str, float]:
-        paths = [f"/proc/{os.getpid()}/fd/{file._file}" for file in files]  # the files have no names
-        read = sum(dd(f"if={path}", "of=/dev/null", "iflag=direct", *block) for path in paths)
-        write = sum(dd("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc", *block) for path in paths)
+        read = dd(f"if={path}", "of=/dev/null", "iflag=direct", *block)
+        write = dd("if=/dev/zero", f"of={path}", "oflag=direct", "conv=notrunc", *block)
         return {"read": read, "write": write, "both": read + write}
 
     def own_seconds() -> dict[str, float]:
@@ -88,7 +91,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
             return {
                 "read": timed(lambda: [file.read(memory, 0) for file in files]),
                 "write": timed(lambda: [file.write(memory, 0) for file in files]),
-                "both": timed(lambda: [*threads.map(lambda file: buffers.change(file, lambda _: None), files)]),
+                "both": timed(lambda: [*threads.map(lambda file: buffers.change(file, lambda _: None, Turn()), files)]),
             }
 
     systems = [("dd", dd_seconds), ("lightning_zero", own_seconds)]
@@ -101,7 +104,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
                 seconds[what][name].append(taken)
         last = {what: {name: of[-1] for name, of in pair.items()} for what, pair in seconds.items()}
         print(f"round {number + 1}: {last}", flush=True)
-    for file in files:
+    for file in (*files, of_dd):
         file.close()
     return seconds
 
@@ -117,9 +120,10 @@ def main() -> None:
         cells = [f"{statistics.median(of):.0f} ({of[0]:.0f} - {of[-1]:.0f})" for of in speeds.values()]
         rows.append([what, *cells, f"{ratios[what]:.2f}"])
     lines = [
-        f"{arguments.size} MiB in files of {arguments.piece} MiB, past the cache. MB/s: medians of {arguments.rounds} "
-        f"rounds (lowest - highest). `both`: {BUFFERS} threads read files, hand them to a function that does nothing, "
-        "and write them back; dd reads all and then writes all. `x dd`: dd's median time over ours.",
+        f"{arguments.size} MiB in files of {arguments.piece} MiB, past the cache; for dd one file, in blocks of that "
+        f"size. MB/s: medians of {arguments.rounds} rounds (lowest - highest). `read`, `write`: one thread. `both`: "
+        f"{BUFFERS} threads read files, hand them to a function that does nothing, and write them back; dd reads all "
+        "and then writes all. `x dd`: dd's median time over ours.",
         "",
         *markdown_table(["what", "dd", "lightning_zero", "x dd"], rows),
     ]

@@ -63,9 +63,10 @@ from lightning_zero.engine.state.bucket import Bucket, SharedByBuckets
 from lightning_zero.engine.state.buffer import let_freed_memory_stay
 from lightning_zero.engine.state.extensions import Extension, Scales, without_extensions
 from lightning_zero.engine.state.slot import BucketSlot, slot_of, slots_of
-from lightning_zero.engine.streaming import whole_tensors
+from lightning_zero.engine.streaming import InOrder, whole_tensors
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import Leaf, in_parts, on_cpu, walk
+from lightning_zero.engine.tensor.wrapper import read_by
 from lightning_zero.io.options import check_names, names_of_options
 
 if TYPE_CHECKING:
@@ -271,7 +272,8 @@ class Engine:
             self.phases,
             reduce_dtype=config.reduce_dtype,
             in_flight=config.reduction_buffers if config.overlap else 0,
-            # with tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only
+            # With tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only; with one
+            # rank, a reduction sends nothing that could be sent later.
             reduces_every_backward=self.placements.gradients.is_sharded
             or self.communicator.tensor.size > 1
             or not any(bucket.layout.is_sharded for bucket in self.buckets),
@@ -512,8 +514,9 @@ class Engine:
             with (
                 self.rendezvous.met("the module's state dict"),
                 closing(whole_tensors(sharded, _AHEAD_BYTES)) as values,
+                read_by(InOrder(sharded, values)),
             ):
-                return walk(state, lambda tensor: leaf(next(values) if is_sharded(tensor) else tensor))
+                return walk(state, leaf)
 
     def full_optimizer_state_dict(self, optimizer: Optimizer, *, leaf: Leaf = on_cpu) -> dict[str, Any]:
         """An optimizer's state dict in torch's usual form, by default with full tensors on the CPU. Collective.

@@ -1,4 +1,4 @@
-"""Offloaded master weights and optimizer states: files on a disk, and updates in a background thread.
+"""Offloaded master weights and optimizer states: files on a disk, and updates in the background.
 
 A file holds all states of a rank's shard of one bucket, one field after another: the masters, ``exp_avg``, and so on.
 For its update the file is read into memory, where the masters are updated like those that stay there, and written back
@@ -29,7 +29,7 @@ from lightning_zero.engine.compat import tree_map_only, without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory, huge_memory
-from lightning_zero.io.swap import BUFFERS, Buffers, SameThread, SwapFile
+from lightning_zero.io.swap import BUFFERS, Buffers, SameThread, SwapFile, Turn
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """Names of fields that are not optimizer states: the master weights, and their copy in the compute dtype."""
@@ -96,13 +96,13 @@ class DiskStates:
             self.file.reserve(nbytes)
         self.fields = fields
 
-    def change(self, act: Callable[[dict[str, Tensor]], None]) -> None:
+    def change(self, act: Callable[[dict[str, Tensor]], None], turn: Turn) -> None:
         """Change all fields: ``act`` gets them as 1-D tensors, which it changes in place. See ``Buffers.change``."""
 
         def change(memory: memoryview | range) -> None:
             act({key: _over(memory, start, self.numel, dtype) for key, (start, dtype) in self.fields.items()})
 
-        self.swap.buffers.change(self.file, change)
+        self.swap.buffers.change(self.file, change, turn)
 
     def read(self, field: str, start: int, stop: int) -> Tensor:
         """Read the elements ``[start, stop)`` of a field into new memory."""
@@ -150,9 +150,10 @@ def _over(memory: memoryview | range, start: int, numel: int, dtype: torch.dtype
 
 
 class Updates:
-    """Threads that update master weights: one, or several that each read and write states on a disk.
+    """Threads that update master weights, one at a time and in the order of calls.
 
-    With a simulation, updates run at once, in the calling thread.
+    There are several if states are on a disk, so that some are read and written while others are updated. With a
+    simulation, updates run at once, in the calling thread.
     """
 
     def __init__(
@@ -163,6 +164,7 @@ class Updates:
         self.gradients = gradients  # whether gradients are kept in host memory
         self._copier: Updates | None = None  # another thread, since updates may wait for its copies
         self._executor: ThreadPoolExecutor | None = None
+        self._last: Turn | None = None
 
     @classmethod
     def of(cls, config: EngineConfig, simulation: Simulation | None) -> Updates:
@@ -173,19 +175,35 @@ class Updates:
         threads = BUFFERS if offload.optimizer == "nvme" else 1
         return cls(config.overlap and offload.overlap, offload.gradients is not None, threads, simulation)
 
-    def submit(self, act: Callable[[], None]) -> BackgroundWork:
-        """Run a function in a thread; functions begin in the order of calls. Return a ``BackgroundWork`` for it."""
-        work = BackgroundWork(self)
+    def submit(self, act: Callable[..., None], states: DiskStates | None = None) -> BackgroundWork:
+        """Run a function in a thread, after all functions submitted earlier; return a ``BackgroundWork`` for it.
+
+        Args:
+            states: states on a disk, which the function changes; see ``DiskStates.change``.
+        """
+        work, turn = BackgroundWork(self), Turn(self._last)
 
         def run() -> None:
             with suppress(Exception), work:  # ``work.wait()`` raises the error
-                act()
+                try:
+                    if states is not None:
+                        states.change(act, turn)
+                        return
+                    with turn:
+                        act()
+                finally:
+                    with turn:  # also if the states could not be read: others wait for the end of this turn
+                        pass
 
         try:
             work.await_always()
             self._put(run)
+            self._last = turn
         except BaseException:  # Ctrl-C: nothing must wait for a function that may not be in the queue
-            self._put(work.end)
+            try:
+                self.close()  # runs the function if it is
+            finally:
+                work.end()
             raise
         return work
 

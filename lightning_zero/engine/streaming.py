@@ -22,6 +22,7 @@ from lightning_zero.engine.state.bucket import Bucket
 from lightning_zero.engine.tensor.identity import inner_of
 from lightning_zero.engine.tensor.sharded_tensor import ShardedTensor
 from lightning_zero.engine.tensor.sharded_tree import gathered
+from lightning_zero.engine.tensor.wrapper import read_by
 
 # -- peft's adapters, merged into one layer's weights at a time, without changing the layer ----------------------------
 
@@ -201,6 +202,23 @@ def whole_tensors(tensors: Sequence[Named], max_bytes: int) -> Generator[Tensor,
             with suppress(RuntimeError):
                 wait()
         ledger.add("gathered", -held)
+
+
+class InOrder:
+    """Reader of sharded tensors that are read in the order of a stream. Other reads, as by views of them, gather."""
+
+    def __init__(self, tensors: Sequence[Named], values: Iterator[Tensor]) -> None:
+        self._left, self._values = deque(tensor for _, tensor in tensors), values
+
+    def whole(self, tensor: ShardedTensor) -> Tensor:
+        with read_by(None):
+            if not self._left or tensor is not self._left[0]:
+                return tensor.whole()
+            self._left.popleft()
+            return next(self._values)
+
+    def states(self, _: Any) -> dict[Any, dict[str, Any]]:
+        raise NotImplementedError("the stream has no optimizer states")
 
 
 def _begin(tensor: Tensor) -> Callable[[], Tensor]:

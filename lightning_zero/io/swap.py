@@ -1,7 +1,7 @@
 """Files for states offloaded to a disk, and buffers in which threads change the contents of files.
 
     file, buffers = SwapFile("/local/disk", 2**30), Buffers()
-    buffers.change(file, act)
+    buffers.change(file, act, Turn())
 
 While one thread changes a file's contents, others write the contents of an earlier file and read those of a later one:
 
@@ -153,6 +153,24 @@ class SameThread(Executor):
         return done
 
 
+class Turn:
+    """A thread's place in a line of threads: to enter it, the thread waits until the one before has left its own.
+
+    It may be entered again.
+    """
+
+    def __init__(self, before: Turn | None = None) -> None:
+        self._before, self._is_over = before, threading.Event()
+
+    def __enter__(self) -> None:
+        if self._before is not None:
+            self._before._is_over.wait()
+            self._before = None  # otherwise all earlier turns would be kept
+
+    def __exit__(self, *_: object) -> None:
+        self._is_over.set()
+
+
 class Buffers:
     """A buffer for each thread that changes files, enlarged as needed.
 
@@ -162,26 +180,29 @@ class Buffers:
 
     def __init__(self, allocate: Callable[[int], Any] = huge_memory) -> None:
         self._allocate, self.free = allocate, list[Any]()
-        self._reading, self._changing = threading.Lock(), threading.Lock()
+        self._reading = threading.Lock()
 
-    def change(self, file: SwapFile, act: Callable[[Any], object]) -> None:
+    def change(self, file: SwapFile, act: Callable[[Any], object], turn: Turn) -> None:
         """Read a file, change its contents in memory, and write them back. For up to ``BUFFERS`` threads at once.
 
         Args:
-            act: called with the contents, which it changes in place. The calls of several threads do not overlap.
+            act: called in the thread's turn with the contents, which it changes in place.
 
         Raises:
             Exception: what ``act`` raises; the file is then unchanged.
             OSError: if the file cannot be read, and is then unchanged, or cannot be written.
         """
-        buffer = self.free.pop() if self.free else self._allocate(0)
+        try:
+            buffer = self.free.pop()
+        except IndexError:
+            buffer = self._allocate(0)
         try:
             if len(buffer) < file.nbytes:
                 buffer = self._allocate(file.nbytes)
             contents = buffer[: file.nbytes]
             with self._reading:  # otherwise the first file would be read at a third of the disk's speed
                 file.read(contents, 0)
-            with self._changing:  # which uses all processor cores
+            with turn:
                 act(contents)
             file.write(contents, 0)
         finally:

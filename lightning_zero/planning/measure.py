@@ -18,7 +18,7 @@ from torch.utils.benchmark import Timer
 
 from lightning_zero.engine import Communicator, layout, process_group
 from lightning_zero.io.disk import is_in_memory
-from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile
+from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile, Turn
 from lightning_zero.planning.timeline import Resources
 
 _SIZES = (2**14, 2**24)
@@ -144,7 +144,7 @@ def disk_bandwidth(folder: str) -> float:
         raise OSError(f"{folder} is on an in-memory file system")
     files, buffers = [SwapFile(folder, _FILE_BYTES) for _ in range(_DISK_BYTES // _FILE_BYTES)], Buffers()
     with ThreadPoolExecutor(BUFFERS) as threads:
-        change_all = partial(threads.map, lambda file: buffers.change(file, lambda _: None), files)
+        change_all = partial(threads.map, lambda file: buffers.change(file, lambda _: None, Turn()), files)
         seconds = _seconds(lambda: [*change_all()], repeats=1)
     for file in files:
         file.close()

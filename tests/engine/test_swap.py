@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from lightning_zero.io.disk import ALIGNMENT, free_bytes
-from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile
+from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile, Turn
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
 from tests.support.warm import warm_python
@@ -32,9 +32,22 @@ def files_in(folder, nbytes, count):
 
 
 def change_all(buffers, files, act):
-    """Change files in as many threads as there are buffers. Return the errors, None for each file without one."""
+    """Change files in order, in as many threads as there are buffers. Return each file's error, or None."""
+
+    def change(file, turn):
+        try:
+            buffers.change(file, act, turn)
+        finally:
+            with turn:
+                pass
+
+    turns = [Turn()]
+    with turns[0]:
+        pass
+    for _ in files:
+        turns.append(Turn(turns[-1]))
     with ThreadPoolExecutor(BUFFERS) as threads:
-        changes = [threads.submit(buffers.change, file, act) for file in files]
+        changes = [threads.submit(change, *each) for each in zip(files, turns[1:])]
     return [change.exception() for change in changes]
 
 
@@ -136,10 +149,10 @@ def test_the_next_file_is_read_and_the_previous_one_written_while_one_is_changed
     assert [contents(file) for file in files] == [b"\1" * ALIGNMENT] * len(files)
 
 
-def test_files_are_read_one_at_a_time_and_changed_one_at_a_time(tmp_path, monkeypatch):
+def test_files_are_read_one_at_a_time_and_changed_one_at_a_time_in_order(tmp_path, monkeypatch):
     """The disk delays each operation by a random time."""
     delays, real = random.Random(0), SwapFile.read
-    running = {"read": 0, "act": 0}
+    running, changed = {"read": 0, "act": 0}, []
 
     def alone(kind):
         running[kind] += 1
@@ -153,14 +166,18 @@ def test_files_are_read_one_at_a_time_and_changed_one_at_a_time(tmp_path, monkey
 
     def act(memory):
         alone("act")
+        changed.append(memory[0])
         plus_one(memory)
 
-    monkeypatch.setattr(SwapFile, "read", read)
     files, buffers = files_in(tmp_path, ALIGNMENT, 30), Buffers()
+    for number, file in enumerate(files):
+        filled(file, bytes([number]) * ALIGNMENT)
+    monkeypatch.setattr(SwapFile, "read", read)
     for _ in range(3):
         assert not any(change_all(buffers, files, act))
     monkeypatch.undo()
-    assert [contents(file) for file in files] == [b"\3" * ALIGNMENT] * len(files)
+    assert changed == [number + turn for turn in range(3) for number in range(30)]
+    assert [contents(file) for file in files] == [bytes([number + 3]) * ALIGNMENT for number in range(30)]
 
 
 # --------------------------------------------------------------------------------------------------------------- memory
@@ -248,7 +265,7 @@ def reserved_before(folder):
             (folder / "of others").write_bytes(bytes(2**20))
         assert raised.value.errno == errno.ENOSPC and free_bytes(folder) == 0
         for _ in range(2):
-            Buffers().change(file, plus_one)
+            Buffers().change(file, plus_one, Turn())
         assert contents(file) == b"\2" * 2**19
         file.close()
         assert free_bytes(folder) >= 2**19

@@ -111,6 +111,27 @@ def test_a_full_state_dict_is_read_while_the_next_tensors_are_gathered(run_on):
     run_on(2, read_as_a_state_dict)
 
 
+def with_views(stage: int) -> None:
+    """A project's hook adds views of parameters, and what it computes from them, to the state dict."""
+    module, optimizer = prepare(Recipe(Mixed))
+
+    def add(module: nn.Module, state: dict[str, Any], *_: Any) -> None:
+        weight = module.blocks[0].squeeze.weight  # type: ignore[index, union-attr]
+        state["turned"], state["row"], state["doubled"] = weight.t(), weight[1], weight * 2
+
+    module._register_state_dict_hook(add)
+    with torch.no_grad():
+        expected = {name: value.detach().clone() for name, value in module.state_dict().items()}
+    engine = Engine(module, [optimizer], stage=stage, units=[type(module.blocks[0])], unit_numel=0)
+    same_tensors(engine.full_state_dict(), expected, bound=0)
+    engine.close()
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_full_state_dict_may_have_views_of_parameters(run_on, stage):
+    run_on(2, with_views, stage=stage)
+
+
 def ends_early(stage: int) -> None:
     def check(engine: Engine, module: nn.Module) -> None:
         held, expected = engine.ledger.now["gathered"], engine.full_state_dict()

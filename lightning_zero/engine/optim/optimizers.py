@@ -35,7 +35,7 @@ class Hyperparameters:
         self._communicator = communicator
         self._digested: list[Any] = []
         self._bits: list[bool] = []
-        self._is_over = not self._optimizers
+        self._is_over = not self._optimizers or communicator.size == 1
 
     def flags(self) -> list[bool]:
         """Return the flags to exchange. Every rank returns the same number of flags."""

@@ -179,7 +179,7 @@ def update_offloaded(
     gradients: Mapping[Master, Tensor | None],
     own: dict[Any, Any],
 ) -> None:
-    """Start to update the masters of offloaded buckets in a thread, with the current options of their groups.
+    """Start to update the masters of offloaded buckets in the background, with the current options of their groups.
 
     Args:
         buckets: each bucket's masters, each preceded by the number of its group.
@@ -206,7 +206,7 @@ def _begin(
     """
     phase = partial(bucket.phases, "update", bucket.unit_name)
     act = on_own_stream(bucket.full.device, partial(_update, optimizer, phase, wanted, shown))
-    return bucket.background.submit(act if bucket.states is None else partial(bucket.states.change, act))
+    return bucket.background.submit(act, bucket.states)
 
 
 def _update(
@@ -222,7 +222,8 @@ def _update(
         wanted: each master's update, the master, and its gradient.
         fields: the bucket's masters and states, in memory, if they are kept on a disk.
     """
-    for update, master, gradient in wanted:
+    while wanted:
+        update, master, gradient = wanted.pop(0)  # frees each gradient before the next update
         own = {key: field[master.range].view(master.tensor.shape) for key, field in (fields or {}).items()}
         values, copy = own.pop(MASTERS, master.tensor.detach()), own.pop(PARAMETERS, None)
         before = optimizer.state.get(master.tensor, {})
