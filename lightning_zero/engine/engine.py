@@ -272,11 +272,7 @@ class Engine:
             self.phases,
             reduce_dtype=config.reduce_dtype,
             in_flight=config.reduction_buffers if config.overlap else 0,
-            # With tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only; with one
-            # rank, a reduction sends nothing that could be sent later.
-            reduces_every_backward=self.placements.gradients.is_sharded
-            or self.communicator.tensor.size > 1
-            or not any(bucket.layout.is_sharded for bucket in self.buckets),
+            reduces_every_backward=self._reduces_every_backward,
         )
         self.join = Join(self.communicator, self.rendezvous, self.schedule, self.reducer, self.buckets)
         if self.gathers:
@@ -364,6 +360,16 @@ class Engine:
     def gathers(self) -> bool:
         """Whether a forward communicates with the other ranks."""
         return any(bucket.layout.is_sharded and not bucket.is_replicated for bucket in self.buckets)
+
+    @property
+    def _reduces_every_backward(self) -> bool:
+        """Whether gradients are reduced even under ``no_sync``.
+
+        With tensor parallelism, an ordinary ``p.grad`` would have the shape of this rank's share only. With one rank, a
+        reduction sends nothing that could be sent later.
+        """
+        is_sharded = any(bucket.layout.is_sharded for bucket in self.buckets)
+        return self.placements.gradients.is_sharded or self.communicator.tensor.size > 1 or not is_sharded
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
