@@ -14,7 +14,7 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache, partial
 from typing import Any, NamedTuple, ParamSpec
@@ -24,12 +24,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.asynchronous import BackgroundWork, own_stream
-from lightning_zero.engine.comm.simulation import SimulatedFile, Simulation
+from lightning_zero.engine.comm.simulation import SameThread, SimulatedFile, Simulation
 from lightning_zero.engine.compat import tree_map_only, without_hooks
 from lightning_zero.engine.config import EngineConfig
 from lightning_zero.engine.tensor.lazy_tensor import LazyTensor
 from lightning_zero.io.disk import ALIGNMENT, aligned, aligned_memory, huge_memory
-from lightning_zero.io.swap import BUFFERS, Buffers, SameThread, SwapFile, Turn
+from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile, Turn
 
 MASTERS, PARAMETERS = "the masters", "the parameters"
 """Names of fields that are not optimizer states: the master weights, and their copy in the compute dtype."""
@@ -46,10 +46,9 @@ class Swap:
 
     def __init__(self, folder: str, simulation: Simulation | None = None) -> None:
         self._folder, self._files, self._simulation = folder, weakref.WeakSet[SwapFile](), simulation
-        executor: Callable[[int, str], Executor] = ThreadPoolExecutor if simulation is None else SameThread
         self.allocate: Callable[[int], Any] = aligned_memory if simulation is None else range
         self.buffers = Buffers(huge_memory if simulation is None else range)
-        self.reader = executor(2, "lightning_zero-fetch")
+        self.reader = ThreadPoolExecutor(2, "lightning_zero-fetch") if simulation is None else SameThread()
 
     def open(self) -> SwapFile:
         """Create an empty file."""
@@ -185,15 +184,11 @@ class Updates:
 
         def run() -> None:
             with suppress(Exception), work:  # ``work.wait()`` raises the error
-                try:
-                    if states is not None:
-                        states.change(act, turn)
-                        return
-                    with turn:
-                        act()
-                finally:
-                    with turn:  # also if the states could not be read: others wait for the end of this turn
-                        pass
+                if states is not None:
+                    states.change(act, turn)
+                    return
+                with turn:
+                    act()
 
         try:
             work.await_always()

@@ -19,7 +19,6 @@ import resource
 import threading
 import weakref
 from collections.abc import Callable
-from concurrent.futures import Executor, Future
 from contextlib import suppress
 from typing import Any
 
@@ -141,18 +140,6 @@ class SwapFile:
         self._file = -1  # the system may reuse the closed descriptor
 
 
-class SameThread(Executor):
-    """An executor without threads: ``submit`` runs the function at once."""
-
-    def __init__(self, *_: Any) -> None:
-        pass
-
-    def submit(self, act: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        done: Future[Any] = Future()
-        done.set_result(act(*args, **kwargs))
-        return done
-
-
 class Turn:
     """A thread's place in a line of threads: to enter it, the thread waits until the one before has left its own.
 
@@ -187,6 +174,7 @@ class Buffers:
 
         Args:
             act: called in the thread's turn with the contents, which it changes in place.
+            turn: left in any case, for the threads behind.
 
         Raises:
             Exception: what ``act`` raises; the file is then unchanged.
@@ -207,3 +195,5 @@ class Buffers:
             file.write(contents, 0)
         finally:
             self.free.append(buffer)
+            with turn:  # if the file could not be read
+                pass

@@ -122,7 +122,6 @@ def described(value: Any, seen: dict[int, Any] | None = None) -> Any:
         return value.__name__, described(value.__self__, seen)
     attributes = dict(getattr(value, "__dict__", {"text": str(value)}))
     attributes.pop("forward", None)  # Lightning's DDP leaves a module's method among the attributes
-    attributes.pop("_current_fx_name", None)  # the hook that runs: in Lightning's saving thread, perhaps a later one
     return kind, described(attributes, seen)
 
 

@@ -20,6 +20,7 @@ from lightning_zero.io.disk import ALIGNMENT, free_bytes
 from lightning_zero.io.swap import BUFFERS, Buffers, SwapFile, Turn
 from tests.checkpoint import faults
 from tests.examples.running import REPOSITORY
+from tests.support.disk import all_buffers_in_use
 from tests.support.warm import warm_python
 from tests.test_disk import FOLDERS, folder_for, is_direct, refuse_direct
 
@@ -33,21 +34,11 @@ def files_in(folder, nbytes, count):
 
 def change_all(buffers, files, act):
     """Change files in order, in as many threads as there are buffers. Return each file's error, or None."""
-
-    def change(file, turn):
-        try:
-            buffers.change(file, act, turn)
-        finally:
-            with turn:
-                pass
-
-    turns = [Turn()]
-    with turns[0]:
-        pass
-    for _ in files:
-        turns.append(Turn(turns[-1]))
+    turn, changes = None, []
     with ThreadPoolExecutor(BUFFERS) as threads:
-        changes = [threads.submit(change, *each) for each in zip(files, turns[1:])]
+        for file in files:
+            turn = Turn(turn)
+            changes.append(threads.submit(buffers.change, file, act, turn))
     return [change.exception() for change in changes]
 
 
@@ -201,7 +192,8 @@ def memory_in_use(folder, nbytes, count):
     files, buffers = files_in(folder, nbytes, count), Buffers()
     before = resident()
     for _ in range(2):
-        change_all(buffers, files, act)
+        with all_buffers_in_use():
+            change_all(buffers, files, act)
     assert len(buffers.free) == BUFFERS
     return most - before
 

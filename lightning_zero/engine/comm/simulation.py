@@ -7,9 +7,10 @@ are correct.
 from __future__ import annotations
 
 from collections.abc import Callable, Sized
+from concurrent.futures import Executor, Future
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from lightning_zero.engine.plan.mesh import Topology
 
@@ -41,6 +42,15 @@ class Simulation:
         """The machine of each rank of a data-parallel group."""
         machines = min(self.machines, size)
         return Topology(tuple(rank * machines // size for rank in range(size)))
+
+
+class SameThread(Executor):
+    """An executor without threads: ``submit`` runs the function at once."""
+
+    def submit(self, act: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(act(*args, **kwargs))
+        return done
 
 
 class SimulatedFile:
