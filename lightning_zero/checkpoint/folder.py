@@ -1,4 +1,7 @@
-"""Read a sharded checkpoint in DCP's format: its metadata, and any range of a tensor from the stored pieces."""
+"""Read a sharded checkpoint in DCP's format: its metadata, and any range of a tensor from the stored pieces.
+
+DCP's own reader would unpickle the metadata, and so run any code in them.
+"""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ import lightning_zero.conf
 import lightning_zero.fabric
 from lightning_zero import OffloadConfig, ResilienceConfig, ZeroStrategy
 from lightning_zero.engine import Engine, EngineConfig
+from lightning_zero.strategies.base import StrategyOptions, TrainerOptions, takes_options
 
 STRATEGIES = pytest.mark.parametrize(
     "strategy, base", [(ZeroStrategy, ParallelStrategy), (lightning_zero.fabric.ZeroStrategy, FabricParallelStrategy)]
@@ -55,7 +56,26 @@ def test_all_arguments_but_the_stage_are_given_by_name(strategy, base):
 def test_every_option_is_documented_where_help_shows_it(strategy, base):
     assert "{options}" not in strategy.__doc__
     for name in options_of(strategy, base):
-        assert strategy.__doc__.count(f"\n        {name}: ") == 1, name
+        assert strategy.__doc__.count(f"\n    {name}: ") == 1, name
+
+
+def test_options_are_found_in_docstrings_that_python_has_dedented(monkeypatch):
+    for cls in (EngineConfig, StrategyOptions, TrainerOptions):
+        monkeypatch.setattr(cls, "__doc__", inspect.cleandoc(cls.__doc__))  # as Python does from 3.13 on
+
+    class Strategy:
+        """A strategy.
+
+        Arguments:
+            {options}
+        """
+
+        def __init__(self, stage=3, **options):
+            raise NotImplementedError
+
+    Strategy.__doc__ = inspect.cleandoc(Strategy.__doc__) + "\n"
+    described = takes_options(TrainerOptions, ParallelStrategy)(Strategy).__doc__
+    assert all(described.count(f"\n    {name}: ") == 1 for name in options_of(ZeroStrategy, ParallelStrategy))
 
 
 def test_hydra_has_every_option_with_its_default():

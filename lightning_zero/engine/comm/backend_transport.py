@@ -72,7 +72,7 @@ class BackendTransport(Transport):
             start, stop = ranges[self._rank]
             shard = flat.new_empty(stop - start)
             work = reduce_scatter_single(_as_real(shard), _as_real(flat), group=self._reductions, async_op=True)
-            return Started([work.wait], [flat], lambda: shard)
+            return Started([work.wait], [flat, shard], lambda: shard)
         return self._sum_in_order(flat, ranges, codec)
 
     def _sum_in_order(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
@@ -101,7 +101,7 @@ class BackendTransport(Transport):
             total = add_up(in_order_of_ranks(own, place, others), torch.empty_like(own) if is_encoded else parts[0])
             return total if is_encoded or size == 2 else total.clone()  # without the rest of ``received``
 
-        return Started([work.wait for work in works], [lower, higher], finish)
+        return Started([work.wait for work in works], [own, lower, higher, received], finish)
 
     def _exchange(self, sent: Tensor, sizes: list[int], received: Tensor, sources: range) -> Any:
         """Start to send parts of these sizes in bytes to all ranks, and to receive parts of equal sizes from some."""
@@ -111,16 +111,6 @@ class BackendTransport(Transport):
         return dist.all_to_all_single(
             received, sent.view(torch.uint8), received_sizes, sizes, group=self._reductions, async_op=True
         )
-
-    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        start, stop = ranges[self._rank]
-        own_nbytes = (stop - start) * flat.itemsize
-        if self._is_summed_by_backend(flat, ranges, codec):
-            return flat.nbytes + own_nbytes
-        lengths = [end - begin for begin, end in ranges]
-        received = codec.size(lengths.pop(self._rank)) * len(lengths)
-        sent = sum(map(codec.size, lengths))
-        return own_nbytes + (sent + received) * codec.dtype.itemsize
 
     def _is_summed_by_backend(self, flat: Tensor, ranges: Ranges, codec: Codec) -> bool:
         return not self._is_gloo and are_equal(ranges) and codec == Cast(flat.dtype)
@@ -175,11 +165,6 @@ class Levels(Transport):
         return self._reductions.start(
             lambda: self._across.reduce_scatter(_result_of(first), slices, codec), first.buffers
         )
-
-    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        begin, stop, slices = self._own_column(ranges)
-        within = self._within.reduction_bytes(flat, self._column_ranges(ranges), Cast(flat.dtype))
-        return within + self._across.reduction_bytes(flat[begin:stop], slices, codec)
 
     def _own_column(self, ranges: Ranges) -> tuple[int, int, Ranges]:
         """The start and stop of this rank's column, and the slices in it, relative to its start."""

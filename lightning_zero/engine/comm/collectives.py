@@ -24,6 +24,7 @@ from lightning_zero.engine.comm.process_group import ProcessGroup
 from lightning_zero.engine.comm.simulation import Simulation
 from lightning_zero.engine.comm.tensor_parallel import DATA, ActivationParts, TensorParallel
 from lightning_zero.engine.comm.transport import Codec, Ranges, Started, Transport
+from lightning_zero.engine.compat import address_of
 from lightning_zero.engine.plan.mesh import ALL, LOCAL, NODE, Mesh, Topology
 
 if TYPE_CHECKING:
@@ -43,6 +44,12 @@ class Pending:
         self._what, self._watch = what, watch
         self._waits, self._buffers, self._finish = started or Started([], [])
         self._ordinal = watch.begin(what) if watch is not None else 0
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of the memory that the collective reads and writes now."""
+        storages = (buffer.untyped_storage() for buffer in self._buffers)
+        return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 
     def wait(self) -> Any:
         """Make the current stream (NCCL) or thread (Gloo) wait for the collective, and return its result.
@@ -117,10 +124,6 @@ class BucketCollectives:
             if self._note is not None:
                 started.waits.append(self._note(nbytes))
             return Pending(what, started, self._watch)
-
-    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        assert self._transport is not None
-        return self._transport.reduction_bytes(flat, ranges, codec)
 
     def _count(
         self,

@@ -183,10 +183,6 @@ class Transport(ABC):
     def reduce_scatter(self, flat: Tensor, ranges: Ranges, codec: Codec) -> Started:
         """Sum a flat buffer over ranks; the result is this rank's slice of the sum, in the buffer's dtype."""
 
-    @abstractmethod
-    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        """Bytes of memory in use while a flat buffer is reduced: sent and received values, and this rank's slice."""
-
     def close(self) -> None:  # noqa: B027 - most transports have nothing to close
         """Start no more collectives. Those in flight are still completed, since other ranks wait for them."""
 

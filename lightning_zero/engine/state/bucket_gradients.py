@@ -224,8 +224,7 @@ class BucketGradients:
         with torch.no_grad():
             flat = self._complete_flat()
             del taken  # only now, see ``_complete_flat``
-            self._hold(collectives.reduction_bytes(flat, ranges, codec))
-            return collectives.reduce_scatter(flat, ranges, codec, self._what)
+            return self._held(collectives.reduce_scatter(flat, ranges, codec, self._what))
 
     @property
     def _what(self) -> str:
@@ -243,10 +242,11 @@ class BucketGradients:
                 total.add_(accumulated, alpha=self.bucket.layout.world_size)  # undoes ``_mean_of``
             return self._reduce_across(total)
 
-    def _hold(self, nbytes: int) -> None:
-        """Count bytes as held until the reduction ends."""
-        self._reducing += nbytes
-        self.bucket.ledger.add("reduction", nbytes)
+    def _held(self, pending: Pending) -> Pending:
+        """Count the memory of a reduction until it ends."""
+        self._reducing = pending.nbytes
+        self.bucket.ledger.add("reduction", self._reducing)
+        return pending
 
     def _sum_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
         """Wait for a reduction, and return the sum."""
@@ -263,8 +263,7 @@ class BucketGradients:
 
     def _reduce_across(self, part: Tensor) -> Pending:
         collectives, ranges = self.bucket.communicator.along((NODE,)), self.bucket.layout.ranges_in_part
-        self._hold(collectives.reduction_bytes(part, ranges, self._codec))
-        return collectives.reduce_scatter(part, ranges, self._codec, f"{self._what} over machines")
+        return self._held(collectives.reduce_scatter(part, ranges, self._codec, f"{self._what} over machines"))
 
     def _sum_over_machines(self, part: Tensor) -> Tensor:
         """Sum ``part``, a sum within this rank's machine, over all machines. Collective."""

@@ -98,12 +98,7 @@ class CrossMemoryTransport(Transport):
             others = (codec.decode(message, len(own), own.dtype) for message in messages)
             add_up(in_order_of_ranks(own, self._rank, others), total)
 
-        return Started([receive], [], lambda: total)
-
-    def reduction_bytes(self, flat: Tensor, ranges: Ranges, codec: Codec) -> int:
-        start, stop = ranges[self._rank]
-        encoded = flat.numel() * codec.dtype.itemsize if codec.dtype != flat.dtype else 0
-        return flat.nbytes + encoded + (stop - start) * flat.itemsize
+        return Started([receive], [flat, total], lambda: total)
 
     def gather(self, slices: Sequence[Tensor]) -> Started:
         """Fill large ``slices`` from the other ranks' memory, while the other ranks read this rank's slice."""
@@ -140,7 +135,7 @@ class CrossMemoryTransport(Transport):
                     part.add_(mine)
 
         exchange = self._begin(REDUCE_TAG, [sent[rank] for rank in self._ranks], take, total)
-        return self._reductions.start(exchange, [own, *sent])
+        return self._reductions.start(exchange, [own, *sent, total])
 
     def _begin(
         self, tag: int, sources: list[Tensor], take: Callable[[int, int, int], None], result: Tensor | None = None
