@@ -32,13 +32,17 @@ def files_in(folder, nbytes, count):
     return [SwapFile(str(folder), nbytes) for _ in range(count)]
 
 
-def change_all(buffers, files, act):
-    """Change files in order, in as many threads as there are buffers. Return each file's error, or None."""
+def change_all(buffers, files, act, then=lambda number: None):
+    """Change files in order, in as many threads as there are buffers. Return each file's error, or None.
+
+    `then` is called with a file's number after its change was submitted, before the next one is.
+    """
     turn, changes = None, []
     with ThreadPoolExecutor(BUFFERS) as threads:
-        for file in files:
+        for number, file in enumerate(files):
             turn = Turn(turn)
             changes.append(threads.submit(buffers.change, file, act, turn))
+            then(number)
     return [change.exception() for change in changes]
 
 
@@ -133,9 +137,12 @@ def test_the_next_file_is_read_and_the_previous_one_written_while_one_is_changed
         together(index, "act")
         plus_one(memory)
 
+    def read_in_order(number):
+        assert began["read"][number].wait(SECONDS)
+
     watched("read", -1)
     watched("write", +1)
-    assert not any(change_all(Buffers(), files, act))
+    assert not any(change_all(Buffers(), files, act, read_in_order))
     monkeypatch.undo()
     assert [contents(file) for file in files] == [b"\1" * ALIGNMENT] * len(files)
 
