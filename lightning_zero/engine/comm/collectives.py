@@ -47,7 +47,7 @@ class Pending:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of the memory that the collective reads and writes now."""
+        """The bytes of the collective's buffers until ``wait``, without those that a later step makes (``Levels``)."""
         storages = (buffer.untyped_storage() for buffer in self._buffers)
         return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 

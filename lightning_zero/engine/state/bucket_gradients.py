@@ -60,7 +60,6 @@ class BucketGradients:
         # sums that ``add_local`` has shown as ``p.grad``: the sum, the tensor in ``p.grad``, its version
         self._unreduced: dict[int, tuple[Tensor, Tensor, int]] = {}
         self._local: dict[int, Tensor] = {}  # ``p.grad`` that the user had set, taken for the running reductions
-        self._reducing = 0  # bytes held while gradients are reduced
 
     def accumulate(self, index: int, gradient: Tensor) -> None:
         """Add a local gradient in a parameter's full shape, or of this rank's share. The tensor is used up."""
@@ -243,17 +242,16 @@ class BucketGradients:
             return self._reduce_across(total)
 
     def _held(self, pending: Pending) -> Pending:
-        """Count the memory of a reduction until it ends."""
-        self._reducing = pending.nbytes
-        self.bucket.ledger.add("reduction", self._reducing)
+        """Count the memory of a reduction, until ``_sum_of`` has ended it."""
+        self.bucket.ledger.add("reduction", pending.nbytes)
         return pending
 
     def _sum_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
         """Wait for a reduction, and return the sum."""
+        nbytes = pending.nbytes
         with self.bucket.phases("wait for reduction", self.bucket.unit_name, on_stream=True):
             total = pending.wait()
-        self.bucket.ledger.add("reduction", -self._reducing)
-        self._reducing = 0
+        self.bucket.ledger.add("reduction", -nbytes)
         return total
 
     def _mean_of(self, pending: Pending) -> Tensor | dict[int, Tensor]:
