@@ -24,7 +24,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "zero3": {"stage": 3},
     "zero2": {"stage": 2},
     "zero3_node": {"stage": 3, "shard_within": "node"},
-    "zero3_node int8": {"stage": 3, "shard_within": "node", "compression": {"gradients": "int8"}},
+    "zero3_node int8": {"stage": 3, "shard_within": "node", "compression": "int8"},
     "bf16 zero3_node": {"bf16": True, "stage": 3, "shard_within": "node"},
     "bf16 zero3_node int8": {"bf16": True, "stage": 3, "shard_within": "node", "compression": "int8"},
     "bf16 zero3_node int4": {"bf16": True, "stage": 3, "shard_within": "node", "compression": "int4"},

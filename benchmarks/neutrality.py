@@ -24,11 +24,11 @@ WORKER_TIMEOUT = 3600.0  # seconds
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "fp32": {},
-    "int8": {"compression": {"gradients": "int8"}},
-    "int4": {"compression": {"gradients": "int4"}},
+    "int8": {"compression": "int8"},
+    "int4": {"compression": "int4"},
     "bf16": {"bf16": True},
-    "bf16 int8": {"bf16": True, "compression": {"gradients": "int8"}},
-    "bf16 int4": {"bf16": True, "compression": {"gradients": "int4"}},
+    "bf16 int8": {"bf16": True, "compression": "int8"},
+    "bf16 int4": {"bf16": True, "compression": "int4"},
     "bf16 states": {"state_dtype": "bf16"},
     "bf16 true": {"true": True},  # parameters in bf16, with fp32 master weights and states
     "bf16 true lean": {"true": True, "state_dtype": "bf16", "masters": False},
@@ -61,10 +61,12 @@ def work(arguments: argparse.Namespace) -> None:
     import torch.distributed as dist
 
     from lightning_zero.engine import Engine
+    from lightning_zero.engine.init import bucketing
     from lightning_zero.zoo.gpt import GPT
     from lightning_zero.zoo.text import Windows, read_split
 
     torch.set_num_threads(1)
+    bucketing.EXEMPT_NUMEL = EXEMPT  # the model is small
     dist.init_process_group("gloo")
     rank, cross_entropy = dist.get_rank(), torch.nn.functional.cross_entropy
     texts = (torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in read_split(None, 4_000_000, 10))
@@ -82,9 +84,7 @@ def work(arguments: argparse.Namespace) -> None:
     found: dict[str, dict[str, float]] = {}
     for system in arguments.systems.split(","):
         chosen = SYSTEMS[system]
-        bf16, compression = chosen.get("bf16", False), chosen.get("compression")
-        if compression is not None:
-            compression = {"exempt_numel": EXEMPT, **compression}
+        bf16 = chosen.get("bf16", False)
         for seed in arguments.seeds.split(","):
             torch.manual_seed(int(seed))
             model = GPT(**SIZES, context=CONTEXT, tied=False)
@@ -97,10 +97,10 @@ def work(arguments: argparse.Namespace) -> None:
                     min(1.0, (step + 1) / WARM_UP) * (0.55 + 0.45 * math.cos(math.pi * step / arguments.steps))
                 ),
             )
-            options = {name: chosen[name] for name in ("state_dtype", "masters") if name in chosen}
+            options = {name: chosen[name] for name in ("state_dtype", "masters", "compression") if name in chosen}
             if bf16:
                 options["compute_dtype"] = torch.bfloat16
-            engine = Engine(model, [optimizer], stage=2, compression=compression, **options)
+            engine = Engine(model, [optimizer], stage=2, **options)
             order = torch.Generator().manual_seed(1000 + int(seed))
             for _ in range(arguments.steps):
                 indices = torch.randint(len(train), (dist.get_world_size(), BATCH), generator=order)[rank]

@@ -16,7 +16,6 @@ from lightning_zero.callbacks.restarts import ResilienceConfig
 from lightning_zero.checkpoint.exporting import export_weights
 from lightning_zero.checkpoint.weights import load_weights
 from lightning_zero.engine import (
-    CompressionConfig,
     OffloadConfig,
     full_grad,
     full_optimizer_state,
@@ -30,7 +29,6 @@ from lightning_zero.strategies.trainer import ZeroStrategy
 from lightning_zero.version import __version__
 
 __all__ = [
-    "CompressionConfig",
     "OffloadConfig",
     "ResilienceConfig",
     "ZeroAutoStrategy",

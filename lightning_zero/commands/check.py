@@ -89,7 +89,7 @@ def check(config: DictConfig) -> DictConfig:
             raise ConfigError(f"resume={resolved.resume}: cannot be looked up: {in_one_line(error)}") from error
         if not exists:
             raise ConfigError(f"resume={resolved.resume}: no such checkpoint")
-    for group, verb in (("offload", "offload"), ("compression", "compress"), ("resilience", "keep its state")):
+    for group, verb in (("offload", "offload"), ("resilience", "keep its state")):
         if resolved.stage.get(group) is not None and resolved.stage._target_.endswith(".DDPStrategy"):
             raise ConfigError(f"{group}: DDP cannot {verb}: write {group}=none, or stage=1, 2 or 3")
     if not resolved.trainer.get("enable_progress_bar", True):

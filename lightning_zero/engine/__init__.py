@@ -20,7 +20,7 @@ from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.counters import Ledger
 from lightning_zero.engine.comm.process_group import store_of_attempt
 from lightning_zero.engine.comm.simulation import Simulation
-from lightning_zero.engine.config import CompressionConfig, EngineConfig, OffloadConfig
+from lightning_zero.engine.config import EngineConfig, OffloadConfig
 from lightning_zero.engine.engine import Engine, engine_of
 from lightning_zero.engine.init import deferred_param, quantised_layers
 from lightning_zero.engine.init.restore import consolidate

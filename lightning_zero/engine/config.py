@@ -53,8 +53,8 @@ class EngineConfig:
             the ranks of each machine, or a number of adjacent ranks. Parameters are then sent between machines only
             once per step. Master weights and optimizer state are always sharded over all ranks; with ``None``,
             parameters and gradients are as well.
-        compression: how gradients are sent between machines: ``"int8"`` and ``"int4"`` send them in 8 or 4 bits. A
-            ``CompressionConfig``, or a mapping of its fields, sets more options. ``None`` compresses nothing.
+        compression: ``"int8"`` or ``"int4"`` sends gradients of matrices between machines in 8 or 4 bits, to their
+            owning rank, which adds them up in fp32. ``None`` compresses nothing.
         units: which modules are gathered and released together: ``"auto"``, module classes, or a predicate of
             (qualified name, module).
         unit_numel: neighbouring blocks are merged into units of at most this many elements. ``None``, with automatic
@@ -88,7 +88,7 @@ class EngineConfig:
     stage: int = field(default=3, metadata={"given": str})
     offload: OffloadConfig | None = field(default=None, metadata={"given": OffloadTarget | Mapping[str, Any]})
     shard_within: Literal["node"] | int | None = field(default=None, metadata={"least": 2})
-    compression: CompressionConfig | None = field(default=None, metadata={"given": str | Mapping[str, Any]})
+    compression: Literal["int8", "int4"] | None = None
     units: Modules = "auto"
     unit_numel: int | None = field(default=None, metadata={"least": 0})
     prefetch: int = field(default=1, metadata={"least": 0})
@@ -104,11 +104,9 @@ class EngineConfig:
     compute_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        compression = config_of("compression", self.compression, CompressionConfig, _COMPRESSIONS)
         resolved = {
             "stage": stage_number(self.stage),
             "offload": config_of("offload", self.offload, OffloadConfig, _OFFLOADS),
-            "compression": compression if compression is not None and compression.gradients is not None else None,
             "reduce_dtype": wire_dtype_of(self.reduce_dtype),
         }
         for name, value in resolved.items():
@@ -135,8 +133,8 @@ class EngineConfig:
             )
         if self.compression is not None and self.reduce_dtype is not None:
             raise ValueError(
-                f"compression: gradients={self.compression.gradients!r} and reduce_dtype={self.reduce_dtype} both "
-                "determine how gradients are sent. Leave one of the two out."
+                f"compression={self.compression!r} and reduce_dtype={self.reduce_dtype} both determine how gradients "
+                "are sent. Leave one of the two out."
             )
         for option, is_set in (
             (f"offload: activations={activations!r} offloads", activations is not None),
@@ -229,43 +227,6 @@ class OffloadConfig:
 
 
 _OFFLOADS = {"cpu": {"optimizer": "cpu"}, "nvme": {"optimizer": "nvme"}}
-
-
-@dataclass(frozen=True)
-class CompressionConfig:
-    """How gradients are encoded when they are sent between machines.
-
-    Args:
-        gradients: how gradients are sent to their owning rank, which adds them up in fp32: ``"int8"``, ``"int4"``, or
-            None to send them unchanged. If all machines have the same number of ranks, each machine sends only the sum
-            over its ranks.
-        block: number of neighbouring gradient elements that share a scale; must be even.
-        exempt_numel: gradients of parameters with fewer elements than this, or fewer than two dimensions, are sent
-            unchanged.
-
-    Raises:
-        ValueError: if an argument is not one of the allowed values.
-
-    Example:
-        >>> compression = lightning_zero.CompressionConfig(gradients="int8")
-        >>> strategy = lightning_zero.ZeroStrategy(stage=2, compression=compression)
-    """
-
-    gradients: Literal["int8", "int4"] | None = None
-    block: int = field(default=128, metadata={"least": 2})
-    exempt_numel: int = field(default=65536, metadata={"least": 0})
-
-    def __post_init__(self) -> None:
-        check_fields(self, "compression: ")
-        if self.block % 2:
-            raise ValueError(f"compression: block={self.block} must be an even number.")
-
-    def exempts(self, parameter: torch.Tensor) -> bool:
-        """Whether a parameter's gradient is sent unchanged."""
-        return parameter.dim() < 2 or parameter.numel() < self.exempt_numel
-
-
-_COMPRESSIONS = {"int8": {"gradients": "int8"}, "int4": {"gradients": "int4"}}
 
 
 def default_folder() -> str:

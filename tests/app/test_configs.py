@@ -11,7 +11,7 @@ from hydra import compose, initialize_config_module
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig
+from lightning_zero import OffloadConfig, ResilienceConfig
 from lightning_zero.commands.check import ConfigError, _choose_devices, check
 from lightning_zero.zoo.supervised import groups_of
 from tests.app.commands import REPOSITORY
@@ -43,8 +43,6 @@ def test_every_choice_passes_the_check_and_instantiates_its_objects(choice: str,
         needed = ["trainer.accelerator=cpu", "trainer.devices=2"]
     if "digits" not in f"{choice}{needed}":
         needed = [*needed, "data.max_bytes=500_000"]
-    if choice in ('compression="int8"', 'compression="int4"'):
-        needed = [*needed, 'stage="2"']
     if "nvme" in choice:
         needed = [*needed, f"stage.offload.path={tmp_path}"]
     package = PACKAGES.get(choice, "torch")
@@ -105,20 +103,6 @@ def test_the_papers_configurations_are_choices_of_stage(name: str, tmp_path: Pat
     assert ([made.stage], made.activation_checkpointing, made.offload) == (meant["stages"], "units", offload)
     assert made.partition_activations == options.get("partition_activations", False)
     assert strategy.options.tensor_parallel_size == 2
-
-
-def test_compression_reaches_the_strategy(tmp_path: Path) -> None:
-    int8 = CompressionConfig("int8")
-    for arguments, meant in (
-        (['stage="2"'], None),
-        (['stage="2"', "compression=int8"], int8),
-        (['stage="2"', "stage.compression=int8"], int8),
-        (['stage="3"', "stage.shard_within=node", "compression=int8"], int8),
-        (['stage="1"', "compression=int8", "stage.compression.block=64"], CompressionConfig("int8", block=64)),
-        (['stage="2"', "compression=int8", "stage.compression.gradients=int4"], CompressionConfig("int4")),
-    ):
-        config = composed(*arguments, folder=tmp_path)
-        assert instantiate(config.trainer.strategy).config.compression == meant
 
 
 def test_resilience_reaches_the_strategy(tmp_path: Path) -> None:

@@ -81,12 +81,8 @@ WRONG = [
     ("stage.reduce_dtype=fp8", "stage.reduce_dtype='fp8' must be 'fp32', 'bf16', 'fp16'"),
     ("stage.activation_checkpointing=all", "stage.activation_checkpointing='all' must be 'units', a module class"),
     ("offload=gpu", "offload=gpu: no such option; there are cpu, cpu_params, none, nvme, nvme_params"),
-    ("compression=zip", "compression=zip: no such option; there are int4, int8, none"),
     ("stage.resilience=disk", "stage.resilience='disk' must be None, 'memory', a ResilienceConfig"),
-    (
-        "stage.compression=zip",
-        "stage.compression='zip' must be None, 'int8', 'int4', a CompressionConfig or a mapping of its fields",
-    ),
+    ("stage.compression=zip", "stage.compression='zip' must be 'int8', 'int4' or None"),
     ("stage.offload=gpu", "stage.offload='gpu' must be None, 'cpu', 'nvme', an OffloadConfig or a mapping"),
     ("+stage.offload.optimizer=gpu", "stage.offload: optimizer='gpu' must be 'cpu', 'nvme' or None"),
     ("stage.units=some", "stage.units='some' must be 'auto', a module class"),
@@ -135,7 +131,6 @@ def test_a_damaged_configuration_file_ends_with_one_line_that_names_it(
     ("choice", "said"),
     [
         ("offload=cpu", "offload: DDP cannot offload: write offload=none, or stage=1, 2 or 3"),
-        ("compression=int8", "compression: DDP cannot compress: write compression=none, or stage=1, 2 or 3"),
         ("resilience=memory", "resilience: DDP cannot keep its state: write resilience=none, or stage=1, 2 or 3"),
     ],
 )

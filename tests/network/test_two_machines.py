@@ -72,7 +72,7 @@ def train(stage: int, accumulate: int = 1, reads_memory: bool = False, **options
         pytest.param({"stage": 3}, 4, 12, False, marks=pytest.mark.exhaustive),
         pytest.param({"stage": 3, "shard_within": "node"}, 4, 2, True, marks=pytest.mark.exhaustive),
         # a byte, and a scale of four bytes for 128 elements
-        ({"stage": 2, "compression": {"gradients": "int8"}}, 1, 1 + (1 + 4 / 128) / 4, True),
+        ({"stage": 2, "compression": "int8"}, 1, 1 + (1 + 4 / 128) / 4, True),
     ],
     ids=str,
 )

@@ -491,10 +491,7 @@ def test_a_choice_that_compresses_nothing_is_left_out_with_its_reason(capsys):
             ["--machines", "2", "--option", "compression=int8"],
             "works over NCCL only with shard_within",
         ),
-        (
-            ["--option", "compression=zip"],
-            "compression='zip' must be None, 'int8', 'int4', a CompressionConfig or a mapping of its fields",
-        ),
+        (["--option", "compression=zip"], "compression='zip' must be 'int8', 'int4' or None"),
         (
             ["--option", "offload=cpu"],
             "offload=cpu cannot be set with --option: write --offload with cpu, nvme or activations",

@@ -86,7 +86,7 @@ def test_hydra_has_every_option_with_its_default():
     options = options_of(ZeroStrategy, ParallelStrategy)
     assert options.pop("timeout") == timedelta(seconds=given.pop("timeout"))
     assert options.pop("stage") == 3  # set by the group's files
-    for name in ("offload", "compression", "resilience"):
+    for name in ("offload", "resilience"):
         assert given.pop(name) == {} and options.pop(name) is None  # merged with a dict in any order, unlike null
     assert given == options
     without_comment = [line for line in text.splitlines()[2:] if " # " not in line]
@@ -145,11 +145,10 @@ def test_engine_options_can_be_given_as_a_config_and_one_by_one():
 
 
 def test_an_option_that_can_be_given_in_several_forms_has_one_name_and_one_form():
-    given = {"stage": "os", "offload": "cpu", "compression": {"gradients": None}, "reduce_dtype": "bf16"}
+    given = {"stage": "os", "offload": "cpu", "reduce_dtype": "bf16"}
     strategy = ZeroStrategy(**given, timeout=60, resilience="memory")
     config, options = strategy.config, strategy.options
     assert (config.stage, config.offload, config.reduce_dtype) == (1, OffloadConfig("cpu"), torch.bfloat16)
-    assert config.compression is None, "nothing is compressed"
     assert (options.timeout, options.resilience) == (timedelta(minutes=1), ResilienceConfig())
     assert strategy.stage == config.stage
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lightning_zero.fabric
-from lightning_zero import CompressionConfig, OffloadConfig, ResilienceConfig, ZeroAutoStrategy, ZeroStrategy
+from lightning_zero import OffloadConfig, ResilienceConfig, ZeroAutoStrategy, ZeroStrategy
 from lightning_zero.engine import EngineConfig
 from lightning_zero.io.annotations import check_fields, described, matches
 from lightning_zero.strategies.base import SET_BY_STRATEGIES, StrategyOptions, TrainerOptions
@@ -34,7 +34,7 @@ LEAVES = st.one_of(
     st.sampled_from(["auto", "cpu", "nvme", "full", "units", "node", "memory", "exact", "gloo", "yes", "3", "\u00b2"]),
     st.sampled_from([np.zeros(3), np.float32(1), torch.zeros(2, 3), torch.tensor(1), torch.float16, Fraction(1, 2)]),
     st.sampled_from([int, nn.Linear, nn.Linear(1, 1), object(), len, Path("x"), timedelta(0), timedelta(seconds=-1)]),
-    st.sampled_from([OffloadConfig(), CompressionConfig(), ResilienceConfig()]),
+    st.sampled_from([OffloadConfig(), ResilienceConfig()]),
 )
 VALUES = st.recursive(
     LEAVES,
@@ -58,10 +58,8 @@ OPTIONS = st.one_of(
     of_fields("", StrategyOptions),
     of_fields("", TrainerOptions),
     of_fields("offload: ", OffloadConfig),
-    of_fields("compression: ", CompressionConfig),
     of_fields("resilience: ", ResilienceConfig),
     of_fields("offload: ", OffloadConfig, lambda **given: EngineConfig(offload=given)),
-    of_fields("compression: ", CompressionConfig, lambda **given: EngineConfig(compression=given)),
     of_fields("resilience: ", ResilienceConfig, lambda **given: TrainerOptions(resilience=given)),
     st.tuples(
         st.just(ZeroStrategy),

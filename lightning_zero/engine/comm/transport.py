@@ -70,7 +70,7 @@ class Quantised:
     """
 
     bits: Literal[4, 8]
-    block: int
+    block: int = 128
     dtype: ClassVar[torch.dtype] = torch.uint8
 
     def _blocks(self, numel: int) -> int:

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from lightning_zero.engine.comm.collectives import Communicator
 from lightning_zero.engine.comm.transport import Codec, Quantised
-from lightning_zero.engine.config import LOW_PRECISION, CompressionConfig, EngineConfig
+from lightning_zero.engine.config import LOW_PRECISION, EngineConfig
 from lightning_zero.engine.init.sources import Source
 from lightning_zero.engine.offload import DiskStates, Swap
 from lightning_zero.engine.optim.compatibility import check_not_divided, kept_whole
@@ -38,6 +38,10 @@ _CAST_FORWARDS = frozenset(layer.forward for layer in _CAST_LAYERS)
 _CAST_ATTRIBUTES = frozenset(
     {"weight", "bias", "in_proj_weight", "in_proj_bias", "q_proj_weight", "k_proj_weight", "v_proj_weight"}
 )
+
+_BITS = {"int8": 8, "int4": 4}
+EXEMPT_NUMEL = 65536
+"""Gradients of parameters with fewer elements, or fewer than two dimensions, are sent uncompressed."""
 
 
 @dataclass(eq=False)
@@ -202,7 +206,7 @@ class _Kind(NamedTuple):
 def _kind_of(
     config: EngineConfig,
     is_kept_whole: Callable[[str, Tensor], bool],
-    compression: CompressionConfig | None,
+    compression: str | None,
     may_fuse: bool,
     extension_of: Mapping[nn.Parameter, Extension],
     name: str,
@@ -240,13 +244,12 @@ def _parts(
                 yield of_unit, kind, part
 
 
-def _gradient_codec_of(parameter: nn.Parameter, compression: CompressionConfig | None) -> Codec | None:
+def _gradient_codec_of(parameter: nn.Parameter, compression: str | None) -> Codec | None:
     """The codec for sending a parameter's gradient between machines; None for a cast to ``reduce_dtype``."""
-    if compression is None or compression.gradients is None:
+    is_exempt = parameter.dim() < 2 or parameter.numel() < EXEMPT_NUMEL
+    if compression is None or is_exempt or parameter.dtype not in (torch.float32, *LOW_PRECISION):
         return None
-    if parameter.dtype not in (torch.float32, *LOW_PRECISION) or compression.exempts(parameter):
-        return None
-    return Quantised(8 if compression.gradients == "int8" else 4, compression.block)
+    return Quantised(_BITS[compression])
 
 
 def check_compression(
@@ -257,10 +260,9 @@ def check_compression(
     Raises:
         ValueError: if nothing can be compressed although there are several machines.
     """
-    compression = config.compression
-    if compression is None:
+    if config.compression is None:
         return
-    given = f"compression={compression.gradients!r}"
+    given = f"compression={config.compression!r}"
     if communicator.is_on_one_machine:
         if communicator.everyone.rank == 0:
             said = f"{given} has no effect: all {communicator.size} ranks are on one machine."
@@ -273,7 +275,7 @@ def check_compression(
     elif not any(bucket.gradient_codec for bucket in chain.from_iterable(units) if bucket.parameters[0].requires_grad):
         raise ValueError(
             f"{given} has no effect: every trained parameter has fewer than two dimensions, or fewer than "
-            f"exempt_numel={compression.exempt_numel} elements."
+            f"{EXEMPT_NUMEL:,} elements."
         )
 
 
